@@ -1,0 +1,26 @@
+"""The base classes of all wire data, and the one helper that turns a misspelling into a suggestion."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Body(BaseModel):
+    """A frozen body of ours: an unknown key is an error, never dropped in silence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class OpenBody(BaseModel):
+    """A frozen body whose shape others own (OpenAI's, or a legacy route): unknown keys are kept."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; known: a, b. Did you mean 'a'?"`, the tail of every message about an unknown name."""
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    guess = f". Did you mean {close[0]!r}?" if close else ""
+    return f"; known: {', '.join(names)}{guess}"

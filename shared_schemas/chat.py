@@ -1,0 +1,13 @@
+"""What our gateway adds to the OpenAI chat-completions wire: exact token ids and their log-probs.
+
+Request header ROLLOUT_HEADER names the conversation; the reply then carries the fields of
+`shared_schemas.trajectory.PolicyLogprobs` so that what was sampled is what is trained:
+
+    prompt_token_ids, prompt_ids_reused      at the top of the reply
+    token_ids, token_logprobs, versions      in choices[0]
+
+`return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
+"""
+
+ROLLOUT_HEADER = "X-Turnwise-Rollout"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"

@@ -1,0 +1,85 @@
+"""Decision rewards as they cross the wire, and the pure function that computes them.
+
+The function lives here, not in the task app, so that stored rollouts can be credited anew by the trainer.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shared_schemas.base import Body
+
+StepRewardsMode = Literal["off", "decision_stepwise", "env_sparse"]
+EventRewardsKind = Literal["unique", "absolute"]
+RewardSource = Literal["interaction", "tool", "penalty", "user"]
+
+
+class StepRewards(Body):
+    """The training switches as they reach the task app (`config.step_rewards`).
+
+    The task app acts on `enabled` and `mode` alone: they decide whether a step's metadata carries
+    `decision_rewards`. The other three travel along so that a stored request tells how it was credited.
+    Source: 1-crafter-event-rewards.md; names of the wire form: task apps that users of Crafter know.
+    """
+
+    enabled: bool = False
+    mode: StepRewardsMode = "off"
+    kind: EventRewardsKind = "unique"
+    indicator_lambda: float = Field(default=0.0, ge=0.0)
+    step_beta: float = Field(default=0.0, ge=0.0)
+
+    @property
+    def emits_decision_rewards(self) -> bool:
+        return self.enabled and self.mode == "decision_stepwise"
+
+
+class DecisionRewards(Body):
+    """What one decision achieved. `turn` counts from 1 (decision index t is turn - 1)."""
+
+    turn: int = Field(ge=1)
+    ach_delta: int = Field(ge=0)
+    unique_delta: int = Field(ge=0)
+    all: tuple[str, ...]
+    unique: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _counts_match_names(self) -> "DecisionRewards":
+        if self.ach_delta != len(self.all) or self.unique_delta != len(self.unique):
+            raise ValueError("ach_delta and unique_delta must count the names in 'all' and 'unique'")
+        return self
+
+
+class RewardPart(Body):
+    """A named contribution to the reward of one decision, beside what the environment pays."""
+
+    source: RewardSource
+    value: float
+
+
+def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, turn: int) -> DecisionRewards:
+    """What a decision achieved, from the achievement counters before and after it.
+
+        all    = achievements whose counter rose during the decision, first time or not
+        unique = those of them whose counter was 0 before: first unlocked in the episode
+
+    Crafter's counters only grow, so `unique` is a subset of `all` and unique_delta <= ach_delta.
+
+    Args:
+        before: counter of every achievement when the decision was taken.
+        after: the same counters when its last env step was done; a missing name counts 0.
+        turn: the decision's number in its episode, from 1.
+
+    Raises:
+        ValueError: a counter fell, which no environment with achievements may do.
+
+    Source: 1-crafter-event-rewards.md, "What to compute per decision"; DESIGN.md 4.1.
+    """
+    fell = sorted(name for name, count in before.items() if after.get(name, 0) < count)
+    if fell:
+        raise ValueError(f"achievement counters may only grow; fell during turn {turn}: {', '.join(fell)}")
+    rose = sorted(name for name, count in after.items() if count > before.get(name, 0))
+    first = [name for name in rose if before.get(name, 0) == 0]
+    return DecisionRewards(
+        turn=turn, ach_delta=len(rose), unique_delta=len(first), all=tuple(rose), unique=tuple(first)
+    )

@@ -1,0 +1,118 @@
+"""The rollout service: what the trainer asks for, and what it gets back.
+
+Ids are the trainer's, so a repeated request is harmless: the same id with the same body is the same
+rollout, the same id with another body is a 409.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr
+
+from shared_schemas.base import Body
+from shared_schemas.rewards import StepRewards
+from shared_schemas.trajectory import Trajectory
+
+Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
+Seed = Annotated[int, Field(ge=0, lt=2**31 - 1)]
+
+
+class SeedStart(Body):
+    """Start from the world of a seed."""
+
+    seed: Seed
+
+
+class EnvSpec(Body):
+    env_name: str
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class PolicySpec(Body):
+    """`inference_key` is sent to `inference_url` as a Bearer key; it is never stored or logged."""
+
+    policy_name: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    inference_key: SecretStr | None = None
+
+
+class RolloutLimits(Body):
+    max_decisions: int = Field(default=50, ge=1, le=10_000)
+    max_invalid_decisions: int = Field(default=5, ge=1, le=10_000)
+    timeout_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
+
+
+class RolloutRequest(Body):
+    """One episode to run. Siblings of a group share `start`; each has its own sampling seed."""
+
+    rollout_id: Id
+    run_id: Id
+    iteration: int = Field(default=0, ge=0)
+    group_id: str = Field(default="", max_length=200)
+    sibling: int = Field(default=0, ge=0)
+    attempt: int = Field(default=0, ge=0)
+    start: SeedStart
+    env: EnvSpec
+    policy: PolicySpec
+    step_rewards: StepRewards = StepRewards()
+    limits: RolloutLimits = RolloutLimits()
+
+
+class RolloutBatch(Body):
+    """Body of POST /rollouts."""
+
+    rollouts: tuple[RolloutRequest, ...] = Field(min_length=1)
+
+
+class RolloutsAccepted(Body):
+    """Answer of POST /rollouts (202). `known` were accepted earlier with the same body."""
+
+    accepted: tuple[str, ...]
+    known: tuple[str, ...]
+    instance_id: str
+
+
+class RolloutFailure(Body):
+    """Why a rollout has no trajectory. Only infrastructure fails a rollout; what a policy does is data."""
+
+    code: str
+    detail: str
+    decisions_done: int = 0
+
+
+RolloutStatus = Literal["queued", "running", "finished", "failed", "cancelled"]
+
+
+class Rollout(Body):
+    """The state of one rollout; `trajectory` when finished, `failure` when failed or cancelled."""
+
+    rollout_id: str
+    run_id: str
+    iteration: int
+    group_id: str
+    sibling: int
+    attempt: int
+    instance_id: str
+    status: RolloutStatus
+    trajectory: Trajectory | None = None
+    failure: RolloutFailure | None = None
+
+
+class RolloutPage(Body):
+    """Answer of GET /rollouts: everything that ended since `cursor`, oldest first, until acknowledged."""
+
+    rollouts: tuple[Rollout, ...]
+    cursor: str
+    unfinished: int = Field(ge=0, description="rollouts of this run that are queued or running")
+    instance_id: str
+
+
+class RolloutAck(Body):
+    """Body of POST /rollouts/ack: the trainer has stored these; the task app may forget them."""
+
+    run_id: Id
+    rollout_ids: tuple[str, ...] = Field(min_length=1)
+
+
+class RolloutAcked(Body):
+    acked: tuple[str, ...]
+    unknown: tuple[str, ...]

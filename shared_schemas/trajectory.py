@@ -1,0 +1,132 @@
+"""One episode as data: a `StepData` for every decision, and the `Trajectory` that holds them."""
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from shared_schemas.base import Body
+from shared_schemas.messages import Message, ToolCall
+from shared_schemas.rewards import DecisionRewards, RewardPart
+
+
+class StopReason(StrEnum):
+    """Why an episode ended, in the order in which the reasons are tested (DESIGN.md 4.5)."""
+
+    CRITICAL_ERROR = "critical_error"
+    ENVIRONMENT_DONE = "environment_done"
+    TERMINATE_ACTION = "terminate_action"
+    TERMINATION_REGEX = "termination_regex"
+    INVALID_ACTION = "invalid_action"
+    CONTEXT_LENGTH = "context_length"
+    DEADLINE = "deadline"
+    MAX_DECISIONS = "max_decisions"
+
+
+class Sampling(Body):
+    """How the tokens of a decision were drawn: needed to recompute the log-probs that they had."""
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary")
+    seed: int | None = Field(default=None, ge=0)
+    max_tokens: int = Field(default=64, ge=1)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Some of the probability mass could never be sampled."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+class PolicyLogprobs(Body):
+    """The exact tokens of one model call, as the inference server saw and sampled them.
+
+    prompt: the first `prompt_ids_reused` ids of the previous prompt + response of this rollout,
+    then `prompt_token_ids`. logprobs[i] is that of token_ids[i] under softmax(logits / temperature),
+    before any truncation by top_p or top_k. versions: [[first_token, policy_version], ...].
+    """
+
+    prompt_ids_reused: int = Field(default=0, ge=0)
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    versions: tuple[tuple[int, int], ...]
+
+
+class ObservationData(Body):
+    """What the policy saw: its messages; and what every step carries in every mode (DESIGN.md 4.2)."""
+
+    messages: tuple[Message, ...] = ()
+    achievements_status: dict[str, bool] = Field(default_factory=dict)
+    achievements_counts: dict[str, int] = Field(default_factory=dict)
+    reward_last_step: float = Field(default=0.0, description="of the last env step before this observation")
+
+
+class StepMetadata(Body):
+    """`decision_rewards` is present only when enabled and `decision_stepwise`."""
+
+    decision_rewards: DecisionRewards | None = None
+
+
+class StepInfo(Body):
+    """Facts about a step that no reward or gradient depends on."""
+
+    tool_result: str = ""
+    invalid_reason: str | None = None
+    executed_actions: tuple[str, ...] = ()
+    policy_s: float = 0.0
+    environment_s: float = 0.0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class StepData(Body):
+    """One decision of an episode: a model call, its tool calls and the S env steps they triggered.
+
+    Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
+    """
+
+    turn: int = Field(ge=1, description="decision index t plus 1")
+    observation_data: ObservationData
+    next_observation: ObservationData | None = Field(
+        default=None, description="without messages: the counters and the last reward after this decision"
+    )
+    action_taken: dict[str, Any] = Field(description='{"type": "text" | "tool_call" | "terminate", ...}')
+    tool_calls: tuple[ToolCall, ...] = ()
+    raw_policy_output: str | None = None
+    policy_name: str = ""
+    sampling: Sampling | None = None
+    policy_logprobs: PolicyLogprobs | None = None
+    policy_value_estimate: float | None = None
+    env_rewards: tuple[float, ...] | None = Field(default=None, description="[S] reward of each env step")
+    reward_parts: tuple[RewardPart, ...] = ()
+    metadata: StepMetadata = StepMetadata()
+    is_done: bool = False
+    terminated: bool = False
+    truncated: bool = False
+    stop_reason: StopReason | None = None
+    step_info: StepInfo = StepInfo()
+
+    @property
+    def system_step_index(self) -> int:
+        """t, from 0 (the name that source 2 publishes)."""
+        return self.turn - 1
+
+
+class Trajectory(Body):
+    """A finished episode. `outcome_definition` says in words what `outcome_reward` measures."""
+
+    env_name: str
+    policy_name: str
+    model: str = ""
+    seed: int
+    steps: tuple[StepData, ...]
+    outcome_reward: float
+    outcome_definition: str
+    achievements_counts: dict[str, int] = Field(default_factory=dict)
+    env_steps: int = Field(ge=0)
+    terminated: bool
+    truncated: bool
+    stop_reason: StopReason
+    wall_s: float = Field(ge=0.0)

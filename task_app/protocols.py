@@ -1,0 +1,130 @@
+"""The plug-in interfaces of the task app. An environment, a tool or a policy is one class in one file.
+
+`Environment` knows its game, `AgentPolicy` decides, and `task_app.episode.RLRolloutWorker` joins the two.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared_schemas.messages import Message, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows after a reset or a decision.
+
+    Attributes:
+        text: the observation as a person or a model reads it.
+        data: the same facts as plain JSON-able values (for Crafter: the 9x7 view, vitals, ...), which
+            scripted policies play from. Never more than what `text` is allowed to know.
+        achievements_counts: counter of every achievement; empty for environments without achievements.
+        reward_last_step: reward of the last env step; 0.0 after a reset.
+    """
+
+    text: str
+    data: Mapping[str, Any]
+    achievements_counts: Mapping[str, int] = field(default_factory=dict)
+    reward_last_step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionOutcome:
+    """What the tool calls of one decision did.
+
+    Attributes:
+        observation: after the last env step of the decision.
+        env_rewards: [S] reward of each env step that ran.
+        terminated: the environment's own end (death, answer given); never a limit.
+        truncated: a limit inside the environment was reached.
+        executed_actions: names of the env steps that ran, in order.
+        invalid_reason: why the call was refused, in words the model can act on; None when it was valid.
+            A refused call still ran one no-op env step (DESIGN.md 4.4).
+        result: tool result text for the next prompt.
+    """
+
+    observation: Observation
+    env_rewards: tuple[float, ...]
+    terminated: bool = False
+    truncated: bool = False
+    executed_actions: tuple[str, ...] = ()
+    invalid_reason: str | None = None
+    result: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """A tool call after its JSON was read: `arguments` is None when the text was no JSON object."""
+
+    name: str
+    arguments: Mapping[str, Any] | None
+    raw_arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PastDecision:
+    """A line of history for the next prompt: what was called and what it answered."""
+
+    tool_calls: tuple[ToolRequest, ...]
+    outcome: DecisionOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObservation:
+    """What `RLRolloutWorker` hands to a policy: a snapshot, never an alias of a list that grows."""
+
+    messages: tuple[Message, ...]
+    data: Mapping[str, Any]
+
+
+class Environment(Protocol):
+    """One episode of one task. Not thread-safe; `reset` may take milliseconds, `step` microseconds."""
+
+    name: str
+    outcome_definition: str
+
+    def reset(self, seed: int) -> Observation:
+        """Start the world of `seed` (0 <= seed < 2**31 - 1); may be called again."""
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        """Carry out the calls of one decision, in order.
+
+        No calls, an unknown tool or bad arguments (or `invalid_reason`, found earlier) execute one no-op.
+        Raises EpisodeOver after the end.
+        """
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        """The tools a model may call, as JSON Schema."""
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
+        """The prompt of the next decision; pure, so that a policy route can use it without an episode."""
+
+    def outcome_reward(self) -> float:
+        """The episode's score so far, as `outcome_definition` defines it."""
+
+
+class AgentPolicy(Protocol):
+    """Decides. The method and its four-tuple are source 2's (Task 2.2)."""
+
+    name: str
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+        """Choose the next action.
+
+        Args:
+            observation: a PolicyObservation.
+            available_tools_specs: the tools on offer, as JSON Schema (OpenAI form).
+
+        Returns:
+            action: {"type": "tool_call", "tool_calls": [{"id", "name", "arguments": str}, ...]},
+                {"type": "text", "content": str, "invalid_reason": str | None} or {"type": "terminate"}.
+            raw_policy_output: the text the model wrote, None for policies that are not models.
+            log_probs: the fields of PolicyLogprobs plus "sampling" and "model", None where unknown.
+            value_estimate: V(s_t), None for policies without a critic.
+
+        Raises:
+            PolicyUnavailable: the model could not be asked (a failed rollout, not a decision).
+            ContextLengthExceeded: the prompt does not fit (ends the episode with that reason).
+        """

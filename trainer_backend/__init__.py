@@ -1,0 +1,1 @@
+"""The trainer backend: jobs, rollouts over HTTP, credit, updates."""
