@@ -39,6 +39,9 @@ class RolloutLimits(Body):
     max_decisions: int = Field(default=50, ge=1, le=10_000)
     max_invalid_decisions: int = Field(default=5, ge=1, le=10_000)
     timeout_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
+    termination_regex: str | None = Field(
+        default=None, max_length=500, description="ends the episode when found in what the policy wrote"
+    )
 
 
 class RolloutRequest(Body):

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from shared_schemas.base import Body
-from shared_schemas.messages import Message, ToolCall
+from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rewards import DecisionRewards, RewardPart
 
 
@@ -121,6 +121,7 @@ class Trajectory(Body):
     policy_name: str
     model: str = ""
     seed: int
+    tools: tuple[ToolSpec, ...] = Field(default=(), description="what the policy could call, as it was offered")
     steps: tuple[StepData, ...]
     outcome_reward: float
     outcome_definition: str

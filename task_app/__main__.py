@@ -1,0 +1,61 @@
+"""`python -m task_app --host 127.0.0.1 --port 8001`: the task app alone.
+
+Port 0 takes a free one. When it is ready, one line on stdout says where: `listening on http://host:port`;
+the trainer's embedded mode reads it. Logs go to stderr. Exit codes: 0 stopped, 2 a setting or port is wrong.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+import structlog
+import uvloop
+
+from task_app.app import create_app
+from task_app.errors import SettingsError
+from task_app.server import PortTaken, Server, address_of, bound_socket
+from task_app.settings import KEY_VARIABLE, settings_from_environ
+
+log = structlog.get_logger("task_app")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        settings = settings_from_environ(os.environ)
+        sock = bound_socket(options.host, options.port)
+    except (SettingsError, PortTaken) as exc:
+        print(f"task_app: {exc}", file=sys.stderr)
+        return 2
+    if not settings.api_keys:
+        log.warning("no_key_configured", hint=f"set {KEY_VARIABLE}; until then every route answers 503")
+    address = address_of(sock)
+    server = Server(create_app(settings), on_ready=lambda: print(f"listening on {address}", flush=True))
+    if options.exit_with_parent:
+        server.stop_with_parent()
+    log.info("starting", address=address)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(server.serve([sock]))
+    log.info("stopped", address=address)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m task_app", description="Environments behind HTTP.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=_port, default=8001, help="0 takes a free one")
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input is closed")
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 to 65535")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The task app as FastAPI: routes, the gate before them, what lives as long as the service."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI
+
+from task_app.auth import Keys
+from task_app.gate import Gate
+from task_app.plugins import PlugBoards, default_plug_boards
+from task_app.routes import rollouts, service
+from task_app.routes.problems import install_problem_handlers
+from task_app.services import Services
+from task_app.settings import Settings
+
+
+def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastAPI:
+    """Build the app. Nothing runs and no connection is open before its lifespan starts.
+
+    Args:
+        settings: bounds and keys.
+        boards: what requests may name; the plug boards of `plugins.py` when absent.
+    """
+    keys = Keys(settings)
+    services = Services(settings, boards or default_plug_boards(), keys)
+    app = FastAPI(title="Turnwise task app", docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app.state.services = services
+    app.include_router(service.router)
+    app.include_router(rollouts.router)
+    install_problem_handlers(app)
+    app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    services.start()
+    sweeper = asyncio.get_running_loop().create_task(_sweep(services))
+    try:
+        yield
+    finally:
+        sweeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await sweeper
+        await services.close()
+
+
+async def _sweep(services: Services) -> None:
+    """Look after what nobody uses any more, at intervals."""
+    while True:
+        await asyncio.sleep(services.settings.sweep_every_s)
+        services.runner.expire()

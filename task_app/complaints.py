@@ -1,0 +1,30 @@
+"""Pure: what pydantic says about a body -> one sentence: the place, what was found, what is allowed."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shared_schemas.base import did_you_mean
+from task_app.errors import InvalidRequest
+
+
+def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] = ()) -> InvalidRequest:
+    """The first of pydantic's errors as one of ours.
+
+    Args:
+        error: an element of `ValidationError.errors()`.
+        where: the body path that `error["loc"]` continues.
+        known: field names, for the suggestion when a key is unknown.
+    """
+    place = ".".join([*filter(None, [where]), *(str(part) for part in error["loc"])])
+    if error["type"] == "extra_forbidden":
+        name = str(error["loc"][-1])
+        return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
+    return InvalidRequest(f"{place}: {error['msg']}{_found(error, place)}", where=place)
+
+
+def _found(error: Mapping[str, Any], place: str) -> str:
+    """The offending value, when it is a short scalar and cannot be a key."""
+    value = error.get("input")
+    if error["type"] == "missing" or "key" in place or not isinstance(value, str | int | float | bool):
+        return ""
+    return f"; found {str(value)[:80]!r}" if isinstance(value, str) else f"; found {value}"

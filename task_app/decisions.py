@@ -1,0 +1,31 @@
+"""Pure: the achievement counters before and after a decision, and what a step says about them."""
+
+from collections.abc import Mapping
+
+from shared_schemas.rewards import StepRewards, decision_rewards
+from shared_schemas.trajectory import StepMetadata
+
+NO_METADATA = StepMetadata()
+
+
+def achievements_status(counts: Mapping[str, int]) -> dict[str, bool]:
+    """The boolean form of the counters: unlocked in this episode or not."""
+    return {name: count > 0 for name, count in counts.items()}
+
+
+def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Sorted names of what a decision unlocked for the first time in the episode."""
+    return sorted(name for name, count in after.items() if count > 0 and before.get(name, 0) == 0)
+
+
+def step_metadata(
+    before: Mapping[str, int], after: Mapping[str, int], *, turn: int, step_rewards: StepRewards
+) -> StepMetadata:
+    """The metadata of decision `turn`: its decision_rewards, or nothing.
+
+    The record stands there for every decision, also one that achieved nothing, but only when the switches
+    ask for it and the environment has achievements at all (DESIGN.md 4.2).
+    """
+    if not step_rewards.emits_decision_rewards or not after:
+        return NO_METADATA
+    return StepMetadata(decision_rewards=decision_rewards(before, after, turn=turn))

@@ -1,0 +1,88 @@
+"""Spawning and despawning, chunk by chunk, every tenth step.
+
+Stock looks at every chunk in detail; here counters tell where it could act at all, which is rare. The
+one deliberate difference to stock, here and in the tests' reference: a creature to despawn is picked from
+the chunk's creatures *in order of creation*. Stock picks by position in a set hashed by address, which
+differs from process to process.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from task_app.environments.crafter.grid import (
+    CHUNK_CELLS,
+    CHUNK_OF,
+    MATERIAL_COUNT,
+    MATERIAL_IDS,
+    PAD,
+    STRIDE,
+)
+from task_app.environments.crafter.objects import Cow, Skeleton, Zombie
+from task_app.environments.crafter.player import Player
+from task_app.environments.crafter.world import COW, KIND_COUNT, SKELETON, ZOMBIE, Thing, World
+
+GRASS, PATH = MATERIAL_IDS["grass"], MATERIAL_IDS["path"]
+
+
+@dataclass(frozen=True, slots=True)
+class Habitat:
+    """Where and how a kind comes and goes; distances in cells from the player, chances per balancing."""
+
+    kind: int
+    make: Callable[[int, int], Thing]
+    material: int
+    spawn_distance: int
+    despawn_distance: int
+    spawn_chance: float
+    despawn_chance: float
+
+
+ZOMBIES = Habitat(ZOMBIE, Zombie, GRASS, 6, 0, 0.3, 0.4)
+SKELETONS = Habitat(SKELETON, Skeleton, PATH, 7, 7, 0.1, 0.1)
+COWS = Habitat(COW, Cow, GRASS, 5, 5, 0.01, 0.1)
+
+
+def balance(world: World, player: Player) -> None:
+    """Balance all chunks that ever held a thing, in the order in which they first did."""
+    most_zombies = int(3.5 - 3 * world.daylight)
+    most_cows = int(1.5 + world.daylight)
+    population, counts = world.population, world.material_counts
+    for chunk in list(world.chunk_order):
+        kinds, ground = chunk * KIND_COUNT, chunk * MATERIAL_COUNT
+        grass = counts[ground + GRASS]
+        fewest = most_zombies if grass >= 50 else 0
+        if not fewest <= population[kinds + ZOMBIE] <= most_zombies:
+            _adjust(world, player, chunk, ZOMBIES, fewest)
+        fewest = 1 if counts[ground + PATH] >= 6 else 0
+        if not fewest <= population[kinds + SKELETON] <= 2:
+            _adjust(world, player, chunk, SKELETONS, fewest)
+        fewest = 1 if grass >= 30 else 0
+        if not fewest <= population[kinds + COW] <= most_cows:
+            _adjust(world, player, chunk, COWS, fewest)
+
+
+def _adjust(world: World, player: Player, chunk: int, habitat: Habitat, fewest: int) -> None:
+    """Spawn into a chunk with fewer than `fewest` creatures; else it has too many, and one may go."""
+    if world.population[chunk * KIND_COUNT + habitat.kind] < fewest:
+        if world.uniform() < habitat.spawn_chance:
+            _spawn(world, player, chunk, habitat)
+    elif world.uniform() < habitat.despawn_chance:
+        _despawn(world, player, chunk, habitat)
+
+
+def _spawn(world: World, player: Player, chunk: int, habitat: Habitat) -> None:
+    cells = [cell for cell in CHUNK_CELLS[chunk] if world.materials[cell] == habitat.material]
+    cell = cells[world.random.randint(0, len(cells))]
+    y, x = divmod(cell, STRIDE)
+    x, y = x - PAD, y - PAD
+    if world.at[cell] is None and abs(x - player.x) + abs(y - player.y) >= habitat.spawn_distance:
+        world.add(habitat.make(x, y))
+
+
+def _despawn(world: World, player: Player, chunk: int, habitat: Habitat) -> None:
+    creatures = [
+        thing for thing in world.things if thing.kind == habitat.kind and CHUNK_OF[thing.cell] == chunk
+    ]
+    creature = creatures[world.random.randint(0, len(creatures))]
+    if abs(creature.x - player.x) + abs(creature.y - player.y) >= habitat.despawn_distance:
+        world.remove(creature)

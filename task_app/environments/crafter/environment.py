@@ -1,0 +1,176 @@
+"""Crafter as an `Environment`: the engine's numbers become texts and data, tool calls become env steps."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shared_schemas.base import Body
+from shared_schemas.messages import Message, ToolSpec
+from task_app.environments.crafter import prompt
+from task_app.environments.crafter.calls import InvalidCall, read_actions
+from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
+from task_app.environments.crafter.text import compact_text, full_text
+from task_app.environments.crafter.view import LocalView
+from task_app.errors import EpisodeOver
+from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
+
+# Below this daylight the game draws its picture dark and noisy (stock crafter's own limit).
+DARK_BELOW = 0.5
+_ACTION_IDS = {name: index for index, name in enumerate(ACTIONS)}
+
+
+class CrafterConfig(Body):
+    """Settings of one Crafter environment."""
+
+    text: Literal["full", "compact"] = Field(
+        default="full", description="full: the layout users know; compact: 25 to 60 words for small models"
+    )
+    max_actions: int = Field(default=8, ge=1, le=8, description="most actions in one call (maxItems)")
+    length: int = Field(default=10_000, ge=1, le=1_000_000, description="env steps before truncation")
+
+
+class CrafterEnvironment:
+    """One episode of Crafter. Equal seeds and calls give equal texts, data and rewards in any process."""
+
+    name = "crafter"
+    outcome_definition = "number of different achievements unlocked in the episode (0 to 22)"
+
+    def __init__(self, config: CrafterConfig | None = None) -> None:
+        self.config = config or CrafterConfig()
+        self._engine: CrafterEngine | None = None
+
+    def reset(self, seed: int) -> Observation:
+        self._engine = CrafterEngine(seed, length=self.config.length)
+        self._engine.reset()
+        return self._observe(0.0, prompt.NO_NEWS)
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        engine = self._running_engine()
+        actions, reason = self._plan(calls, invalid_reason)
+        before = _Before(engine)
+        rewards, changed = _run(engine, actions)
+        news = before.news(engine, changed=changed, invalid=reason)
+        executed = tuple(actions[: len(rewards)])
+        return DecisionOutcome(
+            observation=self._observe(rewards[-1], news),
+            env_rewards=tuple(rewards),
+            terminated=engine.dead,
+            truncated=engine.over and not engine.dead,
+            executed_actions=executed,
+            invalid_reason=reason,
+            result=prompt.result_text(executed, news),
+        )
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return (prompt.tool_spec(self.config.max_actions),)
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
+        if self.config.text == "compact":
+            return (Message(role="user", content=observation.text),)
+        return (
+            Message(role="system", content=prompt.system_prompt(self.config.max_actions)),
+            Message(role="user", content=prompt.user_text(observation.text, past)),
+        )
+
+    def outcome_reward(self) -> float:
+        """Unique achievements so far; 0 before the first reset."""
+        return float(sum(count > 0 for count in self._engine.achievements.values())) if self._engine else 0.0
+
+    def _running_engine(self) -> CrafterEngine:
+        if self._engine is None:
+            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
+        if self._engine.over:
+            raise EpisodeOver()
+        return self._engine
+
+    def _plan(
+        self, calls: Sequence[ToolRequest], invalid_reason: str | None
+    ) -> tuple[list[str], str | None]:
+        if invalid_reason is not None:
+            return ["noop"], invalid_reason
+        try:
+            return read_actions(calls, known=ACTIONS, max_actions=self.config.max_actions), None
+        except InvalidCall as exc:
+            return ["noop"], str(exc)
+
+    def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
+        assert self._engine is not None
+        data = observation_data(
+            self._engine.view(),
+            step=self._engine.step_count,
+            max_steps=self.config.length,
+            counts=self._engine.achievements,
+            news=news,
+        )
+        text = compact_text(data) if self.config.text == "compact" else full_text(data)
+        return Observation(
+            text=text,
+            data=data,
+            achievements_counts=dict(self._engine.achievements),
+            reward_last_step=reward,
+        )
+
+
+class _Before:
+    """What the news of a decision are measured against."""
+
+    def __init__(self, engine: CrafterEngine) -> None:
+        self._health = engine.inventory["health"]
+        self._unlocked = {name for name, count in engine.achievements.items() if count}
+
+    def news(self, engine: CrafterEngine, *, changed: bool, invalid: str | None) -> dict[str, Any]:
+        unlocked = {name for name, count in engine.achievements.items() if count} - self._unlocked
+        return {
+            "unlocked": sorted(unlocked),
+            "health_change": int(engine.inventory["health"] - self._health),
+            "no_effect": not changed,
+            "invalid": invalid,
+        }
+
+
+def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
+    """Reward of each env step that ran, and whether the last one changed anything the player can see of itself."""
+    rewards: list[float] = []
+    changed = False
+    for action in actions:
+        if engine.over:
+            break
+        before = _own_state(engine)
+        rewards.append(float(engine.act(_ACTION_IDS[action])))
+        changed = _own_state(engine) != before
+    return rewards, changed
+
+
+def _own_state(engine: CrafterEngine) -> tuple[Any, ...]:
+    return engine.position, engine.facing, engine.sleeping, tuple(engine.inventory.values())
+
+
+def observation_data(
+    view: LocalView, *, step: int, max_steps: int, counts: Mapping[str, int], news: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`Observation.data`: JSON-able, and never more than the 9x7 view and the status bar show."""
+    return {
+        "rows": [list(row) for row in view.rows],
+        "facing": [int(value) for value in view.facing],
+        "target": view.target,
+        "near": _near(view),
+        "inventory": {name: int(count) for name, count in view.inventory.items()},
+        "position": [int(value) for value in view.position],
+        "sleeping": bool(view.sleeping),
+        "daylight": round(float(view.daylight), 3),
+        "dark": bool(view.daylight < DARK_BELOW),
+        "step": step,
+        "max_steps": max_steps,
+        "achievements": sorted(name for name, count in counts.items() if count),
+        "news": dict(news),
+    }
+
+
+def _near(view: LocalView) -> list[str]:
+    """Which of table and furnace are in crafting range: the 3x3 cells around the player."""
+    # Crafter finds nothing there on the world's left and top edge (a quirk that the engine keeps).
+    if 0 in view.position:
+        return []
+    around = {name for row in view.materials[2:5] for name in row[3:6]}
+    return [name for name in ("table", "furnace") if name in around]

@@ -1,0 +1,65 @@
+"""The 64x64 world as flat indices: cells with a border, chunks, materials by number.
+
+A cell is one integer, `(y + PAD) * STRIDE + x + PAD`. The border of PAD cells on each side holds the
+material 0 ('void') and no creature, so that looking around needs no test for the edge of the world; PAD
+is half the width of a player's view.
+"""
+
+from task_app.environments.crafter.rules import MATERIALS, RULES
+
+AREA = 64
+PAD = 4
+STRIDE = AREA + 2 * PAD
+CELLS = STRIDE * STRIDE
+CENTER = AREA // 2
+
+# Order of stock's `all_dirs`: the number drawn from the generator picks by it.
+DIRECTIONS: tuple[tuple[int, int], ...] = ((-1, 0), (+1, 0), (0, -1), (0, +1))
+
+VOID_NAME = "void"
+MATERIAL_NAMES: tuple[str, ...] = (VOID_NAME, *MATERIALS)
+MATERIAL_IDS: dict[str, int] = {name: number for number, name in enumerate(MATERIAL_NAMES)}
+MATERIAL_COUNT = len(MATERIAL_NAMES)
+
+CHUNK_SIZE = 12
+CHUNKS_PER_SIDE = -(-AREA // CHUNK_SIZE)  # 6; the last one of a row is only 4 cells wide
+CHUNK_COUNT = CHUNKS_PER_SIDE**2
+
+
+def cell_at(x: int, y: int) -> int:
+    """Index of the cell at column x, row y; up to PAD cells outside the world are fine too."""
+    return (y + PAD) * STRIDE + x + PAD
+
+
+def material_flags(*names: str) -> bytes:
+    """[MATERIAL_COUNT] 1 for the named materials, else 0: the fastest membership test there is."""
+    return bytes(name in names for name in MATERIAL_NAMES)
+
+
+def chunk_bounds(chunk: int) -> tuple[int, int, int, int]:
+    """(xmin, xmax, ymin, ymax) of a chunk, as stock names its chunks; the upper ends are exclusive."""
+    column, row = divmod(chunk, CHUNKS_PER_SIDE)
+    xmin, ymin = column * CHUNK_SIZE, row * CHUNK_SIZE
+    return xmin, min(xmin + CHUNK_SIZE, AREA), ymin, min(ymin + CHUNK_SIZE, AREA)
+
+
+def _cells_of_chunk(chunk: int) -> tuple[int, ...]:
+    xmin, xmax, ymin, ymax = chunk_bounds(chunk)
+    return tuple(cell_at(x, y) for x in range(xmin, xmax) for y in range(ymin, ymax))
+
+
+def _chunk_table() -> bytes:
+    table = bytearray(CELLS)
+    for chunk, cells in enumerate(CHUNK_CELLS):
+        for cell in cells:
+            table[cell] = chunk
+    return bytes(table)
+
+
+# Cells of each chunk, x before y: stock numbers free cells in this order when it draws one to spawn on.
+CHUNK_CELLS: tuple[tuple[int, ...], ...] = tuple(_cells_of_chunk(chunk) for chunk in range(CHUNK_COUNT))
+CHUNK_OF: bytes = _chunk_table()
+
+WALKABLE = material_flags(*RULES.walkable)
+PLAYER_WALKABLE = material_flags(*RULES.walkable, "lava")
+ARROW_WALKABLE = material_flags(*RULES.walkable, "water", "lava")

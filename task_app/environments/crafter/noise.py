@@ -1,0 +1,158 @@
+"""The thirteen noise layers of a Crafter world, for any seed.
+
+Equal to `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, some 300 times faster: the
+geometry of the fixed 64x64 points is worked out once a process (`geometry`), a seed only permutes gradients.
+
+Names: N = 4096 cells, x before y as stock visits them; P distinct lattice points; K slots of the sum.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from task_app.environments.crafter.grid import AREA
+from task_app.environments.crafter.lattice import Floats, Ints, lattice_around
+
+# Stock's z and size of each layer; how x and y are divided is spelt out in _layer_points.
+LAYERS: dict[str, tuple[float, float]] = {
+    "start": (8, 3),
+    "water_15": (3, 15),
+    "water_5": (3, 5),
+    "mountain_15": (0, 15),
+    "mountain_5": (0, 5),
+    "cave": (6, 7),
+    "tunnel_x": (7, 3),
+    "tunnel_y": (7, 3),
+    "coal": (1, 8),
+    "iron": (2, 6),
+    "lava": (6, 5),
+    "sand": (4, 9),
+    "tree": (5, 7),
+}
+NORM = 103
+MULTIPLIER, INCREMENT = 6364136223846793005, 1442695040888963407
+WORD = 1 << 64
+
+# Gradients of opensimplex 0.4: permutations of (11, 4, 4) with all signs, in its order.
+_SIGNS = [(-1, 1, 1), (1, 1, 1), (-1, -1, 1), (1, -1, 1), (-1, 1, -1), (1, 1, -1), (-1, -1, -1), (1, -1, -1)]
+_SHAPES = [(11, 4, 4), (4, 11, 4), (4, 4, 11)]
+GRADIENTS = np.array(
+    [[s * g for s, g in zip(signs, shape, strict=True)] for signs in _SIGNS for shape in _SHAPES], np.float64
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's sum: lattice point, offset and weight of each slot; unused slots weigh 0."""
+
+    point_KN: Ints
+    dx_KN: Floats
+    dy_KN: Floats
+    dz_KN: Floats
+    weight_KN: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """All layers, and the distinct lattice points they refer to ([P] each, modulo 256)."""
+
+    x_P: Ints
+    y_P: Ints
+    z_P: Ints
+    layers: dict[str, Layer]
+
+
+def noise_layers(seed: int) -> dict[str, Floats]:
+    """The noise of every layer at every cell.
+
+    Args:
+        seed: what stock hands to OpenSimplex, 0 .. 2**31 - 2.
+
+    Returns:
+        [N] values in about -0.9 .. 0.9 by layer name; not yet weighted or normalised.
+    """
+    fixed = geometry()
+    perm = permutation(seed)
+    point_P = perm[(perm[(perm[fixed.x_P] + fixed.y_P) & 255] + fixed.z_P) & 255] % len(GRADIENTS)
+    gx_P, gy_P, gz_P = (np.ascontiguousarray(GRADIENTS[point_P, axis]) for axis in range(3))
+    slots = max(layer.weight_KN.shape[0] for layer in fixed.layers.values())
+    sums, part = np.empty((slots, AREA * AREA)), np.empty((slots, AREA * AREA))
+    return {name: _layer_noise(layer, (gx_P, gy_P, gz_P), sums, part) for name, layer in fixed.layers.items()}
+
+
+def _layer_noise(
+    layer: Layer, gradients: tuple[Floats, Floats, Floats], sums: Floats, part: Floats
+) -> Floats:
+    """sum_k weight_k * ((gx dx + gy dy) + gz dz) / 103, added up in this very order."""
+    gx_P, gy_P, gz_P = gradients
+    slots = layer.weight_KN.shape[0]
+    sums_KN, part_KN = sums[:slots], part[:slots]
+    np.take(gx_P, layer.point_KN, out=sums_KN, mode="clip")  # "clip" only because "raise" would copy
+    sums_KN *= layer.dx_KN
+    for gradient_P, offset_KN in ((gy_P, layer.dy_KN), (gz_P, layer.dz_KN)):
+        np.take(gradient_P, layer.point_KN, out=part_KN, mode="clip")
+        part_KN *= offset_KN
+        sums_KN += part_KN
+    sums_KN *= layer.weight_KN
+    value_N: Floats = sums_KN[0].copy()
+    for addend_N in sums_KN[1:]:
+        value_N += addend_N
+    value_N /= NORM
+    return value_N
+
+
+def permutation(seed: int) -> Ints:
+    """[256] OpenSimplex's shuffle of 0 .. 255 by its own 64-bit congruential generator."""
+    for _ in range(3):
+        seed = (seed * MULTIPLIER + INCREMENT) % WORD
+    source = list(range(256))
+    perm = [0] * 256
+    for i in range(255, -1, -1):
+        seed = (seed * MULTIPLIER + INCREMENT) % WORD
+        signed = seed - WORD if seed >= WORD // 2 else seed
+        r = (signed + 31) % (i + 1)
+        perm[i] = source[r]
+        source[r] = source[i]
+    return np.array(perm, np.int64)
+
+
+@functools.lru_cache(maxsize=1)
+def geometry() -> Geometry:
+    """Worked out at the first world of a process (0.15 s), from nothing but the fixed grid."""
+    points = [_layer_points(name) for name in LAYERS]
+    x_LN, y_LN, z_LN = (np.concatenate([p[axis] for p in points]) for axis in range(3))
+    lattice = lattice_around(x_LN, y_LN, z_LN)
+    # Slots that weigh nothing go last, the others keep their order; most points need fewer than 8.
+    order_K = np.argsort(lattice.weight_KN == 0, axis=0, kind="stable")
+    weight_K = np.take_along_axis(lattice.weight_KN, order_K, 0)
+    offset_K3 = np.take_along_axis(lattice.offset_KN3, order_K[..., None], 0)
+    corner_K3 = np.take_along_axis(lattice.corners_KN3, order_K[..., None], 0) & 255
+    key_K = corner_K3[..., 0] | corner_K3[..., 1] << 8 | corner_K3[..., 2] << 16
+    keys_P, point_K = np.unique(key_K, return_inverse=True)
+    point_K = point_K.reshape(key_K.shape)
+    layers = {}
+    for number, name in enumerate(LAYERS):
+        cells = slice(number * AREA * AREA, (number + 1) * AREA * AREA)
+        layers[name] = _layer(point_K[:, cells], offset_K3[:, cells], weight_K[:, cells])
+    return Geometry(keys_P & 255, keys_P >> 8 & 255, keys_P >> 16, layers)
+
+
+def _layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
+    """One layer's share, without the slots that it never uses, each array in one piece."""
+    slots = int((weight_KN > 0).sum(0).max())
+    dx_KN, dy_KN, dz_KN = (np.ascontiguousarray(offset_KN3[:slots, :, axis]) for axis in range(3))
+    point_KN = np.ascontiguousarray(point_KN[:slots], np.int64)
+    return Layer(point_KN, dx_KN, dy_KN, dz_KN, np.ascontiguousarray(weight_KN[:slots]))
+
+
+def _layer_points(name: str) -> tuple[Floats, Floats, Floats]:
+    """[N] coordinates of a layer's cells, divided in stock's order (tunnels: 2 * x, y / 5, then / size)."""
+    z, size = LAYERS[name]
+    x_N = np.repeat(np.arange(AREA, dtype=np.float64), AREA)
+    y_N = np.tile(np.arange(AREA, dtype=np.float64), AREA)
+    if name == "tunnel_x":
+        x_N, y_N = 2 * x_N, y_N / 5
+    elif name == "tunnel_y":
+        x_N, y_N = x_N / 5, 2 * y_N
+    return x_N / size, y_N / size, np.full(AREA * AREA, float(z))

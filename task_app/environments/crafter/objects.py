@@ -1,0 +1,235 @@
+"""Creatures, arrows and plants: the same decisions from the same draws as stock crafter 1.8.3.
+
+Every update may run once more on a thing that it has just removed itself ("a killed creature still acts
+once"); `removed` keeps that last act from moving anything.
+"""
+
+from task_app.environments.crafter.grid import ARROW_WALKABLE, DIRECTIONS, MATERIAL_IDS, STRIDE, WALKABLE
+from task_app.environments.crafter.player import Interactive, Player
+from task_app.environments.crafter.world import ARROW, COW, PLANT, SKELETON, ZOMBIE, Thing, World
+
+PATH = MATERIAL_IDS["path"]
+BREAKABLE = (MATERIAL_IDS["table"], MATERIAL_IDS["furnace"])
+EATERS = (ZOMBIE, SKELETON, COW)
+RIPE_AFTER = 300
+
+
+class Being(Interactive):
+    """A thing with health of its own and at most one further counter."""
+
+    __slots__ = ("health",)
+    start_health: int
+
+    def __init__(self, x: int, y: int) -> None:
+        super().__init__(x, y)
+        self.health = self.start_health
+
+    def hurt(self, damage: int) -> None:
+        self.health = max(0, self.health - damage)
+
+    def update(self, world: World, player: Player) -> None:
+        """One step of this thing's life."""
+        raise NotImplementedError
+
+    def extra(self) -> tuple[int, ...]:
+        """Hidden state besides place and health, for fingerprints and snapshots."""
+        return ()
+
+    def restore(self, health: int, extra: tuple[int, ...]) -> None:
+        """Take over health and the numbers that `extra` gave."""
+        self.health = health
+
+
+def toward(dx: int, dy: int, long_axis: bool) -> tuple[int, int]:
+    """Unit step along the longer (else the shorter) axis of the offset (dx, dy); a tie is 'y is longer'."""
+    if (abs(dx) > abs(dy)) == long_axis:
+        return (dx > 0) - (dx < 0), 0
+    return 0, (dy > 0) - (dy < 0)
+
+
+class Cow(Being):
+    """Walks at random every other step; food."""
+
+    __slots__ = ()
+    kind = COW
+    start_health = 3
+
+    def update(self, world: World, player: Player) -> None:
+        if self.health <= 0:
+            world.remove(self)
+        if world.uniform() < 0.5:
+            self.try_move(world, DIRECTIONS[world.word() & 3], WALKABLE)
+
+    def acted_on(self, player: Player, damage: int) -> None:
+        self.hurt(damage)
+        if self.health <= 0:
+            player.inventory["food"] += 6
+            player.achievements["eat_cow"] += 1
+            player.hunger = 0
+
+
+class Zombie(Being):
+    """Hunts within 8 cells; hits a neighbour for 2 (7 if asleep) after a cooldown of 5."""
+
+    __slots__ = ("cooldown",)
+    kind = ZOMBIE
+    start_health = 5
+
+    def __init__(self, x: int, y: int) -> None:
+        super().__init__(x, y)
+        self.cooldown = 0
+
+    def update(self, world: World, player: Player) -> None:
+        if self.health <= 0:
+            world.remove(self)
+        dx, dy = player.x - self.x, player.y - self.y
+        if abs(dx) + abs(dy) <= 8 and world.uniform() < 0.9:
+            self.try_move(world, toward(dx, dy, world.uniform() < 0.8), WALKABLE)
+        else:
+            self.try_move(world, DIRECTIONS[world.word() & 3], WALKABLE)
+        if abs(player.x - self.x) + abs(player.y - self.y) <= 1:
+            if self.cooldown:
+                self.cooldown -= 1
+            else:
+                player.hurt(7 if player.sleeping else 2)
+                self.cooldown = 5
+
+    def acted_on(self, player: Player, damage: int) -> None:
+        self.hurt(damage)
+        if self.health <= 0:
+            player.achievements["defeat_zombie"] += 1
+
+    def extra(self) -> tuple[int, ...]:
+        return (self.cooldown,)
+
+    def restore(self, health: int, extra: tuple[int, ...]) -> None:
+        self.health, (self.cooldown,) = health, extra
+
+
+class Skeleton(Being):
+    """Keeps 3 cells away, shoots within 5, follows within 8."""
+
+    __slots__ = ("reload",)
+    kind = SKELETON
+    start_health = 3
+
+    def __init__(self, x: int, y: int) -> None:
+        super().__init__(x, y)
+        self.reload = 0
+
+    def update(self, world: World, player: Player) -> None:
+        if self.health <= 0:
+            world.remove(self)
+        self.reload = max(0, self.reload - 1)
+        dx, dy = player.x - self.x, player.y - self.y
+        distance, uniform = abs(dx) + abs(dy), world.uniform
+        if distance <= 3:
+            step_x, step_y = toward(dx, dy, uniform() < 0.6)
+            if self.try_move(world, (-step_x, -step_y), WALKABLE):
+                return
+        if distance <= 5 and uniform() < 0.5:
+            self._shoot(world, toward(dx, dy, True))
+        elif distance <= 8 and uniform() < 0.3:
+            self.try_move(world, toward(dx, dy, uniform() < 0.6), WALKABLE)
+        elif uniform() < 0.2:
+            self.try_move(world, DIRECTIONS[world.word() & 3], WALKABLE)
+
+    def _shoot(self, world: World, direction: tuple[int, int]) -> None:
+        if self.reload > 0 or direction == (0, 0):
+            return
+        dx, dy = direction
+        target = self.cell + dx + dy * STRIDE
+        if world.at[target] is None and ARROW_WALKABLE[world.materials[target]]:
+            world.add(Arrow(self.x + dx, self.y + dy, direction))
+            self.reload = 4
+
+    def acted_on(self, player: Player, damage: int) -> None:
+        self.hurt(damage)
+        if self.health <= 0:
+            player.achievements["defeat_skeleton"] += 1
+
+    def extra(self) -> tuple[int, ...]:
+        return (self.reload,)
+
+    def restore(self, health: int, extra: tuple[int, ...]) -> None:
+        self.health, (self.reload,) = health, extra
+
+
+class Arrow(Being):
+    """Flies straight on; takes 2 health from what it hits, and turns a table or furnace into path."""
+
+    __slots__ = ("facing",)
+    kind = ARROW
+    start_health = 0
+
+    def __init__(self, x: int, y: int, facing: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(x, y)
+        self.facing = facing
+
+    def update(self, world: World, player: Player) -> None:
+        target = self.cell + self.facing[0] + self.facing[1] * STRIDE
+        hit = world.at[target]
+        if hit is not None:
+            hit.hurt(2)
+            world.remove(self)
+        elif not ARROW_WALKABLE[world.materials[target]]:
+            world.remove(self)
+            if world.materials[target] in BREAKABLE:
+                world.set_material(target, PATH)
+        else:
+            self.try_move(world, self.facing, ARROW_WALKABLE)
+
+    def extra(self) -> tuple[int, ...]:
+        return self.facing
+
+    def restore(self, health: int, extra: tuple[int, ...]) -> None:
+        self.health, self.facing = health, (extra[0], extra[1])
+
+
+class Plant(Being):
+    """Ripens; creatures beside it eat it."""
+
+    __slots__ = ("grown",)
+    kind = PLANT
+    start_health = 1
+
+    def __init__(self, x: int, y: int) -> None:
+        super().__init__(x, y)
+        self.grown = 0
+
+    @property
+    def ripe(self) -> bool:
+        """Ready to be eaten, and drawn differently."""
+        return self.grown > RIPE_AFTER
+
+    @property
+    def name(self) -> str:
+        return "ripe-plant" if self.ripe else "plant"
+
+    def update(self, world: World, player: Player) -> None:
+        self.grown += 1
+        around = [world.at[self.cell + dx + dy * STRIDE] for dx, dy in DIRECTIONS]
+        if any(thing is not None and thing.kind in EATERS for thing in around):
+            self.hurt(1)
+        if self.health <= 0:
+            world.remove(self)
+
+    def acted_on(self, player: Player, damage: int) -> None:
+        if self.ripe:  # an unripe plant takes no harm from the player
+            self.grown = 0
+            player.inventory["food"] += 4
+            player.achievements["eat_plant"] += 1
+
+    def extra(self) -> tuple[int, ...]:
+        return (self.grown,)
+
+    def restore(self, health: int, extra: tuple[int, ...]) -> None:
+        self.health, (self.grown,) = health, extra
+
+
+BEINGS: dict[int, type[Being]] = {cls.kind: cls for cls in (Cow, Zombie, Skeleton, Arrow, Plant)}
+
+
+def beings(things: list[Thing]) -> list[Being]:
+    """All things but the player, in order of creation."""
+    return [thing for thing in things if isinstance(thing, Being)]

@@ -1,0 +1,106 @@
+"""The picture that stock would draw: map, creatures, night, inventory. Needed by people, never by a step.
+
+Stock's own view classes do the drawing, on a stand-in for its world. The night's noise comes from a copy of
+the generator: stock draws it from the game's own, which is why an extra picture changes the game there.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from crafter import constants
+from crafter import engine as stock
+
+from task_app.environments.crafter.grid import AREA, MATERIAL_NAMES, cell_at
+from task_app.environments.crafter.objects import Arrow
+from task_app.environments.crafter.player import Player
+from task_app.environments.crafter.state import bits_at
+from task_app.environments.crafter.view import COLUMNS, ROWS
+from task_app.environments.crafter.world import Thing, World
+
+Picture = npt.NDArray[np.uint8]
+ITEM_ROWS = 2  # rows of 9 cells for the 16 items, below the map
+SIDES = {(-1, 0): "left", (+1, 0): "right", (0, -1): "up", (0, +1): "down"}
+
+
+@functools.lru_cache(maxsize=1)
+def _textures() -> Any:
+    """All textures, read at the first picture of a process (30 ms) and shared by all engines."""
+    return stock.Textures(constants.root / "assets")
+
+
+@functools.lru_cache(maxsize=8)
+def _vignette(shape: tuple[int, ...], stddev: float) -> Any:
+    """Stock's mask of the dark rim. Stock caches it per view object and would keep those alive."""
+    return stock.LocalView._vignette.__wrapped__(None, shape, stddev)
+
+
+class _MapView(stock.LocalView):  # type: ignore[misc]  # crafter has no types
+    def _vignette(self, shape: tuple[int, ...], stddev: float) -> Any:
+        return _vignette(tuple(shape), stddev)
+
+
+class _Shown:
+    """A thing as stock's view wants it."""
+
+    def __init__(self, thing: Thing) -> None:
+        self.pos = np.array((thing.x, thing.y))
+        self.texture = texture_name(thing)
+
+
+class _ShownWorld:
+    """A world as stock's view wants it; `random` is a copy."""
+
+    area = (AREA, AREA)
+
+    def __init__(self, world: World) -> None:
+        self._materials = world.materials
+        self.objects = [_Shown(thing) for thing in world.things]
+        self.daylight = world.daylight
+        twister = world.bits.state["state"]
+        self.random = np.random.RandomState(bits_at(twister["key"], twister["pos"]))
+
+    def __getitem__(self, pos: tuple[int, int]) -> tuple[str, None]:
+        return MATERIAL_NAMES[self._materials[cell_at(int(pos[0]), int(pos[1]))]], None
+
+
+class _ShownPlayer:
+    def __init__(self, player: Player) -> None:
+        self.pos = (player.x, player.y)
+        self.sleeping = player.sleeping
+
+
+def texture_name(thing: Thing) -> str:
+    """Name of stock's texture file for a thing."""
+    if isinstance(thing, Player):
+        return "player-sleep" if thing.sleeping else f"player-{SIDES[thing.facing]}"
+    if isinstance(thing, Arrow):
+        return f"arrow-{SIDES[thing.facing]}"
+    return {"ripe-plant": "plant-ripe"}.get(thing.name, thing.name)
+
+
+def draw(world: World, player: Player, width: int, height: int) -> Picture:
+    """The game as stock's `render((width, height))` draws it.
+
+    Args:
+        width, height: in pixels, at least 9 each; 9x9 cells of equal size are centred in it.
+
+    Returns:
+        [height, width, 3] uint8 RGB.
+
+    Raises:
+        ValueError: a side shorter than 9 pixels.
+    """
+    if min(width, height) < COLUMNS:
+        raise ValueError(f"a picture needs at least {COLUMNS}x{COLUMNS} pixels, got {width}x{height}")
+    grid = np.array((COLUMNS, ROWS + ITEM_ROWS))
+    size = np.array((width, height))
+    unit = size // grid
+    map_view = _MapView(_ShownWorld(world), _textures(), (COLUMNS, ROWS))
+    item_view = stock.ItemView(_textures(), (COLUMNS, ITEM_ROWS))
+    picture = np.concatenate([map_view(_ShownPlayer(player), unit), item_view(player.inventory, unit)], 1)
+    canvas = np.zeros((width, height, 3), np.uint8)
+    left, top = (size - unit * grid) // 2
+    canvas[left : left + picture.shape[0], top : top + picture.shape[1]] = picture
+    return canvas.transpose((1, 0, 2))

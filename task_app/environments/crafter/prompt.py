@@ -1,0 +1,127 @@
+"""The messages and the tool of Crafter for models that read: rules and costs come from the installed game."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from shared_schemas.messages import FunctionSpec, ToolSpec
+from task_app.environments.crafter.calls import CLIP, TOOL_NAME
+from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
+from task_app.protocols import PastDecision, ToolRequest
+
+PAST_SHOWN = 3
+NO_NEWS: dict[str, Any] = {"unlocked": [], "health_change": 0, "no_effect": False, "invalid": None}
+
+_INTRODUCTION = """\
+You play Crafter, the survival game by Danijar Hafner. You are on a 64x64 map and see the 9x7 cells around you.
+Your aim is to unlock as many different achievements as you can.
+
+Rules
+- A move turns you that way and takes one step if the cell is free. You can walk on {walkable}; everything else
+  blocks you, except lava, which kills.
+- `do` acts on the cell you face: it collects, drinks, attacks, or eats. Face a thing by moving towards it.
+- health, food, drink and energy run from 0 to 9. Food comes from cows (several hits) and ripe plants, drink from
+  water, energy from sleep. When one of them is 0 you lose health.
+- `sleep` goes on until energy is full again; you wake up earlier when hurt. It does nothing at full energy.
+- Zombies live on grass, more of them in the dark. Skeletons live in tunnels and shoot arrows.
+- The map is printed row by row: the first line is the north (up), the first name of a line the west (left).
+- Nearby means within the 3x3 cells around you."""
+
+
+@cache
+def system_prompt(max_actions: int) -> str:
+    """Rules, true costs, achievements and actions; the same text for every decision."""
+    return "\n\n".join(
+        (
+            _INTRODUCTION.format(walkable=", ".join(RULES.walkable)),
+            "Costs\n" + "\n".join(_cost_lines()),
+            "Achievements\n" + ", ".join(ACHIEVEMENTS),
+            "Actions\n" + ", ".join(ACTIONS),
+            f"Always answer with one `{TOOL_NAME}` call of 1 to {max_actions} actions, carried out in order.",
+        )
+    )
+
+
+def _cost_lines() -> list[str]:
+    lines = [
+        f"- do on {material}: {_amounts(rule.receives)}"
+        + (f", needs {_amounts(rule.requires)}" if rule.requires else "")
+        + (f", with probability {rule.probability:g}" if rule.probability < 1 else "")
+        for material, rule in RULES.collect.items()
+    ]
+    lines += [
+        f"- place_{name}: uses {_amounts(rule.uses)}; onto {', '.join(rule.where)}"
+        for name, rule in RULES.place.items()
+    ]
+    lines += [
+        f"- make_{name}: uses {_amounts(rule.uses)}; nearby {' and '.join(rule.nearby)}"
+        for name, rule in RULES.make.items()
+    ]
+    return lines
+
+
+def _amounts(items: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {name}" for name, count in items.items())
+
+
+@cache
+def tool_spec(max_actions: int) -> ToolSpec:
+    """`interact_many(actions)`: the one tool of Crafter."""
+    actions = {
+        "type": "array",
+        "items": {"type": "string", "enum": list(ACTIONS)},
+        "minItems": 1,
+        "maxItems": max_actions,
+        "description": "names of the actions, carried out in order",
+    }
+    return ToolSpec(
+        function=FunctionSpec(
+            name=TOOL_NAME,
+            description=f"Carry out 1 to {max_actions} Crafter actions in order.",
+            parameters={
+                "type": "object",
+                "properties": {"actions": actions},
+                "required": ["actions"],
+                "additionalProperties": False,
+            },
+        )
+    )
+
+
+def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
+    """The observation, up to three earlier calls (most recent first), and what was wrong with the last one."""
+    shown = list(past[: -PAST_SHOWN - 1 : -1])
+    calls = [f"- {_call_line(decision.tool_calls)}" for decision in shown] or ["- none"]
+    lines = [observation_text, "", "Previous tool calls (most recent first):", *calls]
+    if shown and shown[0].outcome.invalid_reason:
+        lines += ["", f"Your last call was not carried out: {shown[0].outcome.invalid_reason}"]
+    return "\n".join(lines)
+
+
+def _call_line(calls: Sequence[ToolRequest]) -> str:
+    return "; ".join(f"{call.name}: {_arguments(call)}"[:CLIP] for call in calls) or "no call"
+
+
+def _arguments(call: ToolRequest) -> str:
+    if call.arguments is None:
+        return call.raw_arguments
+    return json.dumps(dict(call.arguments), separators=(",", ":"), ensure_ascii=False)
+
+
+def result_text(executed: Sequence[str], news: Mapping[str, Any]) -> str:
+    """The tool's answer: what ran and what came of it."""
+    if news["invalid"]:
+        return f"error: {news['invalid']}. One noop was executed instead."
+    return "; ".join((f"executed: {', '.join(executed)}", *news_lines(news)))
+
+
+def news_lines(news: Mapping[str, Any]) -> list[str]:
+    """What the last decision brought, as short sentences."""
+    change = news["health_change"]
+    lines = [f"unlocked {name}" for name in news["unlocked"]]
+    if change:
+        lines.append(f"health {'rose' if change > 0 else 'fell'} by {abs(change)}")
+    if news["no_effect"]:
+        lines.append("the last action changed nothing")
+    return lines

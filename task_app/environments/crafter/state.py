@@ -1,0 +1,96 @@
+"""The state of a game as plain values, and back: what fingerprints, copies and snapshots share.
+
+To be kept: ground, things in order of creation, order of the chunks, generator (624 words and position),
+player with hidden counters. Material counts, chunk membership and daylight follow from these.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from task_app.environments.crafter.grid import AREA, PAD, STRIDE
+from task_app.environments.crafter.objects import BEINGS, Plant, beings
+from task_app.environments.crafter.player import Player
+from task_app.environments.crafter.world import World
+
+HIDDEN = ("last_health", "hunger", "thirst", "fatigue", "recover")
+MT_WORDS = 624
+
+
+@dataclass(frozen=True, slots=True)
+class GameState:
+    """One moment of a game.
+
+    Attributes:
+        ground: [64 * 64] material numbers, row by row (y before x), one byte each.
+        things: (kind, x, y, health, *extra) of everything but the player, in order of creation.
+        chunks: numbers of the chunks that ever held a thing, in the order of the first one.
+        words: [624] uint32 of the Mersenne Twister, `word_position` the place in them.
+        place: (x, y) of the player; `facing` (dx, dy).
+        hidden: last_health, hunger, thirst, fatigue, recover.
+    """
+
+    ground: bytes
+    things: tuple[tuple[int, ...], ...]
+    chunks: tuple[int, ...]
+    words: npt.NDArray[np.uint32]
+    word_position: int
+    place: tuple[int, int]
+    facing: tuple[int, int]
+    inventory: dict[str, int]
+    achievements: dict[str, int]
+    sleeping: bool
+    hidden: tuple[float, ...]
+
+
+def capture(world: World, player: Player) -> GameState:
+    """The state of a game, independent of what happens to it later."""
+    padded = np.frombuffer(world.materials, np.uint8).reshape(STRIDE, STRIDE)
+    twister = world.bits.state["state"]
+    return GameState(
+        ground=padded[PAD : PAD + AREA, PAD : PAD + AREA].tobytes(),
+        things=tuple(
+            (being.kind, being.x, being.y, being.health, *being.extra()) for being in beings(world.things)
+        ),
+        chunks=tuple(world.chunk_order),
+        words=twister["key"],
+        word_position=int(twister["pos"]),
+        place=(player.x, player.y),
+        facing=player.facing,
+        inventory=dict(player.inventory),
+        achievements=dict(player.achievements),
+        sleeping=player.sleeping,
+        hidden=tuple(getattr(player, name) for name in HIDDEN),
+    )
+
+
+def rebuild(state: GameState) -> tuple[World, Player]:
+    """A game that goes on exactly like the captured one; its daylight is still to be set."""
+    padded = np.zeros((STRIDE, STRIDE), np.uint8)
+    padded[PAD : PAD + AREA, PAD : PAD + AREA] = np.frombuffer(state.ground, np.uint8).reshape(AREA, AREA)
+    world = World(bytearray(padded.tobytes()), bits_at(state.words, state.word_position))
+    world.chunk_order = dict.fromkeys(state.chunks)
+    player = Player(*state.place, Plant)
+    player.facing, player.sleeping = state.facing, state.sleeping
+    player.inventory, player.achievements = dict(state.inventory), dict(state.achievements)
+    for name, value in zip(HIDDEN, state.hidden, strict=True):
+        setattr(player, name, value)
+    world.add(player)
+    _add_beings(world, state.things)
+    return world, player
+
+
+def _add_beings(world: World, things: Iterable[tuple[int, ...]]) -> None:
+    for kind, x, y, health, *extra in things:
+        being = BEINGS[kind](x, y)
+        being.restore(health, tuple(extra))
+        world.add(being)
+
+
+def bits_at(words: npt.NDArray[np.uint32], position: int) -> np.random.MT19937:
+    """A Mersenne Twister set to these 624 words and this position, independent of their owner."""
+    bits = np.random.MT19937(0)
+    bits.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": position}}
+    return bits

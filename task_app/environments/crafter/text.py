@@ -1,0 +1,106 @@
+"""The two text styles of an observation, as pure functions of `Observation.data`.
+
+`full` is the layout that users of Crafter task apps know. `compact` is for models of under a million
+parameters: a few dozen words of a small closed vocabulary, one token each.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
+from task_app.environments.crafter.prompt import news_lines
+from task_app.environments.crafter.walks import Walk
+
+VITALS = ("health", "food", "drink", "energy")
+MATERIALS = ("sapling", "wood", "stone", "coal", "iron", "diamond")
+TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
+# What the inventory does not tell: a memoryless policy would else repeat these for nothing.
+TODO = (
+    "collect_sapling", "place_plant", "collect_drink", "eat_cow", "wake_up", "place_table", "place_stone",
+    "place_furnace", "collect_diamond", "defeat_zombie", "defeat_skeleton", "eat_plant",
+)  # fmt: skip
+MAX_WORDS = 60
+_VITAL_WORDS = {"health": "hp", "food": "food", "drink": "drink", "energy": "rest"}
+_LETTER = {"left": "L", "right": "R", "up": "U", "down": "D"}
+
+
+def full_text(data: Mapping[str, Any]) -> str:
+    """The state as named lines and the map row by row: the first line of the map is the north."""
+    inventory = data["inventory"]
+    held = [f"{name}:{count}" for name, count in inventory.items() if count and name != "health"]
+    lines = [
+        "=== CRAFTER GAME STATE ===",
+        f"Step: {data['step']}/{data['max_steps']}",
+        f"Health: {inventory['health']}",
+        f"Position: {list(data['position'])}",
+        f"Facing: {list(data['facing'])} ({data['target']})",
+        f"Inventory: {', '.join(held) or 'empty'}",
+        f"Achievements: {', '.join(data['achievements']) or 'none'}",
+        f"Light: {_light(data)}",
+        *(f"News: {line}" for line in news_lines(data["news"])),
+        "",
+        "Local Map View (9x7):",
+        *(" ".join(row) for row in data["rows"]),
+        "",
+        "Choose your next actions.",
+    ]
+    return "\n".join(lines)
+
+
+def _light(data: Mapping[str, Any]) -> str:
+    if data["sleeping"]:
+        return "asleep (every action is sleep until you wake)"
+    return "dark (night; zombies are about)" if data["dark"] else "day"
+
+
+def compact_text(data: Mapping[str, Any]) -> str:
+    """The state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
+
+    Twenty-five words always stand at the same place: vitals, light, the faced cell, the four neighbour cells,
+    materials, tools, what is in crafting range. Then come achievements that are still to do, walks, and news.
+
+        hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 wood3 ...
+        no-wood_pickaxe ... near-table far-furnace todo-eat_cow ... tree L1 water L2 U1 way U3 +collect_wood
+
+    `water L2 U1` is a walk: two left, then one up (which bumps into the water and so faces it). `xU2` are two
+    cells up through stone: dig each, then enter it. `more`: the walk goes on. What stands in front has no
+    walk, it is `@...`. `grass` and `ground` (to build on) end facing such a cell; `way` leads on out of view.
+    """
+    facts = read_facts(data)
+    head, news = list(_state_words(facts)), list(_news_words(data["news"]))
+    for kind in KINDS:
+        # A crowded view loses the kinds that come last.
+        words = [kind, *_walk_words(facts.walks[kind])] if kind in facts.walks else []
+        head += words if len(head) + len(words) + len(news) <= MAX_WORDS else []
+    return " ".join((head + news)[:MAX_WORDS])
+
+
+def _state_words(facts: Facts) -> Iterator[str]:
+    held = facts.inventory
+    yield from (f"{_VITAL_WORDS[name]}{held[name]}" for name in VITALS)
+    yield "asleep" if facts.sleeping else "dark" if facts.dark else "day"
+    yield from (f"facing-{facts.facing}", f"@{facts.target}")
+    yield from (f"{direction}={kind}" for direction, kind in facts.neighbours.items())
+    yield from (f"{name}{held[name]}" for name in MATERIALS)
+    yield from (name if held[name] else f"no-{name}" for name in TOOLS)
+    yield from (f"{'near' if name in facts.near else 'far'}-{name}" for name in ("table", "furnace"))
+    yield from (f"todo-{name}" for name in TODO if name not in facts.achievements)
+
+
+def _walk_words(walk: Walk) -> Iterator[str]:
+    yield from (f"{'x' if leg.dig else ''}{_LETTER[leg.direction]}{leg.count}" for leg in walk.legs)
+    if walk.more:
+        yield "more"
+
+
+def _news_words(news: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"+{name}" for name in news["unlocked"])
+    yield from (word for word, happened in _happened(news) if happened)
+
+
+def _happened(news: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+    return (
+        ("hurt", news["health_change"] < 0),
+        ("no-effect", news["no_effect"]),
+        ("invalid", news["invalid"] is not None),
+    )

@@ -1,0 +1,68 @@
+"""What a player sees: the 9x7 cells around them, row by row as on the screen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from task_app.environments.crafter.grid import MATERIAL_NAMES, STRIDE, VOID_NAME
+from task_app.environments.crafter.player import Player
+from task_app.environments.crafter.world import World
+
+COLUMNS, ROWS = 9, 7
+VOID = VOID_NAME
+# From the player's cell to the top left cell of the view.
+_TOP_LEFT = -(ROWS // 2) * STRIDE - COLUMNS // 2
+_ROW_STARTS = tuple(_TOP_LEFT + row * STRIDE for row in range(ROWS))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """The picture in words, and the status bar below it; never more than a person at the screen knows.
+
+    Attributes:
+        rows: [7][9] names; row 0 is the top of the screen (smallest y), column 0 its left edge. A name is
+            that of the creature or thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant',
+            'ripe-plant', 'player'), else of its material; 'void' lies outside the world.
+        materials: [7][9] names of the materials below, 'void' outside.
+        facing: (dx, dy) of the faced cell, y growing downwards.
+        target: name of the faced cell, by the rule of `rows`.
+        sleeping: the player sleeps; actions are ignored until they wake up.
+        daylight: 1 at noon; night is below 0.5 (the picture is then dark and noisy).
+        position: (x, y) in the 64x64 world.
+        inventory: the 16 item counts, among them health, food, drink and energy (0 to 9 each); a copy.
+    """
+
+    rows: tuple[tuple[str, ...], ...]
+    materials: tuple[tuple[str, ...], ...]
+    facing: tuple[int, int]
+    target: str
+    sleeping: bool
+    daylight: float
+    position: tuple[int, int]
+    inventory: Mapping[str, int]
+
+
+def local_view(world: World, player: Player) -> LocalView:
+    """Look around. The border of the cell indices is as wide as the view, so the edge needs no test."""
+    rows, materials = [], []
+    for offset in _ROW_STARTS:
+        start = player.cell + offset
+        ground = tuple([MATERIAL_NAMES[number] for number in world.materials[start : start + COLUMNS]])
+        things = world.at[start : start + COLUMNS]
+        materials.append(ground)
+        if any(things):
+            pairs = zip(things, ground, strict=True)
+            rows.append(tuple([thing.name if thing else name for thing, name in pairs]))
+        else:
+            rows.append(ground)
+    target = player.target_cell()
+    faced = world.at[target]
+    return LocalView(
+        rows=tuple(rows),
+        materials=tuple(materials),
+        facing=player.facing,
+        target=faced.name if faced else MATERIAL_NAMES[world.materials[target]],
+        sleeping=player.sleeping,
+        daylight=world.daylight,
+        position=(player.x, player.y),
+        inventory=dict(player.inventory),
+    )

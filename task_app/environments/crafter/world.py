@@ -1,0 +1,161 @@
+"""The world on integers: materials, the table of live things, chunks, and the random stream.
+
+Same state and same draws as stock crafter's `engine.World`, without its numpy call for every cell looked at.
+"""
+
+import numpy as np
+
+from task_app.environments.crafter.grid import (
+    CELLS,
+    CHUNK_COUNT,
+    CHUNK_OF,
+    MATERIAL_COUNT,
+    PAD,
+    STRIDE,
+)
+
+KINDS: tuple[str, ...] = ("player", "cow", "zombie", "skeleton", "arrow", "plant")
+PLAYER, COW, ZOMBIE, SKELETON, ARROW, PLANT = range(len(KINDS))
+KIND_COUNT = len(KINDS)
+
+
+class Thing:
+    """Anything that stands on a cell: the player, a creature, an arrow, a plant.
+
+    Attributes:
+        x, y: column and row, 0 .. 63, y growing downwards; `cell` is the same place as an index.
+        removed: no longer in the world (a removed thing may still be in its last update).
+    """
+
+    __slots__ = ("cell", "removed", "x", "y")
+    kind: int
+
+    def __init__(self, x: int, y: int) -> None:
+        self.x, self.y = x, y
+        self.cell = (y + PAD) * STRIDE + x + PAD
+        self.removed = False
+
+    @property
+    def name(self) -> str:
+        """What a player sees there."""
+        return KINDS[self.kind]
+
+    def hurt(self, damage: int) -> None:
+        """Take `damage` health points; health stops at 0."""
+        raise NotImplementedError
+
+    def try_move(self, world: "World", direction: tuple[int, int], walkable: bytes) -> bool:
+        """Step to the neighbour in `direction` if it is free; say whether it was.
+
+        A removed thing stays where it is and yet reports True for a free cell, as in stock: the skeleton's
+        next draws depend on it.
+        """
+        dx, dy = direction
+        target = self.cell + dx + dy * STRIDE
+        if world.at[target] is not None or not walkable[world.materials[target]]:
+            return False
+        if not self.removed:
+            world.move(self, target)
+            self.x += dx
+            self.y += dy
+        return True
+
+
+class World:
+    """State of one world.
+
+    Attributes:
+        random: the generator; its 624 words and position are part of the state.
+        uniform: next double in [0, 1), equal to `random.uniform()` at a twelfth of its price.
+        word: next raw 32-bit word; `word() & 3` equals `random.randint(0, 4)`.
+        materials: [CELLS] material numbers; write through `set_material` only.
+        at: [CELLS] the thing on each cell, or None.
+        things: live things in order of creation; the player is the first.
+        chunk_order: chunks that ever held a thing, in the order of the first one; only these are balanced.
+        material_counts: [CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
+        population: [CHUNK_COUNT * KIND_COUNT] things of each kind in each chunk.
+        daylight: 1 at noon, 0 at midnight.
+    """
+
+    __slots__ = (
+        "at",
+        "bits",
+        "chunk_order",
+        "daylight",
+        "material_counts",
+        "materials",
+        "population",
+        "random",
+        "things",
+        "uniform",
+        "word",
+    )
+
+    def __init__(self, materials: bytearray, bits: np.random.MT19937) -> None:
+        """Take over `materials` ([CELLS], the border 0) and a seeded bit generator."""
+        self.bits = bits
+        self.random = np.random.RandomState(bits)
+        self.uniform = self.random.random_sample
+        self.word = bits.random_raw
+        self.materials = materials
+        self.material_counts = count_materials(materials)
+        self.at: list[Thing | None] = [None] * CELLS
+        self.things: list[Thing] = []
+        self.chunk_order: dict[int, None] = {}
+        self.population = [0] * (CHUNK_COUNT * KIND_COUNT)
+        self.daylight = 0.0
+
+    def set_material(self, cell: int, material: int) -> None:
+        """Change the ground of a cell inside the world."""
+        base = CHUNK_OF[cell] * MATERIAL_COUNT
+        self.material_counts[base + self.materials[cell]] -= 1
+        self.material_counts[base + material] += 1
+        self.materials[cell] = material
+
+    def add(self, thing: Thing) -> None:
+        """Put a new thing on its cell, which must be empty."""
+        assert self.at[thing.cell] is None
+        self.at[thing.cell] = thing
+        self.things.append(thing)
+        chunk = CHUNK_OF[thing.cell]
+        self.chunk_order.setdefault(chunk)
+        self.population[chunk * KIND_COUNT + thing.kind] += 1
+
+    def remove(self, thing: Thing) -> None:
+        """Take a thing out of the world; a second time does nothing."""
+        if thing.removed:
+            return
+        self.at[thing.cell] = None
+        self.things.remove(thing)
+        self.population[CHUNK_OF[thing.cell] * KIND_COUNT + thing.kind] -= 1
+        thing.removed = True
+
+    def move(self, thing: Thing, target: int) -> None:
+        """Bring a live thing to the empty cell `target`; the caller keeps its x and y in step."""
+        source = thing.cell
+        self.at[target] = thing
+        self.at[source] = None
+        thing.cell = target
+        old, new = CHUNK_OF[source], CHUNK_OF[target]
+        if old != new:
+            self.population[old * KIND_COUNT + thing.kind] -= 1
+            self.population[new * KIND_COUNT + thing.kind] += 1
+            self.chunk_order.setdefault(new)
+
+
+def seeded_bits(seed: int) -> np.random.MT19937:
+    """The bit generator that `numpy.random.RandomState(seed)` starts with, by public means."""
+    bits = np.random.MT19937(0)
+    np.random.RandomState(bits).seed(seed)
+    return bits
+
+
+def count_materials(materials: bytearray) -> list[int]:
+    """[CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
+
+    The border counts as void of chunk 0, a number that nothing reads.
+    """
+    keys = np.frombuffer(CHUNK_OF, np.uint8).astype(np.int64) * MATERIAL_COUNT
+    keys += np.frombuffer(materials, np.uint8)
+    counts: list[int] = np.bincount(keys, minlength=CHUNK_COUNT * MATERIAL_COUNT).tolist()
+    return counts

@@ -1,0 +1,210 @@
+"""The one loop of an episode: prompt -> policy -> environment -> StepData, until a reason to end holds.
+
+Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; DESIGN.md 4.2 to 4.5.
+"""
+
+import asyncio
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shared_schemas.messages import Message
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import RolloutLimits
+from shared_schemas.trajectory import StepData, StopReason, Trajectory
+from task_app.actions import ReadAction, read_action
+from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, EpisodeFailed, boundary
+from task_app.protocols import (
+    AgentPolicy,
+    DecisionOutcome,
+    Environment,
+    Observation,
+    PastDecision,
+    PolicyObservation,
+)
+from task_app.records import Choice, Decided, ended, step_data
+from task_app.termination import EpisodeFacts, stop_reason
+from task_app.transcript import transcript
+
+PAST_DECISIONS_SHOWN = 3
+
+
+class RLRolloutWorker:
+    """Runs one episode once. `run_episode` collects the steps; afterwards `trajectory()` holds them.
+
+    Args:
+        environment: started here; not shared with another worker.
+        agent_policy: asked once a decision.
+        seed: of the world.
+        limits: decisions, invalid decisions, seconds, termination regex.
+        step_rewards: whether the steps' metadata carries decision_rewards.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        agent_policy: AgentPolicy,
+        seed: int,
+        limits: RolloutLimits | None = None,
+        step_rewards: StepRewards | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._environment = environment
+        self._policy = agent_policy
+        self._seed = seed
+        self._limits = limits or RolloutLimits()
+        self._step_rewards = step_rewards or StepRewards()
+        self._clock = clock
+        pattern = self._limits.termination_regex
+        self._regex = re.compile(pattern) if pattern is not None else None
+        self._tools = [tool.model_dump(mode="json") for tool in environment.tools()]
+        self._past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
+        self._steps: list[StepData] = []
+        self._invalid_decisions = 0
+        self._environment_truncated = False
+        self._model = ""
+        self._critical: CriticalError | None = None
+        self._stop_reason: StopReason | None = None
+        self._started_s = 0.0
+        self._wall_s = 0.0
+        self._observation: Observation
+
+    async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
+        """Play until a reason to end holds.
+
+        Returns:
+            The steps, the whole conversation, and the ground truth (None: this kind of task has none).
+
+        Raises:
+            EpisodeFailed: no trajectory came out; its `decisions_done` says how far it got.
+        """
+        assert self._stop_reason is None, "a worker runs one episode"
+        self._started_s = self._clock()
+        try:
+            await self._start()
+            facts = self._facts()
+            while (reason := stop_reason(facts, self._limits, termination_regex=self._regex)) is None:
+                facts = await self._decide()
+            self._finish(reason)
+        except EpisodeFailed as exc:
+            exc.decisions_done = len(self._steps)
+            raise
+        return list(self._steps), transcript(self._steps), None
+
+    def trajectory(self) -> Trajectory:
+        """The finished episode as data; only after `run_episode`."""
+        assert self._stop_reason is not None, "run_episode has not finished"
+        last = self._steps[-1]
+        return Trajectory(
+            env_name=self._environment.name,
+            policy_name=self._policy.name,
+            model=self._model,
+            seed=self._seed,
+            tools=self._environment.tools(),
+            steps=tuple(self._steps),
+            outcome_reward=self._environment.outcome_reward(),
+            outcome_definition=self._environment.outcome_definition,
+            achievements_counts=dict(self._observation.achievements_counts),
+            env_steps=sum(len(step.env_rewards or ()) for step in self._steps),
+            terminated=last.terminated,
+            truncated=last.truncated,
+            stop_reason=self._stop_reason,
+            wall_s=self._wall_s,
+        )
+
+    async def _start(self) -> None:
+        """Generate the world in a thread: it takes milliseconds, and other episodes go on meanwhile."""
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                with boundary("environment.reset"):
+                    self._observation = await asyncio.to_thread(self._environment.reset, self._seed)
+        except TimeoutError as exc:
+            raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
+
+    async def _decide(self) -> EpisodeFacts:
+        """Try to complete one decision; say what is known after it."""
+        with boundary("environment.messages"):
+            messages = self._environment.messages(self._observation, tuple(self._past))
+        asked_s = self._clock()
+        try:
+            async with asyncio.timeout(max(0.0, self._limits.timeout_s - self._elapsed_s())):
+                choice, read = await self._ask(PolicyObservation(messages, self._observation.data))
+        except TimeoutError:
+            return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
+        except ContextLengthExceeded:
+            if not self._steps:
+                raise
+            return self._facts(context_exceeded=True)
+        answered_s = self._clock()
+        try:
+            outcome = self._execute_action_in_environment(read)
+        except CriticalError as exc:
+            self._critical = exc
+            return self._facts(critical_error=True)
+        decided = Decided(
+            turn=len(self._steps) + 1,
+            before=self._observation,
+            messages=messages,
+            choice=choice,
+            read=read,
+            outcome=outcome,
+            policy_s=answered_s - asked_s,
+            environment_s=self._clock() - answered_s,
+        )
+        return self._record(decided)
+
+    async def _ask(self, observation: PolicyObservation) -> tuple[Choice, ReadAction]:
+        with boundary(f"policy {self._policy.name}"):
+            action, raw, log_probs, value = await self._policy.get_action(observation, self._tools)
+            return Choice(action, raw, log_probs or {}, value), read_action(action)
+
+    def _execute_action_in_environment(self, read: ReadAction) -> DecisionOutcome:
+        """Step inline: tens of microseconds an env step. A terminate action runs no env step."""
+        if read.terminate:
+            return DecisionOutcome(observation=self._observation, env_rewards=())
+        with boundary("environment.step"):
+            return self._environment.step(read.requests, invalid_reason=read.invalid_reason)
+
+    def _record(self, decided: Decided) -> EpisodeFacts:
+        """Append the decision to everything that remembers it."""
+        with boundary(f"the record of decision {decided.turn}"):
+            step = step_data(decided, policy_name=self._policy.name, step_rewards=self._step_rewards)
+        self._steps.append(step)
+        outcome = decided.outcome
+        self._past.append(PastDecision(tool_calls=decided.read.requests, outcome=outcome))
+        self._observation = outcome.observation
+        self._model = decided.choice.log_probs.get("model") or self._model
+        self._invalid_decisions += outcome.invalid_reason is not None
+        self._environment_truncated = outcome.truncated and not outcome.terminated
+        written = decided.choice.raw_output
+        return self._facts(
+            environment_done=outcome.terminated or outcome.truncated,
+            terminate_action=decided.read.terminate,
+            policy_output=written if written is not None else decided.read.text,
+        )
+
+    def _facts(self, *, elapsed_s: float | None = None, **found: Any) -> EpisodeFacts:
+        return EpisodeFacts(
+            decisions_done=len(self._steps),
+            invalid_decisions=self._invalid_decisions,
+            elapsed_s=self._elapsed_s() if elapsed_s is None else elapsed_s,
+            **found,
+        )
+
+    def _finish(self, reason: StopReason) -> None:
+        """Mark the last step with the reason; an episode without a decision has failed."""
+        if self._critical is not None:
+            raise self._critical
+        if not self._steps:
+            raise DeadlineExceeded("limits.timeout_s passed before the first decision was complete")
+        last = ended(self._steps[-1], reason, environment_truncated=self._environment_truncated)
+        self._steps[-1] = last
+        self._stop_reason = reason
+        self._wall_s = self._elapsed_s()
+
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._started_s

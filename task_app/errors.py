@@ -1,0 +1,185 @@
+"""The errors of the task app, as one tree.
+
+    TaskAppError                        code                          status
+    ├── NoKeyConfigured                 missing_environment_api_key   503
+    ├── Unauthorised                    unauthorised                  401
+    ├── BodyTooLarge                    body_too_large                413
+    ├── InvalidRequest                  invalid_request               422
+    │   ├── UnknownName                 unknown_name                  422
+    │   └── HostNotAllowed              inference_host_not_allowed    422
+    ├── UnknownId                       unknown_id                    404
+    ├── Conflict                        conflict                      409
+    │   ├── CursorExpired               cursor_expired                409
+    │   └── EpisodeOver                 episode_over                  409
+    ├── CapacityReached                 capacity_reached              429
+    ├── ShuttingDown                    shutting_down                 503
+    ├── SettingsError                   bad_settings                  500   (at start only, never in a reply)
+    └── EpisodeFailed                   episode_failed                500   a rollout without a trajectory
+        ├── PolicyUnavailable           inference_unavailable         502   (or inference_protocol, inference_refused)
+        ├── ContextLengthExceeded       context_length_exceeded       422   fails only a first decision
+        ├── DeadlineExceeded            deadline_exceeded             504   fails only a first decision
+        └── CriticalError               critical_error                500   the environment or policy broke
+
+Every one says where, what was found, what is allowed and the likely intent. `routes.problems` turns them into
+problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one broad except.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from shared_schemas.base import did_you_mean
+
+log = structlog.get_logger("task_app")
+
+
+class TaskAppError(Exception):
+    """An error with a name for programs (`code`) and a sentence for people (`detail`)."""
+
+    code = "task_app_error"
+    status = 500
+
+    def __init__(
+        self, detail: str, *, where: str | None = None, hint: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.where = where
+        self.hint = hint
+        if code is not None:
+            self.code = code
+
+
+class NoKeyConfigured(TaskAppError):
+    code = "missing_environment_api_key"
+    status = 503
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this task app has no API key configured, so it answers nobody",
+            hint="set ENVIRONMENT_API_KEY and start it again",
+        )
+
+
+class Unauthorised(TaskAppError):
+    code = "unauthorised"
+    status = 401
+
+
+class BodyTooLarge(TaskAppError):
+    code = "body_too_large"
+    status = 413
+
+
+class InvalidRequest(TaskAppError):
+    code = "invalid_request"
+    status = 422
+
+
+class UnknownName(InvalidRequest):
+    """`UnknownName("environment", "craftr", ENVIRONMENTS)`: found, known, did you mean."""
+
+    code = "unknown_name"
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, where: str | None = None) -> None:
+        super().__init__(f"unknown {kind} {name!r}{did_you_mean(name, known)}", where=where)
+
+
+class HostNotAllowed(InvalidRequest):
+    code = "inference_host_not_allowed"
+
+
+class UnknownId(TaskAppError):
+    code = "unknown_id"
+    status = 404
+
+    def __init__(self, kind: str, unknown_id: str, *, where: str, hint: str | None = None) -> None:
+        super().__init__(f"there is no {kind} {unknown_id!r}", where=where, hint=hint)
+
+
+class Conflict(TaskAppError):
+    code = "conflict"
+    status = 409
+
+
+class CursorExpired(Conflict):
+    code = "cursor_expired"
+
+
+class EpisodeOver(Conflict):
+    """A step was asked for after the end of the episode."""
+
+    code = "episode_over"
+
+    def __init__(
+        self,
+        detail: str = "the episode has ended; no further step is possible",
+        *,
+        where: str | None = None,
+        hint: str | None = "reset the environment to start a new episode",
+    ) -> None:
+        super().__init__(detail, where=where, hint=hint)
+
+
+class CapacityReached(TaskAppError):
+    code = "capacity_reached"
+    status = 429
+
+
+class ShuttingDown(TaskAppError):
+    code = "shutting_down"
+    status = 503
+
+
+class SettingsError(TaskAppError):
+    code = "bad_settings"
+
+
+class EpisodeFailed(TaskAppError):
+    """An episode that has no trajectory. `decisions_done` were complete when it failed."""
+
+    code = "episode_failed"
+    decisions_done = 0
+
+
+class PolicyUnavailable(EpisodeFailed):
+    """The model could not be asked, or its answer is not what the protocol says."""
+
+    code = "inference_unavailable"
+    status = 502
+
+
+class ContextLengthExceeded(EpisodeFailed):
+    """The prompt does not fit the model: ends an episode, and fails one without a completed decision."""
+
+    code = "context_length_exceeded"
+    status = 422
+
+
+class DeadlineExceeded(EpisodeFailed):
+    code = "deadline_exceeded"
+    status = 504
+
+
+class CriticalError(EpisodeFailed):
+    """A plug-in raised what it may not raise."""
+
+    code = "critical_error"
+
+
+@contextmanager
+def boundary(what: str) -> Iterator[None]:
+    """Turn whatever a plug-in raises into a CriticalError, so that it ends one rollout and not the service.
+
+    The only broad except of the task app. Errors of this tree pass as they are; the traceback goes to the
+    log, the reply gets the type and the first line of the message.
+    """
+    try:
+        yield
+    except TaskAppError:
+        raise
+    except Exception as exc:
+        log.exception("boundary", what=what)
+        first_line = (str(exc).splitlines() or [""])[0][:200]
+        raise CriticalError(f"{what} raised {type(exc).__name__}: {first_line}") from exc

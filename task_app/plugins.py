@@ -1,0 +1,109 @@
+"""The plug boards: what a request may name, and how it is built. A new environment or policy is one line here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import aiohttp
+from pydantic import SecretStr, ValidationError
+
+from shared_schemas.base import Body
+from task_app.complaints import invalid
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.errors import TaskAppError, UnknownName
+from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
+from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
+from task_app.protocols import AgentPolicy, Environment
+from task_app.settings import Settings
+
+C = TypeVar("C", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy may need beside its config."""
+
+    settings: Settings
+    session: aiohttp.ClientSession
+    rollout_id: str | None = None
+    inference_key: SecretStr | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentPlugin(Generic[C]):
+    """`build` is cheap: a world is made by `Environment.reset`."""
+
+    config: type[C]
+    build: Callable[[C], Environment]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlugin(Generic[C]):
+    config: type[C]
+    build: Callable[[C, PolicyContext], AgentPolicy]
+
+
+def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
+    return OpenAIAgentPolicy(
+        config,
+        session=context.session,
+        allowed_hosts=context.settings.allowed_inference_hosts,
+        rollout_id=context.rollout_id,
+        inference_key=context.inference_key,
+        max_reply_bytes=context.settings.max_reply_bytes,
+    )
+
+
+ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
+    "crafter": EnvironmentPlugin(CrafterConfig, CrafterEnvironment),
+}
+
+POLICIES: dict[str, PolicyPlugin[Any]] = {
+    "openai": PolicyPlugin(OpenAIConfig, _openai),
+    "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
+    "random": PolicyPlugin(RandomConfig, lambda config, context: RandomPolicy(config)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlugBoards:
+    """What this service offers; tests bring their own."""
+
+    environments: Mapping[str, EnvironmentPlugin[Any]]
+    policies: Mapping[str, PolicyPlugin[Any]]
+
+    def environment(self, name: str, config: Mapping[str, Any], *, where: str = "") -> Environment:
+        """Build the named environment.
+
+        Raises:
+            UnknownName, InvalidRequest: with the body path below `where`.
+        """
+        plugin = self.environments.get(name)
+        if plugin is None:
+            raise UnknownName("environment", name, self.environments, where=where + "env_name")
+        return plugin.build(_validated(plugin.config, config, where=where + "config"))
+
+    def policy(
+        self, name: str, config: Mapping[str, Any], context: PolicyContext, *, where: str = ""
+    ) -> AgentPolicy:
+        """Build the named policy; errors as in `environment`."""
+        plugin = self.policies.get(name)
+        if plugin is None:
+            raise UnknownName("policy", name, self.policies, where=where + "policy_name")
+        validated = _validated(plugin.config, config, where=where + "config")
+        try:
+            return plugin.build(validated, context)
+        except TaskAppError as exc:
+            exc.where = exc.where or where + "config"
+            raise
+
+
+def default_plug_boards() -> PlugBoards:
+    return PlugBoards(ENVIRONMENTS, POLICIES)
+
+
+def _validated(model: type[C], config: Mapping[str, Any], *, where: str) -> C:
+    try:
+        return model.model_validate(config)
+    except ValidationError as exc:
+        raise invalid(exc.errors(include_url=False)[0], where=where, known=model.model_fields) from exc

@@ -1,0 +1,61 @@
+"""What a player remembers of the map: every cell ever seen, so that walks reach beyond the view."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from task_app.environments.crafter.landmarks import Facts, can_dig, facing_name, landmark_walks, make_facts
+from task_app.environments.crafter.view import COLUMNS, ROWS
+from task_app.environments.crafter.walks import DIRECTIONS, GROUND, Cell, Ground, Trail, find_trails, walk_to
+
+# A creature moves on once it is out of sight; what it stood on is then taken to be free.
+_LEFT_BEHIND = {"cow": "grass", "zombie": "grass", "skeleton": "path", "arrow": "path", "player": "grass"}
+_WHOLE = 10_000
+_TURN_BACK_COST = 4
+
+
+class MapMemory:
+    """Cells by absolute position, as last seen."""
+
+    def __init__(self) -> None:
+        self._cells: dict[Cell, str] = {}
+
+    def facts(self, data: Mapping[str, Any]) -> Facts:
+        """The facts of this view, with walks to the nearest known things, seen now or earlier."""
+        player: Cell = (data["position"][0], data["position"][1])
+        if data["step"] == 0:
+            self._cells = {}
+        seen = _seen(data, player)
+        ground = Ground(self._cells | seen, player=player, facing=facing_name(data))
+        trails = find_trails(ground, can_dig=can_dig(data))
+        walks = landmark_walks(ground, trails, told_cells=_WHOLE)
+        way = _frontier(ground, trails)
+        if way is not None:
+            walks["way"] = walk_to(ground, trails, way, told_cells=_WHOLE)
+        self._cells |= {cell: _LEFT_BEHIND.get(name, name) for cell, name in seen.items()}
+        return make_facts(data, ground, walks)
+
+
+def _seen(data: Mapping[str, Any], player: Cell) -> dict[Cell, str]:
+    x0, y0 = player[0] - COLUMNS // 2, player[1] - ROWS // 2
+    return {
+        (x0 + x, y0 + y): name
+        for y, row in enumerate(data["rows"])
+        for x, name in enumerate(row)
+    }
+
+
+def _frontier(ground: Ground, trails: Mapping[Cell, Trail]) -> Cell | None:
+    """A free cell with unknown cells around it: near, and rather ahead than behind."""
+    dx, dy = DIRECTIONS[ground.facing]
+    px, py = ground.player
+
+    def rank(cell: Cell) -> tuple[float, Cell]:
+        ahead = (cell[0] - px) * dx + (cell[1] - py) * dy
+        return trails[cell].cost + (0 if ahead > 0 else _TURN_BACK_COST), cell
+
+    edge = [cell for cell in trails if ground.at(cell) in GROUND and _opens(ground, cell) and cell != ground.player]
+    return min(edge, key=rank) if edge else None
+
+
+def _opens(ground: Ground, cell: Cell) -> bool:
+    return any((cell[0] + dx, cell[1] + dy) not in ground.cells for dx, dy in DIRECTIONS.values())

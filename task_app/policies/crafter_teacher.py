@@ -1,0 +1,257 @@
+"""The memoryless Crafter teacher: a decision as a function of the facts that the compact text states.
+
+Because it sees nothing else, equal texts get equal action lists, and a model that reads the text can learn
+to do the same. It is a list of rules tried in order; each returns the actions of one decision, or None.
+Walks are executed as they are written (`tree L2 U1` -> left, left, up), then acted upon.
+"""
+
+from collections.abc import Callable, Mapping
+
+from task_app.environments.crafter.landmarks import PLACES, Facts
+from task_app.environments.crafter.rules import RULES
+from task_app.environments.crafter.walks import GROUND, Leg, Walk
+
+Actions = list[str]
+Rule = Callable[[Facts, int], Actions | None]
+
+LOW = 3
+TOOLS = ("wood_pickaxe", "wood_sword", "stone_pickaxe", "stone_sword", "iron_pickaxe", "iron_sword")
+_TABLE_WOOD = RULES.place["table"].uses["wood"]
+_FURNACE_STONE = RULES.place["furnace"].uses["stone"]
+_LIVES = {"zombie": 5, "skeleton": 3, "cow": 3}
+
+
+def decide(facts: Facts, *, max_actions: int) -> Actions:
+    """The teacher's actions for one decision: 1 to `max_actions` names."""
+    for rule in RULE_ORDER:
+        actions = rule(facts, max_actions)
+        if actions:
+            return actions[:max_actions]
+    return ["noop"]
+
+
+def moves(facts: Facts, kind: str) -> Actions | None:
+    """The moves after which `kind` stands in front; [] when it does now, None when none can be reached."""
+    if facts.target in PLACES.get(kind, (kind,)):
+        return []
+    return _walk_actions(facts, facts.walks[kind]) if kind in facts.walks else None
+
+
+def _walk_actions(facts: Facts, walk: Walk) -> Actions:
+    actions: Actions = []
+    facing = facts.facing
+    for leg in walk.legs:
+        actions += _leg_actions(leg, facing)
+        facing = leg.direction
+    return actions
+
+
+def _leg_actions(leg: Leg, facing: str) -> Actions:
+    move = f"move_{leg.direction}"
+    if not leg.dig:
+        return [move] * leg.count
+    turn = [] if facing == leg.direction else [move]
+    return turn + ["do", move] * leg.count
+
+
+def _go_and(facts: Facts, kind: str, then: Actions) -> Actions | None:
+    way = moves(facts, kind)
+    if not way:
+        return None if way is None else then
+    return way if facts.walks[kind].more else way + then
+
+
+def _gather(facts: Facts, kind: str, count: int) -> Actions | None:
+    """Collect `count` of what vanishes when collected: the one in front, and then the next one."""
+    if count <= 0:
+        return None
+    if facts.target != kind:
+        return _go_and(facts, kind, ["do"])
+    if count == 1 or kind not in facts.walks:
+        return ["do"]
+    walk = facts.walks[kind]
+    return ["do", *_walk_actions(facts, walk), *([] if walk.more else ["do"])]
+
+
+def _held(facts: Facts, name: str) -> int:
+    return facts.inventory.get(name, 0)
+
+
+def _todo(facts: Facts, name: str) -> bool:
+    return name not in facts.achievements
+
+
+def _can_pay(facts: Facts, uses: Mapping[str, int]) -> bool:
+    return all(_held(facts, name) >= count for name, count in uses.items())
+
+
+def _hits(facts: Facts, creature: str) -> int:
+    damage = 1
+    for sword, value in (("wood_sword", 2), ("stone_sword", 3), ("iron_sword", 5)):
+        damage = value if _held(facts, sword) else damage
+    return -(-_LIVES[creature] // damage)
+
+
+def sleep_on(facts: Facts, limit: int) -> Actions | None:
+    return ["sleep"] * limit if facts.sleeping else None
+
+
+def fight_back(facts: Facts, limit: int) -> Actions | None:
+    """Attack a zombie or skeleton in one of the four neighbour cells."""
+    for creature in ("zombie", "skeleton"):
+        if creature in facts.neighbours.values():
+            return _go_and(facts, creature, ["do"] * _hits(facts, creature))
+    return None
+
+
+def drink_or_eat_when_low(facts: Facts, limit: int) -> Actions | None:
+    if _held(facts, "drink") <= LOW and (found := _go_and(facts, "water", ["do"] * limit)):
+        return found
+    return _go_and(facts, "cow", ["do"] * _hits(facts, "cow")) if _held(facts, "food") <= LOW else None
+
+
+def craft(facts: Facts, limit: int) -> Actions | None:
+    """Every missing tool that can be made here and now, one after the other."""
+    stock = dict(facts.inventory)
+    made: Actions = []
+    for tool in TOOLS:
+        rule = RULES.make[tool]
+        payable = all(stock.get(name, 0) >= count for name, count in rule.uses.items())
+        if not stock.get(tool) and payable and facts.near.issuperset(rule.nearby):
+            for name, count in rule.uses.items():
+                stock[name] -= count
+            made.append(f"make_{tool}")
+    return made or None
+
+
+def plant(facts: Facts, limit: int) -> Actions | None:
+    if not _todo(facts, "place_plant") or not _held(facts, "sapling"):
+        return None
+    return _go_and(facts, "grass", ["place_plant"])
+
+
+def put_down_a_stone(facts: Facts, limit: int) -> Actions | None:
+    """Onto the cell just dug, and dig it up again."""
+    if not _todo(facts, "place_stone") or not _held(facts, "stone"):
+        return None
+    if facts.target in RULES.place["stone"].where:
+        return ["place_stone", "do"]
+    return _go_and(facts, "ground", ["place_stone", "do"])
+
+
+def set_up_table(facts: Facts, limit: int) -> Actions | None:
+    """Go to a table in view, or place one, once it allows two tools (or the last one of its kind)."""
+    tools = _tools_wanting_a_table(facts)
+    if not tools or "table" in facts.near:
+        return None
+    if "table" in facts.walks:
+        return moves(facts, "table")
+    wood = _TABLE_WOOD + sum(RULES.make[tool].uses["wood"] for tool in tools)
+    if _held(facts, "wood") < wood:
+        return None
+    return _go_and(facts, "ground", ["place_table", *(f"make_{tool}" for tool in tools)])
+
+
+def _tools_wanting_a_table(facts: Facts) -> list[str]:
+    """The pair of tools (pickaxe and sword of one material) to make next, when its materials are there."""
+    for material in ("wood", "stone", "iron"):
+        pair = [tool for tool in (f"{material}_pickaxe", f"{material}_sword") if not _held(facts, tool)]
+        if not pair:
+            continue
+        if material == "wood":
+            return pair
+        if material == "stone":
+            return pair if _held(facts, "stone") >= len(pair) else []
+        ready = _held(facts, "iron") and _held(facts, "coal") and _held(facts, "wood")
+        return pair[:1] if ready else []
+    return []
+
+
+def set_up_furnace(facts: Facts, limit: int) -> Actions | None:
+    stone = _held(facts, "stone")
+    if "furnace" in facts.near or stone < _FURNACE_STONE:
+        return None
+    spare = stone - sum(not _held(facts, tool) for tool in ("stone_pickaxe", "stone_sword"))
+    iron_ready = "table" in facts.near and _held(facts, "iron") and _held(facts, "coal")
+    if iron_ready or (_todo(facts, "place_furnace") and spare >= _FURNACE_STONE):
+        return _go_and(facts, "ground", ["place_furnace"])
+    return None
+
+
+def sleep_early(facts: Facts, limit: int) -> Actions | None:
+    """The first point of energy lost is enough to wake up rested a dozen steps later, by day and unharmed."""
+    tired = _held(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
+    return ["sleep"] * limit if tired and "zombie" not in facts.walks else None
+
+
+def search_sapling(facts: Facts, limit: int) -> Actions | None:
+    if not _todo(facts, "collect_sapling"):
+        return None
+    return _go_and(facts, "grass", ["do"] * limit)
+
+
+def first_drink(facts: Facts, limit: int) -> Actions | None:
+    return _go_and(facts, "water", ["do"]) if _todo(facts, "collect_drink") else None
+
+
+def first_cow(facts: Facts, limit: int) -> Actions | None:
+    return _go_and(facts, "cow", ["do"] * _hits(facts, "cow")) if _todo(facts, "eat_cow") else None
+
+
+def hunt(facts: Facts, limit: int) -> Actions | None:
+    """Walk up to a creature not defeated yet, when strong enough."""
+    if _held(facts, "health") < 5:
+        return None
+    for creature in ("zombie", "skeleton"):
+        if _todo(facts, f"defeat_{creature}") and creature in facts.walks:
+            return _go_and(facts, creature, ["do"] * _hits(facts, creature))
+    return None
+
+
+def wood(facts: Facts, limit: int) -> Actions | None:
+    return _gather(facts, "tree", _wood_goal(facts) - _held(facts, "wood"))
+
+
+def _wood_goal(facts: Facts) -> int:
+    """Enough for a table and the next pair of tools; for iron tools without a second table."""
+    for material in ("wood", "stone"):
+        pair = sum(not _held(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
+        if pair:
+            return pair + _TABLE_WOOD * ("table" not in facts.near)
+    return sum(not _held(facts, tool) for tool in ("iron_pickaxe", "iron_sword"))
+
+
+def stone(facts: Facts, limit: int) -> Actions | None:
+    if not _held(facts, "wood_pickaxe"):
+        return None
+    goal = sum(not _held(facts, tool) for tool in ("stone_pickaxe", "stone_sword"))
+    goal += _FURNACE_STONE if _todo(facts, "place_furnace") or not _held(facts, "iron_sword") else 0
+    return _gather(facts, "stone", goal - _held(facts, "stone"))
+
+
+def ore(facts: Facts, limit: int) -> Actions | None:
+    """Coal, iron and diamonds in view, as far as the pickaxes allow and the plan needs."""
+    wanted = (
+        ("diamond", "iron_pickaxe", 1),
+        ("iron", "stone_pickaxe", 1 + (not _held(facts, "iron_pickaxe"))),
+        ("coal", "wood_pickaxe", 1 + (not _held(facts, "iron_pickaxe"))),
+    )
+    for kind, pickaxe, goal in wanted:
+        if _held(facts, pickaxe) and (actions := _gather(facts, kind, goal - _held(facts, kind))):
+            return actions
+    return None
+
+
+def explore(facts: Facts, limit: int) -> Actions | None:
+    way = moves(facts, "way")
+    if way:
+        return way
+    if facts.target not in GROUND and facts.target != "lava":
+        return ["do", f"move_{facts.facing}"]
+    return None
+
+
+RULE_ORDER: tuple[Rule, ...] = (
+    sleep_on, fight_back, drink_or_eat_when_low, craft, put_down_a_stone, plant, set_up_table, set_up_furnace,
+    first_cow, first_drink, sleep_early, search_sapling, ore, wood, stone, hunt, explore,
+)  # fmt: skip

@@ -1,0 +1,211 @@
+"""A language model behind any OpenAI-compatible server, as an AgentPolicy.
+
+Source: 2-rollout-worker-and-gigpo.md, Task 2.2; what our gateway adds to the wire: shared_schemas/chat.py.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import aiohttp
+import stamina
+from pydantic import Field, SecretStr
+
+from shared_schemas.base import Body
+from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.messages import Message
+from shared_schemas.trajectory import PolicyLogprobs, Sampling
+from task_app.errors import ContextLengthExceeded, PolicyUnavailable
+from task_app.policies.endpoint import chat_completions_url
+from task_app.policies.replies import Reply, is_context_length, protocol_error, read_reply, refusal
+from task_app.protocols import PolicyObservation
+
+TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
+
+
+class OpenAIConfig(Body):
+    """Settings of a language-model policy."""
+
+    inference_url: str = Field(min_length=1, max_length=2_000)
+    model: str = Field(min_length=1, max_length=500)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary and is not sent")
+    max_tokens: int = Field(default=64, ge=1, le=1_000_000)
+    seed: int | None = Field(default=None, ge=0, description="each decision samples with a seed of its own")
+    tool_choice: Literal["auto", "required", "none"] = "auto"
+    ask_token_ids: bool = Field(default=True, description="false for servers that refuse return_token_ids")
+    request_timeout_s: float = Field(default=120.0, gt=0.0, le=3_600.0)
+    max_attempts: int = Field(default=5, ge=1, le=100)
+    retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no new attempt after this")
+
+
+class TryAgain(Exception):
+    """Nothing answered, or the server said 'later'; the same request may be sent again."""
+
+
+def decision_seed(seed: int, turn: int) -> int:
+    """The sampling seed of decision `turn` (from 1): pure, in [0, 2**31 - 1)."""
+    digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (2**31 - 1)
+
+
+class OpenAIAgentPolicy:
+    """One conversation with a model; a policy per rollout.
+
+    Args:
+        config: what to ask, and where.
+        session: shared by all policies of the service.
+        allowed_hosts: the operator's list of inference hosts.
+        rollout_id: sent as a header; the gateway keeps the conversation's token ids under it.
+        inference_key: Bearer key that came in the same request as config.inference_url, for it alone.
+        max_reply_bytes: bound of one reply.
+
+    Raises:
+        InvalidRequest: inference_url is no URL, or its host is not allowed.
+    """
+
+    name = "openai"
+
+    def __init__(
+        self,
+        config: OpenAIConfig,
+        *,
+        session: aiohttp.ClientSession,
+        allowed_hosts: Collection[str],
+        rollout_id: str | None = None,
+        inference_key: SecretStr | None = None,
+        max_reply_bytes: int = 16 << 20,
+    ) -> None:
+        self.config = config
+        self._url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
+        self._session = session
+        self._headers = {"Content-Type": "application/json"}
+        if rollout_id is not None:
+            self._headers[ROLLOUT_HEADER] = rollout_id
+        if inference_key is not None:
+            self._headers["Authorization"] = f"Bearer {inference_key.get_secret_value()}"
+        self._timeout = aiohttp.ClientTimeout(total=config.request_timeout_s)
+        self._max_reply_bytes = max_reply_bytes
+        self._turn = 0
+        self._ids_seen = 0
+
+    async def get_action(
+        self, observation: PolicyObservation, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> Answer:
+        self._turn += 1
+        sampling = self.sampling(self._turn)
+        body = self.request_body(observation.messages, available_tools_specs or [], sampling)
+        reply = await self._complete(body)
+        self._check_reuse(reply.tokens)
+        return reply.action, reply.text, _log_probs(reply, sampling, self.config.model), None
+
+    def sampling(self, turn: int) -> Sampling:
+        config = self.config
+        return Sampling(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            seed=None if config.seed is None else decision_seed(config.seed, turn),
+            max_tokens=config.max_tokens,
+        )
+
+    def request_body(
+        self, messages: Collection[Message], tools: list[dict[str, Any]], sampling: Sampling
+    ) -> dict[str, Any]:
+        """The chat-completions request; what is off is left out, for servers that know less."""
+        body: dict[str, Any] = {
+            "model": self.config.model,
+            "messages": [message.model_dump(exclude_none=True) for message in messages],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+        }
+        if tools:
+            body |= {"tools": tools, "tool_choice": self.config.tool_choice}
+        if sampling.top_k > 0:
+            body["top_k"] = sampling.top_k
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        return body
+
+    async def _complete(self, body: dict[str, Any]) -> Reply:
+        """Ask, and ask again within the budget; the caller's deadline may cut in at any time."""
+        try:
+            async for attempt in stamina.retry_context(
+                on=TryAgain,
+                attempts=self.config.max_attempts,
+                timeout=self.config.retry_budget_s,
+                wait_initial=0.1,
+                wait_max=5.0,
+                wait_jitter=0.3,
+            ):
+                with attempt:
+                    return await self._ask_once(body, first=self._turn == 1 or attempt.num > 1)
+        except TryAgain as exc:
+            raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
+        raise AssertionError("retry_context returns or raises")
+
+    async def _ask_once(self, body: Mapping[str, Any], *, first: bool) -> Reply:
+        # A repeated request whose first answer was lost must not build on that lost answer's ids, nor a
+        # first decision on those of an earlier attempt at the same rollout: ask for the whole prompt.
+        sent = {**body, "return_token_ids": True} if first and self.config.ask_token_ids else body
+        status, text = await self._post(json.dumps(sent).encode())
+        if status == 200:
+            return read_reply(text)
+        code, sentence = refusal(status, text)
+        if status in TRY_AGAIN:
+            raise TryAgain(sentence)
+        if is_context_length(code, sentence):
+            raise ContextLengthExceeded(sentence)
+        raise PolicyUnavailable(f"the inference server refused: {sentence}", code="inference_refused")
+
+    async def _post(self, data: bytes) -> tuple[int, bytes]:
+        try:
+            # No redirects: they would lead past the list of allowed hosts.
+            async with self._session.post(
+                self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
+            ) as response:
+                return response.status, await self._bounded(response)
+        except TimeoutError as exc:
+            raise TryAgain(f"no answer within {self.config.request_timeout_s:g} s") from exc
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
+            raise TryAgain(type(exc).__name__) from exc
+        except (aiohttp.ClientError, ValueError) as exc:
+            raise protocol_error(type(exc).__name__) from exc
+
+    async def _bounded(self, response: aiohttp.ClientResponse) -> bytes:
+        if (response.content_length or 0) <= self._max_reply_bytes:
+            parts = bytearray()
+            async for part in response.content.iter_any():
+                parts += part
+                if len(parts) > self._max_reply_bytes:
+                    break
+            else:
+                return bytes(parts)
+        raise protocol_error(f"a reply of more than {self._max_reply_bytes} bytes")
+
+    def _check_reuse(self, tokens: PolicyLogprobs | None) -> None:
+        """The gateway may reuse at most the ids that this conversation has seen."""
+        if tokens is None:
+            return
+        if tokens.prompt_ids_reused > self._ids_seen:
+            raise protocol_error(f"{tokens.prompt_ids_reused} ids reused of {self._ids_seen}")
+        self._ids_seen = tokens.prompt_ids_reused + len(tokens.prompt_token_ids) + len(tokens.token_ids)
+
+
+def _log_probs(reply: Reply, sampling: Sampling, model: str) -> dict[str, Any]:
+    """The fields of PolicyLogprobs where known, and how they were drawn."""
+    tokens = reply.tokens
+    exact = {name: getattr(tokens, name) for name in PolicyLogprobs.model_fields} if tokens else {}
+    return {
+        "finish_reason": reply.finish_reason,
+        **exact,
+        "sampling": sampling,
+        "model": reply.model or model,
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+    }

@@ -1,0 +1,160 @@
+"""Pure: the JSON of a chat completion -> an action, the text, the exact tokens.
+
+What a model may write is data: no tool call, several, unknown names, broken arguments. What a server may not
+answer is a PolicyUnavailable with code `inference_protocol`: no choices, lists that do not fit, a NaN log-prob.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
+from shared_schemas.trajectory import PolicyLogprobs
+from task_app.actions import NO_TOOL_CALL
+from task_app.errors import PolicyUnavailable
+
+PROTOCOL = "inference_protocol"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A chat completion, read. `tokens` is None where the server sends no token ids or log-probs."""
+
+    action: dict[str, Any]
+    text: str
+    tokens: PolicyLogprobs | None
+    finish_reason: str | None
+    model: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+
+
+def read_reply(body: bytes) -> Reply:
+    """Read the body of a 200.
+
+    Raises:
+        PolicyUnavailable: the body is no chat completion.
+    """
+    reply = parse_object(body)
+    choice = _first_choice(reply)
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise protocol_error("choices[0].message is no object")
+    raw_usage = reply.get("usage")
+    usage = raw_usage if isinstance(raw_usage, dict) else {}
+    return Reply(
+        action=_action(message, choice),
+        text=_text(message),
+        tokens=_tokens(reply, choice),
+        finish_reason=_string(choice.get("finish_reason")),
+        model=_string(reply.get("model")),
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=_count(usage.get("completion_tokens")),
+    )
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise protocol_error(f"the body is no JSON ({len(body)} bytes)") from exc
+    if not isinstance(value, dict):
+        raise protocol_error(f"the body is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def refusal(status: int, body: bytes) -> tuple[str, str]:
+    """Code and sentence of an error reply, in OpenAI's form, as problem+json, or as nothing known."""
+    try:
+        value = parse_object(body)
+    except PolicyUnavailable:
+        return "", f"status {status}"
+    inner = value.get("error")
+    source = inner if isinstance(inner, dict) else value
+    code = _string(source.get("code")) or ""
+    sentence = _string(source.get("detail")) or _string(source.get("message")) or ""
+    return code, f"status {status} {code} {sentence[:300]}".strip()
+
+
+def is_context_length(code: str, sentence: str) -> bool:
+    """Our gateway and OpenAI send the code; others only say it."""
+    return code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower()
+
+
+def protocol_error(what: str) -> PolicyUnavailable:
+    return PolicyUnavailable(f"the inference server answered nonsense: {what}", code=PROTOCOL)
+
+
+def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise protocol_error("'choices' holds no object")
+    return choices[0]
+
+
+def _action(message: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """All calls of a message are one action; a message without one is text with a reason."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        return {"type": "tool_call", "tool_calls": [_call(call, index) for index, call in enumerate(calls)]}
+    reason = _string(choice.get("invalid_reason")) or NO_TOOL_CALL
+    return {"type": "text", "content": _text(message), "invalid_reason": reason}
+
+
+def _call(call: Any, index: int) -> dict[str, str]:
+    """Whatever stands there becomes a call that an environment can carry out or refuse with a reason."""
+    source = call if isinstance(call, dict) else {}
+    raw_function = source.get("function")
+    function = raw_function if isinstance(raw_function, dict) else {}
+    arguments = function.get("arguments", "")
+    return {
+        "id": _string(source.get("id")) or f"call_{index}",
+        "name": _string(function.get("name")) or "",
+        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+    }
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """What the model wrote: its content, else its refusal. Content in parts is joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "".join(part for part in parts if isinstance(part, str))
+    return _string(content) or _string(message.get("refusal")) or ""
+
+
+def _tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs | None:
+    found = {
+        "prompt_token_ids": reply.get("prompt_token_ids"),
+        "token_ids": choice.get("token_ids"),
+        "logprobs": choice.get("token_logprobs"),
+        "versions": choice.get("versions"),
+        "finish_reason": choice.get("finish_reason"),
+    }
+    if any(value is None for value in found.values()):
+        return None
+    try:
+        tokens = PolicyLogprobs.model_validate(
+            {**found, "prompt_ids_reused": reply.get("prompt_ids_reused") or 0}
+        )
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise protocol_error(f"{place}: {first['msg']}") from exc
+    if len(tokens.logprobs) != len(tokens.token_ids):
+        raise protocol_error(f"{len(tokens.token_ids)} token_ids but {len(tokens.logprobs)} token_logprobs")
+    if not all(map(math.isfinite, tokens.logprobs)):
+        raise protocol_error("a log-prob is not finite")
+    return tokens
+
+
+def _string(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None

@@ -1,0 +1,82 @@
+"""Policies that are no models: the Crafter teacher and uniform random play.
+
+They see `PolicyObservation.data` alone, the 9x7 view and the status bar, as a model does.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from shared_schemas.base import Body
+from task_app.environments.crafter.landmarks import read_facts
+from task_app.environments.crafter.rules import ACTIONS
+from task_app.policies.crafter_memory import MapMemory
+from task_app.policies.crafter_teacher import decide
+
+Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
+
+
+class RandomConfig(Body):
+    """Settings of random play."""
+
+    max_actions: int = Field(default=8, ge=1, le=8, description="actions of every decision")
+    seed: int = Field(default=0, ge=0)
+
+
+class TeacherConfig(Body):
+    """Settings of the Crafter teacher."""
+
+    memory: bool = Field(default=False, description="remember the cells seen; else play from the view alone")
+    max_actions: int = Field(default=8, ge=1, le=8, description="most actions in a decision")
+    epsilon: float = Field(default=0.0, ge=0.0, le=1.0, description="probability of a random decision")
+    seed: int = Field(default=0, ge=0, description="of the random decisions")
+
+
+class RandomPolicy:
+    """`max_actions` actions a decision, each uniform over the 17 names."""
+
+    name = "random"
+
+    def __init__(self, config: RandomConfig | None = None) -> None:
+        self.config = config or RandomConfig()
+        self._random = random.Random(self.config.seed)
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> Answer:
+        return _answer(random_actions(self._random, self.config.max_actions))
+
+
+class CrafterTeacher:
+    """Plays by rules. Without memory, a decision is a function of what the compact text states."""
+
+    name = "crafter_teacher"
+
+    def __init__(self, config: TeacherConfig | None = None) -> None:
+        self.config = config or TeacherConfig()
+        self._random = random.Random(self.config.seed)
+        self._memory = MapMemory() if self.config.memory else None
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> Answer:
+        return _answer(self.actions(observation.data))
+
+    def actions(self, data: Mapping[str, Any]) -> list[str]:
+        """The decision as plain action names."""
+        if self.config.epsilon and self._random.random() < self.config.epsilon:
+            return random_actions(self._random, self.config.max_actions)
+        facts = self._memory.facts(data) if self._memory else read_facts(data)
+        return decide(facts, max_actions=self.config.max_actions)
+
+
+def random_actions(source: random.Random, count: int) -> list[str]:
+    return [source.choice(ACTIONS) for _ in range(count)]
+
+
+def _answer(actions: list[str]) -> Answer:
+    call = {"id": "call_0", "name": "interact_many", "arguments": json.dumps({"actions": actions})}
+    return {"type": "tool_call", "tool_calls": [call]}, None, None, None

@@ -1,0 +1,114 @@
+"""Pure: what happened in one decision -> its StepData, as DESIGN.md 4.2 wants every step to be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_schemas.messages import Message
+from shared_schemas.rewards import StepRewards
+from shared_schemas.trajectory import (
+    ObservationData,
+    PolicyLogprobs,
+    StepData,
+    StepInfo,
+    StopReason,
+)
+from task_app.actions import ReadAction
+from task_app.decisions import achievements_status, step_metadata
+from task_app.protocols import DecisionOutcome, Observation
+from task_app.termination import ends_by_a_limit
+
+LOGPROB_FIELDS = (
+    "prompt_ids_reused",
+    "prompt_token_ids",
+    "token_ids",
+    "logprobs",
+    "finish_reason",
+    "versions",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The four-tuple of `AgentPolicy.get_action`, with names."""
+
+    action: dict[str, Any]
+    raw_output: str | None = None
+    log_probs: Mapping[str, Any] = field(default_factory=dict)
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One completed decision: what was seen, chosen and done, and how long the two halves took."""
+
+    turn: int
+    before: Observation
+    messages: tuple[Message, ...]
+    choice: Choice
+    read: ReadAction
+    outcome: DecisionOutcome
+    policy_s: float = 0.0
+    environment_s: float = 0.0
+
+
+def observation_data(observation: Observation, messages: tuple[Message, ...] = ()) -> ObservationData:
+    counts = dict(observation.achievements_counts)
+    return ObservationData(
+        messages=messages,
+        achievements_status=achievements_status(counts),
+        achievements_counts=counts,
+        reward_last_step=observation.reward_last_step,
+    )
+
+
+def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) -> StepData:
+    """The record of a decision that did not end the episode; `ended` marks the last one."""
+    choice, outcome = decided.choice, decided.outcome
+    return StepData(
+        turn=decided.turn,
+        observation_data=observation_data(decided.before, decided.messages),
+        next_observation=observation_data(outcome.observation),
+        action_taken=choice.action,
+        tool_calls=decided.read.tool_calls,
+        raw_policy_output=choice.raw_output,
+        policy_name=policy_name,
+        sampling=choice.log_probs.get("sampling"),
+        policy_logprobs=_policy_logprobs(choice.log_probs),
+        policy_value_estimate=choice.value,
+        env_rewards=outcome.env_rewards,
+        metadata=step_metadata(
+            decided.before.achievements_counts,
+            outcome.observation.achievements_counts,
+            turn=decided.turn,
+            step_rewards=step_rewards,
+        ),
+        step_info=_step_info(decided),
+    )
+
+
+def ended(step: StepData, reason: StopReason, *, environment_truncated: bool) -> StepData:
+    """The last step, marked: `terminated` is an end of the task, `truncated` a cut by a limit."""
+    truncated = ends_by_a_limit(reason) or (reason is StopReason.ENVIRONMENT_DONE and environment_truncated)
+    return step.model_copy(
+        update={"is_done": True, "terminated": not truncated, "truncated": truncated, "stop_reason": reason}
+    )
+
+
+def _step_info(decided: Decided) -> StepInfo:
+    outcome, log_probs = decided.outcome, decided.choice.log_probs
+    return StepInfo(
+        tool_result=outcome.result,
+        invalid_reason=outcome.invalid_reason,
+        executed_actions=outcome.executed_actions,
+        policy_s=decided.policy_s,
+        environment_s=decided.environment_s,
+        prompt_tokens=log_probs.get("prompt_tokens"),
+        completion_tokens=log_probs.get("completion_tokens"),
+    )
+
+
+def _policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
+    """All fields or none: a missing log-prob is told apart from one of 0."""
+    found = {name: log_probs.get(name) for name in LOGPROB_FIELDS}
+    return None if any(value is None for value in found.values()) else PolicyLogprobs.model_validate(found)

@@ -1,0 +1,172 @@
+"""What the service remembers of rollouts: their state, and their results until acknowledged. No I/O, no tasks.
+
+A result is kept as the JSON that it will be sent as, dumped once.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest, RolloutStatus
+from shared_schemas.trajectory import Trajectory
+from task_app.errors import CursorExpired, UnknownId
+
+ENDED: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One rollout. Of the request only a digest and the names remain: a key is never kept."""
+
+    rollout_id: str
+    run_id: str
+    iteration: int
+    group_id: str
+    sibling: int
+    attempt: int
+    digest: bytes
+    status: RolloutStatus = "queued"
+    sequence: int = 0
+    ended_s: float = 0.0
+    ended_json: bytes = b""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The rollouts of one run_id. `changed` is set, and replaced, whenever one ends: waiters never poll."""
+
+    unfinished: int = 0
+    ended: dict[int, Record] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def since(self, sequence: int, *, at_most: int) -> list[Record]:
+        newer = [record for number, record in self.ended.items() if number > sequence]
+        return newer[:at_most]
+
+
+class Results:
+    """All records of this instance, by id and by run."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self._records: dict[str, Record] = {}
+        self._runs: dict[str, Run] = {}
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, rollout_id: str) -> Record | None:
+        return self._records.get(rollout_id)
+
+    def get(self, rollout_id: str) -> Record:
+        record = self._records.get(rollout_id)
+        if record is None:
+            hint = "it was never accepted here, was acknowledged, or expired"
+            raise UnknownId("rollout", rollout_id, where="rollout_id", hint=hint)
+        return record
+
+    def run(self, run_id: str) -> Run | None:
+        return self._runs.get(run_id)
+
+    def runs(self) -> Iterable[Run]:
+        return self._runs.values()
+
+    def add(self, request: RolloutRequest, digest: bytes) -> Record:
+        record = Record(
+            rollout_id=request.rollout_id,
+            run_id=request.run_id,
+            iteration=request.iteration,
+            group_id=request.group_id,
+            sibling=request.sibling,
+            attempt=request.attempt,
+            digest=digest,
+        )
+        self._records[record.rollout_id] = record
+        self._runs.setdefault(record.run_id, Run()).unfinished += 1
+        return record
+
+    def end(self, record: Record, status: RolloutStatus, ended_json: bytes, *, now_s: float) -> None:
+        """File the result under the next sequence number and wake whoever waits for this run."""
+        self._sequence += 1
+        record.status, record.ended_json = status, ended_json
+        record.sequence, record.ended_s = self._sequence, now_s
+        run = self._runs[record.run_id]
+        run.unfinished -= 1
+        run.ended[record.sequence] = record
+        run.wake()
+
+    def forget(self, record: Record) -> None:
+        """Drop an ended record, and its run when nothing of it is left."""
+        assert record.has_ended, "only what has ended can be forgotten"
+        del self._records[record.rollout_id]
+        run = self._runs[record.run_id]
+        del run.ended[record.sequence]
+        if not run.ended and not run.unfinished:
+            del self._runs[record.run_id]
+
+    def expire(self, *, before_s: float) -> int:
+        """Forget results that nobody acknowledged; how many."""
+        old = [record for record in self._records.values() if record.has_ended and record.ended_s < before_s]
+        for record in old:
+            self.forget(record)
+        return len(old)
+
+    def cursor(self, sequence: int) -> str:
+        return f"{self.instance_id}.{sequence}"
+
+    def sequence_of(self, cursor: str | None) -> int:
+        """The number in a cursor of ours; 0 for none.
+
+        Raises:
+            CursorExpired: the cursor is of another instance, whose rollouts are gone.
+        """
+        if not cursor:
+            return 0
+        instance_id, _, number = cursor.rpartition(".")
+        if instance_id != self.instance_id or not (number.isascii() and number.isdigit()):
+            raise CursorExpired(
+                "the cursor is not of this instance of the task app; its unacknowledged rollouts are lost",
+                where="cursor",
+                hint="poll without a cursor, and ask again for the rollouts that are missing",
+            )
+        return int(number[:18])
+
+
+def rollout_json(
+    record: Record,
+    instance_id: str,
+    status: RolloutStatus,
+    *,
+    trajectory: Trajectory | None = None,
+    failure: RolloutFailure | None = None,
+) -> bytes:
+    """The `Rollout` as it goes over the wire."""
+    rollout = Rollout(
+        rollout_id=record.rollout_id,
+        run_id=record.run_id,
+        iteration=record.iteration,
+        group_id=record.group_id,
+        sibling=record.sibling,
+        attempt=record.attempt,
+        instance_id=instance_id,
+        status=status,
+        trajectory=trajectory,
+        failure=failure,
+    )
+    return rollout.model_dump_json().encode()
+
+
+def page_json(records: Iterable[Record], *, cursor: str, unfinished: int, instance_id: str) -> bytes:
+    """A `RolloutPage` around results that are JSON already. Cursor and instance id need no escaping."""
+    body = b",".join(record.ended_json for record in records)
+    tail = f'],"cursor":"{cursor}","unfinished":{unfinished},"instance_id":"{instance_id}"}}'
+    return b'{"rollouts":[' + body + tail.encode()

@@ -1,0 +1,130 @@
+"""Every error of the service as one shape: RFC 9457 problem+json (shared_schemas.problem)."""
+
+from collections.abc import Iterable
+from http import HTTPStatus
+from types import GenericAlias
+from typing import Any, get_args
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
+from task_app.complaints import invalid
+from task_app.errors import CriticalError, TaskAppError
+
+log = structlog.get_logger("task_app")
+
+RETRY_AFTER_S = "1"
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(TaskAppError, _ours)
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+def problem_response(error: TaskAppError) -> Response:
+    """The reply to an error of our tree; a CriticalError keeps its inside for the log."""
+    internal = isinstance(error, CriticalError)
+    return _reply(
+        Problem(
+            title=HTTPStatus(error.status).phrase,
+            status=error.status,
+            code=error.code,
+            detail="a plug-in of this task app failed; its log says how" if internal else error.detail,
+            where=error.where,
+            hint=error.hint,
+        )
+    )
+
+
+def _reply(problem: Problem) -> Response:
+    headers = {}
+    if problem.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    if problem.status == HTTPStatus.TOO_MANY_REQUESTS:
+        headers["Retry-After"] = RETRY_AFTER_S
+    if problem.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        headers["Connection"] = "close"
+    return Response(
+        problem.model_dump_json(exclude_none=True),
+        status_code=problem.status,
+        media_type=PROBLEM_MEDIA_TYPE,
+        headers=headers,
+    )
+
+
+async def _ours(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, TaskAppError)
+    return problem_response(exc)
+
+
+async def _validation(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestValidationError)
+    error = dict(exc.errors()[0])
+    place = error["loc"]
+    if error["type"] == "json_invalid":
+        error["loc"] = ("body",)
+        error["msg"] = f"no JSON: {error.get('ctx', {}).get('error', 'unreadable')} at byte {place[-1]}"
+        error["input"] = None
+    elif place[0] in ("body", "query", "path", "header"):
+        error["loc"] = place[1:] or place
+    return problem_response(invalid(error, known=_known_fields(request, place)))
+
+
+async def _http(request: Request, exc: Exception) -> Response:
+    """404 and 405 of the router, 400 of the body reader, 413 of the gate."""
+    assert isinstance(exc, HTTPException)
+    status = HTTPStatus(exc.status_code)
+    detail = {
+        HTTPStatus.NOT_FOUND: "there is no such route",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.method} is not possible here",
+    }.get(status, str(exc.detail))
+    allowed = (exc.headers or {}).get("Allow")
+    return _reply(
+        Problem(
+            title=status.phrase,
+            status=status,
+            code=status.name.lower(),
+            detail=detail,
+            where=request.url.path,
+            hint=f"possible: {allowed}" if allowed else None,
+        )
+    )
+
+
+async def _unforeseen(request: Request, exc: Exception) -> Response:
+    log.error("request_failed", method=request.method, path=request.url.path, exc_info=exc)
+    return _reply(
+        Problem(
+            title=HTTPStatus.INTERNAL_SERVER_ERROR.phrase,
+            status=500,
+            code="internal_error",
+            detail="an error inside the task app; its log says which",
+            where=request.url.path,
+        )
+    )
+
+
+def _known_fields(request: Request, place: tuple[Any, ...]) -> Iterable[str]:
+    """The keys allowed next to the one at `place`, found by walking the body's model along the path."""
+    route = request.scope.get("route")
+    body = route.body_field if isinstance(route, APIRoute) else None
+    model = _model_in(body.field_info.annotation) if body is not None else None
+    for part in place[1:-1]:
+        if model is not None and isinstance(part, str) and part in model.model_fields:
+            model = _model_in(model.model_fields[part].annotation)
+    return model.model_fields if model is not None else ()
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model in `M`, `M | None` or `tuple[M, ...]`."""
+    if isinstance(annotation, type) and not isinstance(annotation, GenericAlias):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return next((model for model in map(_model_in, get_args(annotation)) if model is not None), None)

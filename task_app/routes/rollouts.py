@@ -1,0 +1,62 @@
+"""/rollouts: ask for many at once, fetch what ended, acknowledge, look at one, cancel one."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from shared_schemas.rollouts import (
+    Id,
+    Rollout,
+    RolloutAck,
+    RolloutAcked,
+    RolloutBatch,
+    RolloutPage,
+    RolloutsAccepted,
+)
+from task_app.errors import InvalidRequest
+from task_app.services import services_of
+
+router = APIRouter(prefix="/rollouts", tags=["rollouts"])
+
+JSON = "application/json"
+
+
+@router.post("", status_code=202)
+async def accept(request: Request, batch: RolloutBatch) -> RolloutsAccepted:
+    """Queue rollouts; the same id with the same body again is harmless."""
+    return services_of(request).runner.accept(batch)
+
+
+@router.get("", response_model=RolloutPage)
+async def poll(
+    request: Request,
+    run_id: Annotated[Id, Query()],
+    cursor: Annotated[str | None, Query(max_length=200)] = None,
+    wait_s: Annotated[float, Query(ge=0.0, allow_inf_nan=False)] = 0.0,
+) -> Response:
+    """Everything of a run that ended since the cursor; waits up to `wait_s` for the first of it."""
+    services = services_of(request)
+    if wait_s > services.settings.max_wait_s:
+        raise InvalidRequest(
+            f"wait_s is {wait_s:g}; at most {services.settings.max_wait_s:g}", where="wait_s"
+        )
+    return Response(await services.runner.poll(run_id, cursor, wait_s), media_type=JSON)
+
+
+@router.post("/ack")
+async def ack(request: Request, body: RolloutAck) -> RolloutAcked:
+    """The caller has stored these; forget them."""
+    return services_of(request).runner.ack(body)
+
+
+@router.get("/{rollout_id:path}", response_model=Rollout)
+async def state(request: Request, rollout_id: str) -> Response:
+    """One rollout, with its trajectory when it has finished."""
+    return Response(services_of(request).runner.state(rollout_id), media_type=JSON)
+
+
+@router.delete("/{rollout_id:path}", response_model=Rollout)
+async def cancel(request: Request, rollout_id: str) -> Response:
+    """End a rollout that has not ended; its state afterwards. Repeating it changes nothing."""
+    return Response(await services_of(request).runner.cancel(rollout_id), media_type=JSON)

@@ -1,0 +1,31 @@
+"""Who is there: / and /health."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from task_app.auth import presented_keys
+from task_app.errors import NoKeyConfigured
+from task_app.services import services_of
+
+router = APIRouter(tags=["service"])
+
+SERVICE = "turnwise-task-app"
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def root() -> dict[str, str]:
+    return {"status": "ok", "service": SERVICE}
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, Any]:
+    """Open to all; a request that presents a key also learns whether it is good."""
+    keys = services_of(request).keys
+    if not keys.configured:
+        raise NoKeyConfigured()
+    answer: dict[str, Any] = {"healthy": True, "status": "healthy", "auth": {"required": True}}
+    headers = request.scope["headers"]
+    if presented_keys(headers):
+        answer["authorized"] = keys.match(headers)
+    return answer

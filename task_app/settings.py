@@ -1,0 +1,80 @@
+"""Every setting of the task app, in one table: its environment variable, bounds and default.
+
+A field `max_sessions` is read from `TURNWISE_MAX_SESSIONS`; lists are comma separated. The keys keep the name
+that task apps have always used: `ENVIRONMENT_API_KEY`, and `ENVIRONMENT_API_KEY_ALIASES` for more of them.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, SecretStr, ValidationError
+
+from shared_schemas.base import Body
+from task_app.errors import SettingsError
+
+PREFIX = "TURNWISE_"
+KEY_VARIABLE = "ENVIRONMENT_API_KEY"
+ALIASES_VARIABLE = "ENVIRONMENT_API_KEY_ALIASES"
+
+Host = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^/@\s]+$")]
+
+
+class Settings(Body):
+    """The bounds that `GET /info` shows, plus the keys, which nothing shows."""
+
+    api_keys: tuple[SecretStr, ...] = Field(default=(), repr=False)
+    allowed_inference_hosts: tuple[Host, ...] = Field(
+        default=("127.0.0.1", "localhost", "::1"),
+        description="hosts (or host:port) that an inference_url may name",
+    )
+    max_body_bytes: int = Field(default=1 << 20, ge=1_024, le=1 << 30)
+    max_reply_bytes: int = Field(default=16 << 20, ge=1_024, le=1 << 30, description="of an inference server")
+    max_rollouts_per_request: int = Field(default=1_024, ge=1, le=100_000)
+    max_rollouts_held: int = Field(
+        default=8_192, ge=1, le=1_000_000, description="queued, running and finished but not acknowledged"
+    )
+    max_concurrent_rollouts: int = Field(default=64, ge=1, le=10_000)
+    max_page_rollouts: int = Field(default=256, ge=1, le=10_000)
+    finished_expiry_s: float = Field(
+        default=21_600.0, gt=0.0, description="an unacknowledged result is forgotten after this"
+    )
+    max_sessions: int = Field(default=1_024, ge=1, le=1_000_000, description="environments, and policies")
+    session_idle_s: float = Field(default=1_800.0, gt=0.0)
+    sweep_every_s: float = Field(default=30.0, gt=0.0, description="how often expiry is looked at")
+    max_wait_s: float = Field(default=30.0, ge=0.0, le=600.0, description="of one long poll")
+    max_calls_per_step: int = Field(default=16, ge=1, le=1_000)
+    max_seeds_per_request: int = Field(default=64, ge=1, le=10_000)
+    drain_s: float = Field(default=5.0, ge=0.0, le=600.0, description="for running rollouts to end at a stop")
+
+    def limits(self) -> dict[str, Any]:
+        """What `/info` shows: every bound, no key."""
+        return self.model_dump(mode="json", exclude={"api_keys"})
+
+
+def settings_from_environ(environ: Mapping[str, str]) -> Settings:
+    """Read the table from environment variables.
+
+    Raises:
+        SettingsError: a value is out of its bounds or no number; names the variable, never a key.
+    """
+    found: dict[str, Any] = {"api_keys": _keys(environ)}
+    for name in Settings.model_fields:
+        text = environ.get(PREFIX + name.upper())
+        if name != "api_keys" and text is not None:
+            found[name] = _split(text) if name == "allowed_inference_hosts" else text.strip()
+    try:
+        return Settings.model_validate(found)
+    except ValidationError as exc:
+        error = exc.errors(include_url=False)[0]
+        variable = PREFIX + str(error["loc"][0]).upper()
+        raise SettingsError(f"{variable} is {error['input']!r}: {error['msg']}", where=variable) from exc
+
+
+def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The primary key and its aliases, without blanks and repetitions."""
+    listed = [environ.get(KEY_VARIABLE, "").strip(), *_split(environ.get(ALIASES_VARIABLE, ""))]
+    return tuple(dict.fromkeys(key for key in listed if key))
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

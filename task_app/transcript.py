@@ -1,0 +1,25 @@
+"""Pure: the decisions of an episode -> one list of chat messages, for reward functions and people."""
+
+from collections.abc import Sequence
+
+from shared_schemas.messages import Message
+from shared_schemas.trajectory import StepData
+
+
+def transcript(steps: Sequence[StepData]) -> list[Message]:
+    """Prompt, answer and tool results of every decision in order; the system message stands once."""
+    messages: list[Message] = []
+    for step in steps:
+        prompt = step.observation_data.messages
+        messages.extend(message for message in prompt if not messages or message.role != "system")
+        messages.append(_answer(step))
+        messages.extend(
+            Message(role="tool", content=step.step_info.tool_result, tool_call_id=call.id)
+            for call in step.tool_calls
+        )
+    return messages
+
+
+def _answer(step: StepData) -> Message:
+    written = step.raw_policy_output or step.action_taken.get("content") or ""
+    return Message(role="assistant", content=written, tool_calls=step.tool_calls or None)

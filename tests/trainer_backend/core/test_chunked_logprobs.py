@@ -1,0 +1,106 @@
+import math
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer_backend.core.logprobs import chunked_logprobs
+
+
+def plain(hidden, head, targets, temperatures):
+    logp = (hidden @ head.T / temperatures[:, None]).log_softmax(-1)
+    return logp[torch.arange(len(targets)), targets], torch.distributions.Categorical(logits=logp).entropy()
+
+
+def inputs(count=11, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, 6, generator=generator, dtype=dtype).requires_grad_()
+    head = torch.randn(9, 6, generator=generator, dtype=dtype).requires_grad_()
+    targets = torch.randint(9, (count,), generator=generator)
+    temperatures = torch.rand(count, generator=generator, dtype=dtype) + 0.5
+    return hidden, head, targets, temperatures
+
+
+def gradients(function, *, of, **options):
+    hidden, head, targets, temperatures = inputs()
+    outputs = function(hidden, head, targets, temperatures, **options)
+    scale = torch.linspace(-1, 1, len(targets), dtype=torch.float64)
+    sum((outputs[k] * scale).sum() for k in of).backward()
+    return hidden.grad, head.grad
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
+def test_chunks_give_the_plain_log_probs_and_entropies(chunk):
+    torch.testing.assert_close(chunked_logprobs(*inputs(), chunk=chunk), plain(*inputs()))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("of", [(0,), (1,), (0, 1)], ids=["logprobs", "entropies", "both"])
+def test_chunks_give_the_plain_gradients(chunk, of):
+    torch.testing.assert_close(gradients(chunked_logprobs, of=of, chunk=chunk), gradients(plain, of=of))
+
+
+@pytest.mark.parametrize(("chunk", "keeps_logits"), [(4, False), (100, True)])
+def test_with_several_chunks_no_logits_are_kept_for_the_backward_pass(chunk, keeps_logits):
+    kept = []
+
+    def note(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        chunked_logprobs(*inputs(), chunk=chunk)
+    assert (torch.Size([11, 9]) in kept or torch.Size([4, 9]) in kept) is keeps_logits
+
+
+class LogitsAlive(TorchDispatchMode):
+    """Counts rows of [rows, V = 9] tensors that are alive; `most` is the peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == 9 and len(out) != 6:
+            self._add(len(out))
+            weakref.finalize(out, self._add, -len(out))
+        return out
+
+    def _add(self, rows):
+        self.rows += rows
+        self.most = max(self.most, self.rows)
+
+
+def test_in_forward_and_backward_only_one_chunk_of_logits_is_alive_at_a_time():
+    def peak(chunk):
+        with LogitsAlive() as logits:
+            logprobs, entropies = chunked_logprobs(*inputs(count=64), chunk=chunk)
+            (logprobs + entropies).sum().backward()
+        return logits.most
+
+    assert peak(chunk=4) * 8 <= peak(chunk=64)
+
+
+def test_half_precision_hidden_states_give_float32_log_probs():
+    hidden, head, targets, temperatures = inputs(dtype=torch.bfloat16)
+    logprobs, entropies = chunked_logprobs(hidden, head, targets, temperatures, chunk=4)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+
+
+def test_the_entropy_of_certainty_is_0_and_of_ignorance_log_v():
+    head = torch.eye(3)
+    hidden = torch.tensor([[1e4, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    _, entropies = chunked_logprobs(hidden, head, torch.tensor([0, 0]), torch.ones(2))
+    assert entropies.tolist() == pytest.approx([0.0, math.log(3)])
+
+
+def test_no_tokens_give_no_log_probs():
+    logprobs, entropies = chunked_logprobs(*inputs(count=0))
+    assert len(logprobs) == len(entropies) == 0
+
+
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        chunked_logprobs(*inputs(), chunk=0)

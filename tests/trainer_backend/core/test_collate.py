@@ -1,0 +1,178 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_backend.core.aggregation import token_mean
+from trainer_backend.core.collate import (
+    additive_mask,
+    block_mask,
+    by_segment,
+    collate,
+    cut_batch,
+    cut_packed,
+    pack_segments,
+)
+from trainer_backend.core.errors import BatchError
+from trainer_backend.core.segments import Segment
+
+
+def segment(rollout_id, token_ids, decision, *, temperature=1.0):
+    n = len(token_ids)
+    return Segment(
+        rollout_id,
+        tuple(token_ids),
+        tuple(decision),
+        tuple(-0.125 * i for i in range(n)),
+        tuple(0 for _ in range(n)),
+        (temperature,) * n,
+    )
+
+
+# lengths 3, 4, 2 in rows of 6: the longest with the shortest, then the one of 3
+SEGMENTS = [
+    segment("a", [11, 12, 13], [-1, 0, 0]),
+    segment("a", [21, 22, 23, 24], [-1, -1, -1, 1], temperature=0.5),
+    segment("b", [31, 32], [-1, 0]),
+]
+ADVANTAGES = {"a": [1.0, 2.0], "b": [-3.0]}
+
+
+def batch_of(segments=SEGMENTS, advantages=ADVANTAGES, row_tokens=6):
+    weights = token_mean(segments)
+    proximal = [[-1.0] * len(row) for row in weights]
+    return collate(segments, advantages=advantages, weights=weights, proximal=proximal, row_tokens=row_tokens)
+
+
+def test_rows_positions_and_segment_numbers_by_hand():
+    packed = pack_segments(SEGMENTS, row_tokens=6)
+    assert packed.token_ids_BL.tolist() == [[21, 22, 23, 24, 31, 32], [11, 12, 13, 0, 0, 0]]
+    assert packed.position_ids_BL.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]]
+    assert packed.segment_ids_BL.tolist() == [[1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0]]
+    assert packed.padding_share == 3 / 12
+
+
+def test_a_sampled_token_is_predicted_one_position_before_it_in_its_own_segment():
+    packed = pack_segments(SEGMENTS, row_tokens=6)
+    assert packed.target_N.tolist() == [24, 32, 12, 13]
+    assert packed.predict_row_N.tolist() == [0, 0, 1, 1]
+    assert packed.predict_position_N.tolist() == [2, 4, 0, 1]
+    assert packed.temperature_N.tolist() == [0.5, 1.0, 1.0, 1.0]
+    assert packed.behaviour_logprob_N.tolist() == [-0.375, -0.125, -0.125, -0.25]
+    assert packed.segment_N.tolist() == [1, 2, 0, 0]
+
+
+def test_every_sampled_token_carries_the_columns_of_its_decision():
+    segments = SEGMENTS
+    weights = [[0.1, 0.2], [0.3], [0.4]]
+    proximal = [[-1.0, -2.0], [-3.0], [-4.0]]
+    batch = collate(segments, advantages=ADVANTAGES, weights=weights, proximal=proximal, row_tokens=6)
+    assert batch.advantage_N.tolist() == [2.0, -3.0, 1.0, 1.0]
+    torch.testing.assert_close(batch.weight_N, torch.tensor([0.3, 0.4, 0.1, 0.2]))
+    assert batch.proximal_logprob_N.tolist() == [-3.0, -4.0, -1.0, -2.0]
+
+
+def test_scores_find_back_to_their_segments():
+    packed = pack_segments(SEGMENTS, row_tokens=6)
+    assert by_segment(packed, packed.target_N) == [[12, 13], [24], [32]]
+
+
+def test_attention_is_causal_and_stays_in_its_segment():
+    mask_LL = block_mask(torch.tensor([[1, 1, 2, 2, 0, 0]]))[0, 0].int().tolist()
+    assert mask_LL == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],  # padding looks at padding: an empty softmax would be NaN
+        [0, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_the_additive_mask_is_0_where_attention_is_allowed():
+    mask = additive_mask(torch.tensor([True, False]), torch.float32)
+    assert mask.tolist() == [0.0, torch.finfo(torch.float32).min]
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 5])
+def test_cuts_hold_all_tokens_in_order_and_are_no_wider_than_they_need(max_rows):
+    batch = batch_of()
+    cuts = list(cut_batch(batch, max_rows))
+    for name in ("advantage_N", "weight_N", "proximal_logprob_N"):
+        assert torch.equal(torch.cat([getattr(cut, name) for cut in cuts]), getattr(batch, name))
+    for cut in cuts:
+        packed = cut.packed
+        assert (packed.segment_ids_BL[:, -1] > 0).any()
+        after = packed.token_ids_BL[packed.predict_row_N, packed.predict_position_N + 1]
+        assert torch.equal(after, packed.target_N)
+    assert [len(cut.target_N) for cut in cut_packed(batch.packed, max_rows)] == [
+        len(cut.weight_N) for cut in cuts
+    ]
+
+
+def test_a_batch_moves_to_a_device_as_a_whole():
+    moved = batch_of().to("meta")
+    assert moved.weight_N.is_meta
+    assert moved.packed.token_ids_BL.is_meta
+
+
+@st.composite
+def many_segments(draw):
+    segments = []
+    for k in range(draw(st.integers(1, 12))):
+        context, sampled = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+        ids = draw(st.lists(st.integers(1, 99), min_size=context + sampled, max_size=context + sampled))
+        segments.append(segment(f"r-{k}", ids, [-1] * context + [0] * sampled))
+    return segments
+
+
+@settings(max_examples=50)
+@given(many_segments(), st.integers(12, 40))
+def test_packing_loses_and_invents_nothing(segments, row_tokens):
+    packed = pack_segments(segments, row_tokens=row_tokens)
+    sampled = [[part.token_ids[i] for i in part.sampled_positions] for part in segments]
+    assert by_segment(packed, packed.target_N) == sampled
+    assert int((packed.segment_ids_BL > 0).sum()) == sum(map(len, segments))
+    rows, at = packed.predict_row_N, packed.predict_position_N
+    assert torch.equal(packed.token_ids_BL[rows, at + 1], packed.target_N)
+    assert torch.equal(packed.segment_ids_BL[rows, at], packed.segment_ids_BL[rows, at + 1])
+    assert packed.token_ids_BL.shape[1] <= row_tokens
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        ({"b": [1.0]}, "rollout a, turn 1, token 1: its advantage is missing"),
+        ({"a": [1.0], "b": [1.0]}, "rollout a, turn 2, token 3: its advantage is missing"),
+        ({"a": [1.0, math.nan], "b": [1.0]}, "rollout a, turn 2, token 3: its advantage is nan"),
+        ({"a": [1.0, 1.0], "b": [math.inf]}, "rollout b, turn 1, token 1: its advantage is inf"),
+    ],
+)
+def test_a_sampled_token_without_a_finite_advantage_stops_the_update(advantages, message):
+    with pytest.raises(BatchError, match=f"^{message}"):
+        batch_of(advantages=advantages)
+
+
+def test_a_column_that_does_not_fit_its_segment_is_refused():
+    with pytest.raises(BatchError, match="rollout a: 1 values for 2 sampled tokens"):
+        collate(
+            SEGMENTS,
+            advantages=ADVANTAGES,
+            weights=[[1.0], [1.0], [1.0]],
+            proximal=[[], [], []],
+            row_tokens=6,
+        )
+
+
+def test_a_segment_longer_than_a_row_is_refused_by_its_rollout():
+    with pytest.raises(BatchError, match="rollout a: a segment of 4 tokens, but row_tokens is 3"):
+        pack_segments(SEGMENTS, row_tokens=3)
+
+
+def test_nothing_to_pack_and_cuts_of_no_rows_are_refused():
+    with pytest.raises(BatchError, match="no segment to pack"):
+        pack_segments([], row_tokens=8)
+    with pytest.raises(BatchError, match="max_rows must be at least 1"):
+        list(cut_batch(batch_of(), 0))

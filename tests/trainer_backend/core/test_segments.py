@@ -1,0 +1,136 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
+from trainer_backend.core.errors import SegmentError
+from trainer_backend.core.segments import segments_of
+
+
+def step(turn, reused, prompt, response, *, temperature=1.0, **changes):
+    call = {
+        "prompt_ids_reused": reused,
+        "prompt_token_ids": tuple(prompt),
+        "token_ids": tuple(response),
+        "logprobs": tuple(-0.5 for _ in response),
+        "finish_reason": "stop",
+        "versions": ((0, 3),) if response else (),
+    }
+    return StepData(
+        turn=turn,
+        observation_data=ObservationData(),
+        action_taken={"type": "text"},
+        policy_name="openai",
+        sampling=Sampling(temperature=temperature),
+        policy_logprobs=PolicyLogprobs(**(call | changes)),
+    )
+
+
+def test_decisions_that_continue_each_other_share_a_segment():
+    # prompt 1 2, answer 3 4; then 5 is appended, answer 6
+    [segment] = segments_of(
+        [step(1, 0, [1, 2], [3, 4]), step(2, 4, [5], [6], temperature=0.5)], rollout_id="r"
+    )
+    assert segment.rollout_id == "r"
+    assert segment.token_ids == (1, 2, 3, 4, 5, 6)
+    assert segment.decision == (-1, -1, 0, 0, -1, 1)
+    assert segment.loss_mask == (False, False, True, True, False, True)
+    assert segment.sampled_positions == (2, 3, 5)
+    assert segment.logprobs == (0.0, 0.0, -0.5, -0.5, 0.0, -0.5)
+    assert segment.versions == (-1, -1, 3, 3, -1, 3)
+    assert segment.temperatures == (1.0, 1.0, 1.0, 1.0, 1.0, 0.5)
+    assert len(segment) == 6
+
+
+def test_a_fresh_prompt_each_decision_gives_a_segment_each():
+    segments = segments_of([step(1, 0, [1, 2], [3]), step(2, 0, [1, 9], [4])], rollout_id="r")
+    assert [segment.token_ids for segment in segments] == [(1, 2, 3), (1, 9, 4)]
+    assert [segment.decision for segment in segments] == [(-1, -1, 0), (-1, -1, 1)]
+
+
+def test_where_the_prefix_breaks_the_reused_answer_becomes_context():
+    # the second prompt keeps 1 2 3 of [1 2 3 4] and drops the last sampled token
+    segments = segments_of([step(1, 0, [1, 2], [3, 4]), step(2, 3, [7], [8])], rollout_id="r")
+    assert [segment.token_ids for segment in segments] == [(1, 2, 3, 4), (1, 2, 3, 7, 8)]
+    assert [segment.decision for segment in segments] == [(-1, -1, 0, 0), (-1, -1, -1, -1, 1)]
+    assert segments[1].logprobs == (0.0, 0.0, 0.0, 0.0, -0.5)
+
+
+def test_a_completion_that_spans_a_weight_swap_keeps_the_version_of_each_token():
+    [segment] = segments_of([step(1, 0, [1], [2, 3, 4], versions=((0, 5), (2, 6)))], rollout_id="r")
+    assert segment.versions == (-1, 5, 5, 6)
+
+
+def test_a_segment_in_which_nothing_was_sampled_is_left_out():
+    segments = segments_of([step(1, 0, [1], []), step(2, 0, [2], [3])], rollout_id="r")
+    assert [segment.token_ids for segment in segments] == [(2, 3)]
+
+
+def test_a_decision_without_tokens_can_be_continued():
+    [segment] = segments_of([step(1, 0, [1], []), step(2, 1, [2], [3])], rollout_id="r")
+    assert segment.token_ids == (1, 2, 3)
+
+
+def test_an_episode_without_decisions_has_no_segments():
+    assert segments_of([], rollout_id="r") == []
+
+
+@st.composite
+def conversations(draw):
+    """Steps with any reuse, and the exact view and answer of each."""
+    ids = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+    steps, views, full = [], [], []
+    for turn in range(1, draw(st.integers(1, 6)) + 1):
+        reused = draw(st.sampled_from([0, len(full) // 2, max(len(full) - 1, 0), len(full)]))
+        prompt, answer = draw(ids), draw(ids)
+        steps.append(step(turn, reused, prompt, answer))
+        views.append((full[:reused] + prompt, answer))
+        full = full[:reused] + prompt + answer
+    return steps, views
+
+
+@given(conversations())
+def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(conversation):
+    steps, views = conversation
+    segments = segments_of(steps, rollout_id="r")
+    for t, (view, answer) in enumerate(views):
+        [segment] = [segment for segment in segments if t in segment.decision]
+        start = segment.decision.index(t)
+        assert list(segment.token_ids[:start]) == view
+        assert list(segment.token_ids[start : start + len(answer)]) == answer
+        assert segment.decision.count(t) == len(answer)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (step(2, 4, [5], [6]), "turn 2: reuses 4 ids of the previous prompt and response, which have 3"),
+        (step(2, 3, [5], [6], logprobs=()), "turn 2: 1 token_ids but 0 logprobs"),
+        (
+            step(2, 3, [5], [6, 7], logprobs=(-1.0, math.nan)),
+            "turn 2, token 1: the sampler's log-prob is nan",
+        ),
+        (step(2, 3, [5], [6], logprobs=(-math.inf,)), "turn 2, token 0: the sampler's log-prob is -inf"),
+        (step(2, 0, [], [6]), "turn 2: an empty prompt; nothing predicts"),
+        (step(2, 3, [5], [6], versions=()), r"turn 2: versions start at tokens \[\]; expected 0 first"),
+        (step(2, 3, [5], [6], versions=((1, 3),)), r"turn 2: versions start at tokens \[1\]"),
+        (step(2, 3, [5], [6], versions=((0, 3), (1, 4))), r"turn 2: versions .*\[0, 1\]; .* below 1"),
+        (step(2, 3, [5], [6, 7], versions=((0, 3), (0, 4))), r"turn 2: versions .*\[0, 0\]"),
+        (step(2, 3, [5], [], versions=((1, 3),)), r"turn 2: versions .*\[1\]"),
+        (step(2, 3, [5], [6], temperature=0.0), "turn 2: temperature 0"),
+        (step(2, 3, [5], [6]).model_copy(update={"sampling": None}), "turn 2: no sampling"),
+        (
+            step(2, 3, [5], [6]).model_copy(update={"policy_logprobs": None, "policy_name": "teacher"}),
+            "turn 2: no policy_logprobs: policy 'teacher' samples no tokens",
+        ),
+    ],
+)
+def test_tokens_that_do_not_fit_together_are_refused_with_rollout_and_turn(second, message):
+    with pytest.raises(SegmentError, match=f"^rollout r-1, {message}"):
+        segments_of([step(1, 0, [1, 2], [3]), second], rollout_id="r-1")
+
+
+def test_an_answer_without_tokens_may_name_the_version_that_gave_none():
+    assert segments_of([step(1, 0, [1], [], versions=((0, 3),))], rollout_id="r") == []

@@ -1,0 +1,132 @@
+"""Is the policy gradient unbiased? An exact enumeration, where the policy chooses when to stop.
+
+At each of at most three decisions the policy stops with probability p, or goes on. So lengths differ, and
+the length is the policy's own doing: the case in which baselines per turn go wrong. With Fractions and
+rewards that are multiples of 1/4 nothing is rounded, so "unbiased" is `==`.
+"""
+
+from fractions import Fraction
+from itertools import product
+from math import prod
+
+import pytest
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.stepwise import stepwise
+from trainer_backend.core.returns import discounted_returns
+
+STOP, GO = "stop", "go"
+EPISODES = [(STOP,), (GO, STOP), (GO, GO, STOP), (GO, GO, GO)]
+REWARD = {
+    (0, STOP): 1.0, (0, GO): -0.5, (1, STOP): 3.0, (1, GO): 0.25, (2, STOP): 0.0, (2, GO): 2.5,
+}  # fmt: skip
+
+
+def rewards_of(actions):
+    return [REWARD[t, action] for t, action in enumerate(actions)]
+
+
+def probability(actions, p):
+    return prod(p if action == STOP else 1 - p for action in actions)
+
+
+def score(action, p):
+    """d log pi(action) / dp."""
+    return 1 / p if action == STOP else -1 / (1 - p)
+
+
+def true_gradient(p):
+    """d/dp of the expected return, by the product rule over whole episodes."""
+    return sum(
+        probability(actions, p)
+        * sum(score(action, p) for action in actions)
+        * Fraction(sum(rewards_of(actions)))
+        for actions in EPISODES
+    )
+
+
+def expected_gradient(estimator, size, p, denominator=lambda group: len(group)):
+    """E over all groups of `size` episodes of sum_{i,t} score_{i,t} * A_{i,t} / denominator."""
+    total = Fraction(0)
+    for group in product(EPISODES, repeat=size):
+        advantages = estimator([rewards_of(actions) for actions in group])
+        gradient = sum(
+            score(action, p) * Fraction(advantage)
+            for actions, row_T in zip(group, advantages, strict=True)
+            for action, advantage in zip(actions, row_T, strict=True)
+        )
+        total += prod(probability(actions, p) for actions in group) * gradient / denominator(group)
+    return total
+
+
+def ours(group):
+    episodes = [EpisodeRewards(str(i), "g", rewards_T) for i, rewards_T in enumerate(group)]
+    return stepwise(episodes, AdvantageConfig(gamma=1.0)).per_episode
+
+
+def with_baseline(baseline):
+    """An estimator from baseline(own index, [G][T_i] returns, t); what is named a bias below."""
+
+    def estimator(group):
+        returns = [[Fraction(g) for g in discounted_returns(rewards_T, 1.0)] for rewards_T in group]
+        return [[own - baseline(i, returns, t) for t, own in enumerate(row)] for i, row in enumerate(returns)]
+
+    return estimator
+
+
+def at(row, t):
+    return row[t] if t < len(row) else Fraction(0)
+
+
+def mean_of_all(i, returns, t):
+    return sum(at(row, t) for row in returns) / len(returns)
+
+
+def mean_of_alive(i, returns, t):
+    alive = [row[t] for row in returns if t < len(row)]
+    return sum(alive) / len(alive)
+
+
+def mean_of_others_alive(i, returns, t):
+    alive = [row[t] for j, row in enumerate(returns) if j != i and t < len(row)]
+    return sum(alive) / len(alive) if alive else Fraction(0)
+
+
+def zeroed_when_alone(i, returns, t):
+    alive = [row[t] for j, row in enumerate(returns) if j != i and t < len(row)]
+    return sum(alive) / len(alive) if alive else returns[i][t]
+
+
+P = Fraction(1, 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("p", [Fraction(1, 3), Fraction(3, 4)])
+def test_the_stepwise_gradient_is_unbiased_where_the_policy_chooses_when_to_stop(size, p):
+    assert expected_gradient(ours, size, p) == true_gradient(p)
+
+
+def test_leave_one_out_over_the_siblings_alive_is_unbiased_too():
+    assert expected_gradient(with_baseline(mean_of_others_alive), 3, P) == true_gradient(P)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_mean_that_includes_oneself_shrinks_the_gradient_by_exactly_one_share(size):
+    shrunk = Fraction(size - 1, size) * true_gradient(P)
+    assert expected_gradient(with_baseline(mean_of_all), size, P) == shrunk != true_gradient(P)
+
+
+@pytest.mark.parametrize("baseline", [mean_of_alive, zeroed_when_alone])
+def test_self_including_means_over_the_living_and_zeroed_survivors_turn_the_gradient(baseline):
+    # not a matter of scale: the ratio to the truth changes with p
+    ratios = {expected_gradient(with_baseline(baseline), 3, p) / true_gradient(p) for p in (P, 1 - P)}
+    assert len(ratios) == 2
+    assert 1 not in ratios
+
+
+def test_dividing_by_the_number_of_decisions_of_the_batch_is_a_bias():
+    def decisions(group):
+        return sum(map(len, group))
+
+    ratios = {expected_gradient(ours, 3, p, decisions) / true_gradient(p) for p in (P, 1 - P)}
+    assert len(ratios) == 2

@@ -1,0 +1,38 @@
+import subprocess
+import sys
+
+import pytest
+
+from trainer_backend import plugins
+from trainer_backend.core.advantages.grpo import grpo
+from trainer_backend.core.aggregation import episode_equal
+from trainer_backend.core.losses import clipped_policy_loss
+from trainer_backend.errors import JobError
+
+
+def test_a_name_of_a_plug_board_gives_its_entry():
+    assert plugins.estimator("grpo") is grpo
+    assert plugins.policy_loss("clipped") is clipped_policy_loss
+    assert plugins.aggregation("episode_equal") is episode_equal
+
+
+@pytest.mark.parametrize(
+    ("pick", "name", "message"),
+    [
+        (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'; .* Did you mean 'stepwise'?"),
+        (plugins.policy_loss, "clip", "algorithm.loss is 'clip'; known: clipped"),
+        (
+            plugins.aggregation,
+            "token",
+            "training.aggregation is 'token'; known: decision_mean, episode_equal",
+        ),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones_and_the_likely_one(pick, name, message):
+    with pytest.raises(JobError, match=message):
+        pick(name)
+
+
+def test_reading_the_plug_boards_imports_no_torch():
+    code = "import sys, trainer_backend.plugins; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

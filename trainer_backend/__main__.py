@@ -1,0 +1,94 @@
+"""The `turnwise` command. Each command is a thin shell; torch is imported only by those that need it."""
+
+import os
+
+# Before torch is imported anywhere: with another busy process beside it, OpenMP's spinning makes torch ten
+# to a hundred times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from trainer_backend.errors import JobError, TrainerError
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.rundir.layout import create_run, open_run
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
+)
+_out = Console()
+_err = Console(stderr=True)
+
+JobPath = Annotated[Path, typer.Argument(help="a job TOML, such as configs/crafter_cpu.toml")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="table.key=value, the value in TOML; may be repeated")
+]
+
+
+@app.command()
+def train(
+    job: Annotated[Path | None, typer.Argument(help="a job TOML; not with --resume")] = None,
+    run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
+    resume: Annotated[Path | None, typer.Option(help="a run directory to continue")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train as the job says; Ctrl-C saves the last finished iteration."""
+    from trainer_backend.progress import ConsoleReporter
+    from trainer_backend.start import Stopped, run_job
+
+    if (job is None) == (resume is None):
+        raise JobError("give either a job TOML, or --resume with a run directory")
+    if resume is not None:
+        directory = open_run(resume)
+        loaded = load_job(directory.path / "job.toml", overrides or ())
+    else:
+        assert job is not None
+        loaded = load_job(job, overrides or ())
+        directory = create_run(loaded.config, run)
+    for warning in loaded.warnings:
+        _err.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    with ConsoleReporter(_out) as reporter:
+        reporter.say(f"run directory: {directory.path}")
+        try:
+            progress = asyncio.run(run_job(loaded.config, directory, reporter, resume=resume is not None))
+        except Stopped as stopped:
+            reporter.say(str(stopped))
+            raise typer.Exit(130) from stopped
+        reporter.say(f"{progress.iteration} iterations done; saved in {directory.checkpoints}")
+    if progress.iteration < loaded.config.training.iterations:
+        _out.print(f"stopped early; continue with: turnwise train --resume {directory.path}")
+        raise typer.Exit(130)
+
+
+@app.command()
+def check(job: JobPath, overrides: Overrides = None) -> None:
+    """Read a job and print it with every default filled in; starts and writes nothing."""
+    loaded = load_job(job, overrides or ())
+    for warning in loaded.warnings:
+        _err.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    print(dump_job(loaded.config), end="")
+
+
+@app.command("task-app", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def task_app(context: typer.Context) -> None:
+    """Serve a task app alone (see `turnwise task-app --help`)."""
+    import sys
+
+    os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
+
+
+def main() -> None:
+    """Run a command; an error of ours is one sentence and exit code 2 (the user's) or 1 (ours)."""
+    try:
+        app()
+    except TrainerError as error:
+        _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        raise SystemExit(2 if error.status < 500 else 1) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The task app's rollout routes, as a client. Every call has a deadline, every retry a budget."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import stamina
+from pydantic import SecretStr, ValidationError
+
+from shared_schemas.rollouts import (
+    RolloutAck,
+    RolloutAcked,
+    RolloutBatch,
+    RolloutPage,
+    RolloutRequest,
+    RolloutsAccepted,
+)
+from trainer_backend.errors import TaskAppError
+
+_ATTEMPTS = 6
+_SUBMIT_AT_ONCE = 64
+
+
+class _Unreachable(Exception):
+    """The request may be sent again: nothing answered, or the server said 'later'."""
+
+
+class TaskAppClient:
+    """One task app. Use as an async context manager.
+
+    Args:
+        url: its address, such as http://127.0.0.1:8001
+        api_key: sent as X-API-Key.
+        timeout_s: deadline of one request, on top of the time that a long poll asks for.
+    """
+
+    def __init__(self, url: str, api_key: SecretStr, *, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            headers={"X-API-Key": self._api_key.get_secret_value()},
+            connector=aiohttp.TCPConnector(limit=16),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def task_info(self) -> dict[str, Any]:
+        """What this task app hosts; also the proof that it is up and that the key is right."""
+        answer = await self._call("GET", "/health")
+        return answer if isinstance(answer, dict) else {}
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        """Ask for rollouts, in slices. Sending the same requests twice is harmless."""
+        for first in range(0, len(requests), _SUBMIT_AT_ONCE):
+            batch = RolloutBatch(rollouts=tuple(requests[first : first + _SUBMIT_AT_ONCE]))
+            RolloutsAccepted.model_validate(await self._call("POST", "/rollouts", body=_wire(batch)))
+
+    async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
+        """Everything that ended since `cursor`; waits up to `wait_s` for at least one."""
+        params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
+        answer = await self._call("GET", "/rollouts", params=params, extra_s=wait_s)
+        try:
+            return RolloutPage.model_validate(answer)
+        except ValidationError as error:
+            raise TaskAppError(f"{self.url}: GET /rollouts answered something else: {error}") from error
+
+    async def ack(self, run_id: str, rollout_ids: Sequence[str]) -> None:
+        """Tell the task app that these are stored here."""
+        ack = RolloutAck(run_id=run_id, rollout_ids=tuple(rollout_ids))
+        RolloutAcked.model_validate(
+            await self._call("POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
+        )
+
+    async def cancel(self, rollout_id: str) -> None:
+        await self._call("DELETE", f"/rollouts/{rollout_id}")
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: dict[str, str] | None = None,
+        extra_s: float = 0.0,
+    ) -> Any:
+        try:
+            async for attempt in stamina.retry_context(
+                on=_Unreachable, attempts=_ATTEMPTS, timeout=self._timeout_s, wait_max=2.0
+            ):
+                with attempt:
+                    return await self._once(method, path, body, params, self._timeout_s + extra_s)
+        except _Unreachable as error:
+            raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
+        raise AssertionError("retry_context returns or raises")
+
+    async def _once(
+        self, method: str, path: str, body: Any, params: dict[str, str] | None, timeout_s: float
+    ) -> Any:
+        assert self._session is not None, "use TaskAppClient as an async context manager"
+        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10.0)
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, params=params, timeout=timeout
+            ) as reply:
+                answer = await reply.json(content_type=None)
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            raise _Unreachable(str(error) or type(error).__name__) from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise TaskAppError(f"{self.url}: {method} {path} did not answer with JSON: {error}") from error
+        if reply.status in (429, 502, 503, 504) and not _is_final(answer):
+            raise _Unreachable(f"status {reply.status}: {_detail(answer)}")
+        if reply.status >= 400:
+            raise TaskAppError(f"{self.url}: {method} {path}: status {reply.status}: {_detail(answer)}")
+        return answer
+
+
+def _wire(batch: RolloutBatch) -> dict[str, Any]:
+    """The batch as JSON; pydantic masks secrets, so each key is put back for this one request."""
+    body = batch.model_dump(mode="json")
+    for request, out in zip(batch.rollouts, body["rollouts"], strict=True):
+        if request.policy.inference_key is not None:
+            out["policy"]["inference_key"] = request.policy.inference_key.get_secret_value()
+    return body
+
+
+def _is_final(answer: Any) -> bool:
+    return isinstance(answer, dict) and answer.get("code") == "missing_environment_api_key"
+
+
+def _detail(answer: Any) -> str:
+    """The problem's own words, its place and its hint, if the answer is a problem."""
+    if not isinstance(answer, dict):
+        return str(answer)[:200]
+    parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
+    return "; ".join(str(part) for part in parts if part) or str(answer)[:200]

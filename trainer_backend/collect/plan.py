@@ -1,0 +1,162 @@
+"""Which rollouts an iteration, a warm-up or an evaluation asks for. Pure: same job, same requests."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import SecretStr
+
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, SeedStart
+from trainer_backend.core.seeds import derived_seed, evaluation_worlds, training_world
+from trainer_backend.job_schema import JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Where a language-model policy asks, under which model name, with which key."""
+
+    url: str
+    model: str
+    key: SecretStr
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Turns a job into rollout requests.
+
+    Attributes:
+        run_id: names the run at the task apps; rollout ids begin with it.
+        inference: None when no policy of the plan is a language model.
+    """
+
+    job: JobConfig
+    run_id: str
+    inference: Inference | None = None
+
+    def training(self, iteration: int) -> list[RolloutRequest]:
+        """G siblings a group: same world, own sampling seeds."""
+        size = self.job.training.group_size
+        policy_name, held_out = self.job.rollout.policy_name, self._held_out()
+        requests = []
+        for group in range(self.job.rollout.episodes_per_batch // size):
+            world = training_world(self.job.job.seed, "train", iteration, group, held_out)
+            for sibling in range(size):
+                config = self._model_config(self.job.rollout.temperature, "train", iteration, group, sibling)
+                requests.append(
+                    self._request(
+                        stage="train", iteration=iteration, group=group, sibling=sibling, world=world,
+                        policy=self._policy(policy_name, {**config, **self.job.rollout.policy_config}),
+                        step_rewards=self.job.training.step_rewards,
+                    )
+                )  # fmt: skip
+        return requests
+
+    def warmup(self) -> list[RolloutRequest]:
+        """The teacher's episodes, a world each."""
+        table = self.job.warmup
+        if table is None:
+            return []
+        held_out = self._held_out()
+        return [
+            self._request(
+                stage="warmup", iteration=0, group=group, sibling=0,
+                world=training_world(self.job.job.seed, "warmup", 0, group, held_out),
+                policy=self._policy(
+                    table.policy_name,
+                    {"seed": derived_seed(self.job.job.seed, "warmup", group), **table.policy_config},
+                ),
+            )
+            for group in range(table.episodes)
+        ]  # fmt: skip
+
+    def prompts(self, episodes: int) -> list[RolloutRequest]:
+        """Random play, for the prompts that a preset's tokenizer is trained on when there is no warm-up."""
+        held_out = self._held_out()
+        return [
+            self._request(
+                stage="prompts", iteration=0, group=group, sibling=0,
+                world=training_world(self.job.job.seed, "prompts", 0, group, held_out),
+                policy=self._policy("random", {"seed": derived_seed(self.job.job.seed, "prompts", group)}),
+            )
+            for group in range(episodes)
+        ]  # fmt: skip
+
+    def evaluation(
+        self, label: str, *, policy_name: str | None = None, policy_config: Mapping[str, Any] | None = None
+    ) -> list[RolloutRequest]:
+        """One episode on each held-out world; the sampling seeds are those of every other evaluation."""
+        table = self.job.evaluation
+        temperature = table.temperature or self.job.rollout.temperature
+        name = policy_name or self.job.rollout.policy_name
+        requests = []
+        for group, world in enumerate(self._held_out()):
+            seed = derived_seed(self.job.job.seed, "evaluation", group)
+            config: dict[str, Any] = {"seed": seed}
+            if policy_name is None:
+                config = self._model_config(temperature, "evaluation", 0, group, 0)
+                config |= self.job.rollout.policy_config
+            config |= policy_config or {}
+            requests.append(
+                self._request(
+                    stage=f"eval-{label}", iteration=0, group=group, sibling=0, world=world,
+                    policy=self._policy(name, config), step_rewards=self.job.training.step_rewards,
+                )
+            )  # fmt: skip
+        return requests
+
+    def _held_out(self) -> tuple[int, ...]:
+        return evaluation_worlds(self.job.evaluation.instances, self.job.evaluation.seeds)
+
+    def _model_config(self, temperature: float, *seed_parts: int | str) -> dict[str, Any]:
+        if self.inference is None:
+            raise ValueError("this plan needs a language model, and no inference server was given")
+        rollout = self.job.rollout
+        return {
+            "inference_url": self.inference.url,
+            "model": self.inference.model,
+            "temperature": temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "max_tokens": rollout.max_tokens,
+            "seed": derived_seed(self.job.job.seed, *seed_parts),
+        }
+
+    def _policy(self, name: str, config: Mapping[str, Any]) -> PolicySpec:
+        asks_model = self.inference is not None and config.get("inference_url") == self.inference.url
+        key = self.inference.key if asks_model and self.inference else None
+        return PolicySpec(policy_name=name, config=dict(config), inference_key=key)
+
+    def _request(
+        self, *, stage: str, iteration: int, group: int, sibling: int, world: int, policy: PolicySpec,
+        step_rewards: StepRewards | None = None,
+    ) -> RolloutRequest:  # fmt: skip
+        rollout = self.job.rollout
+        return RolloutRequest(
+            rollout_id=f"{self.run_id}/{stage}/{iteration}/{group}/{sibling}",
+            run_id=self.run_id,
+            iteration=iteration,
+            group_id=f"{stage}/{iteration}/{group}",
+            sibling=sibling,
+            start=SeedStart(seed=world),
+            env=EnvSpec(env_name=rollout.env_name, config=rollout.env_config),
+            policy=policy,
+            step_rewards=step_rewards or StepRewards(),
+            limits=RolloutLimits(
+                max_decisions=rollout.max_turns,
+                max_invalid_decisions=rollout.max_invalid_decisions,
+                timeout_s=rollout.timeout_s,
+            ),
+        )
+
+
+def retried(request: RolloutRequest) -> RolloutRequest:
+    """The same episode once more, after an infrastructure failure: same seeds, another id."""
+    attempt = request.attempt + 1
+    base = request.rollout_id.partition("~")[0]
+    return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}~{attempt}"})
+
+
+def shared_out(requests: Sequence[RolloutRequest], parts: int) -> list[list[RolloutRequest]]:
+    """Deal requests to task apps in turn, so that each gets its share of every group."""
+    return [list(requests[part::parts]) for part in range(parts)]

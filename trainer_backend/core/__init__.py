@@ -1,0 +1,1 @@
+"""The pure core: functions of their arguments, from trajectories to credit, batches and losses. No I/O."""

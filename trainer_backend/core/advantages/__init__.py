@@ -1,0 +1,1 @@
+"""Advantage estimators, one a file; `trainer_backend.plugins.ESTIMATORS` names them."""

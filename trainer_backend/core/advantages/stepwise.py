@@ -1,0 +1,66 @@
+"""Stepwise: the return-to-go of a decision against those of its siblings at the same t."""
+
+import math
+from collections.abc import Sequence
+
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    siblings,
+)
+from trainer_backend.core.returns import discounted_returns
+
+
+def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Leave-one-out advantage of every decision, over the siblings' returns-to-go at the same t.
+
+        A_{i,t} = G_{i,t} - 1/(G-1) * sum_{j != i} G_{j,t},     G_{j,t} = 0 once j has finished
+
+    The baseline is made of other episodes alone and never depends on when episode i stops, so the
+    policy gradient is unbiased (gamma 1, fixed denominators, groups not filtered by outcome). An
+    episode whose siblings have all finished keeps its return; one without siblings at all has no
+    baseline: its advantages are 0 and its decisions are counted.
+
+    Args:
+        episodes: all episodes of the batch, groups in any order.
+        config: gamma is read.
+
+    Returns:
+        [T] advantages for each episode, and counts.
+
+    Raises:
+        AdvantageError: see `siblings`.
+        ValueError: gamma is outside [0, 1].
+
+    Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
+    """
+    advantages: list[list[float]] = [[] for _ in episodes]
+    flat_groups = lone_episodes = lone_decisions = 0
+    groups = siblings(episodes)
+    for members in groups.values():
+        returns_GT = [discounted_returns(episodes[index].rewards_T, config.gamma) for index in members]
+        for index, row_T in zip(members, _leave_one_out(returns_GT), strict=True):
+            advantages[index] = row_T
+        if len(members) == 1:
+            lone_episodes += 1
+            lone_decisions += len(returns_GT[0])
+        else:
+            flat_groups += all(row_T == returns_GT[0] for row_T in returns_GT)
+    diagnostics = {
+        "advantages/groups": float(len(groups)),
+        "advantages/groups_without_spread": float(flat_groups),
+        "advantages/lone_episodes": float(lone_episodes),
+        "advantages/lone_decisions": float(lone_decisions),
+    }
+    return Advantages(advantages, diagnostics)
+
+
+def _leave_one_out(returns_GT: Sequence[Sequence[float]]) -> list[list[float]]:
+    """[G][T_i] of [G][T_i]; fsum, so that the order of the siblings changes no bit."""
+    others = len(returns_GT) - 1
+    if others == 0:
+        return [[0.0] * len(returns_GT[0])]
+    longest = max(len(returns_T) for returns_T in returns_GT)
+    total_T = [math.fsum(row_T[t] for row_T in returns_GT if t < len(row_T)) for t in range(longest)]
+    return [[own - (total_T[t] - own) / others for t, own in enumerate(row_T)] for row_T in returns_GT]

@@ -1,0 +1,255 @@
+"""Segments to tensors: packed rows for the model, flat columns for the loss.
+
+Convention: what is about sampled tokens is flat, [N], in order of (row, position). `predict_row_N` and
+`predict_position_N` say where the model predicts a token: in its row, one position before it, always
+inside its own segment. So the head runs on N hidden states, never on B * L of them:
+
+    hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from trainer_backend.core.errors import BatchError, place
+from trainer_backend.core.packing import pack
+from trainer_backend.core.segments import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the model needs to score sampled tokens.
+
+    token_ids_BL: int64, 0 in padding.
+    position_ids_BL: int64, from 0 in each segment; 0 in padding.
+    segment_ids_BL: int64, from 1 in each row; 0 is padding.
+    predict_row_N, predict_position_N: int64, where each sampled token is predicted.
+    target_N: int64, its id.
+    temperature_N: float32, that of the softmax it was drawn from.
+    behaviour_logprob_N: float32, nats, as its sampler reported it.
+    segment_N: int64, which of the segments given it lies in.
+    """
+
+    token_ids_BL: Tensor
+    position_ids_BL: Tensor
+    segment_ids_BL: Tensor
+    predict_row_N: Tensor
+    predict_position_N: Tensor
+    target_N: Tensor
+    temperature_N: Tensor
+    behaviour_logprob_N: Tensor
+    segment_N: Tensor
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the B * L positions that hold no token, in [0, 1)."""
+        return float((self.segment_ids_BL == 0).double().mean())
+
+    def to(self, device: torch.device | str) -> Packed:
+        return Packed(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed rows and the columns of the loss.
+
+    advantage_N: float32, of the decision that sampled the token.
+    weight_N: float32, how much the token counts; sums to 1 over the optimizer step.
+    proximal_logprob_N: float32, nats: the learner's own before the step, the clip's denominator.
+    """
+
+    packed: Packed
+    advantage_N: Tensor
+    weight_N: Tensor
+    proximal_logprob_N: Tensor
+
+    def to(self, device: torch.device | str) -> Batch:
+        columns = (self.advantage_N, self.weight_N, self.proximal_logprob_N)
+        return Batch(self.packed.to(device), *(column.to(device) for column in columns))
+
+
+def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
+    """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
+
+    Args:
+        segments: each with a sampled token at least (`segments_of` gives no other).
+        row_tokens: most tokens in a row.
+
+    Raises:
+        BatchError: no segment, or one that is longer than a row.
+
+    Source: DESIGN.md, stop 11 of the route.
+    """
+    if not segments:
+        raise BatchError("no segment to pack")
+    for segment in segments:
+        if len(segment) > row_tokens:
+            raise BatchError(
+                f"a segment of {len(segment)} tokens, but row_tokens is {row_tokens}",
+                where=place(segment.rollout_id),
+            )
+    rows = pack([len(segment) for segment in segments], row_tokens)
+    offsets = _offsets(segments, rows)
+    order = list(chain.from_iterable(rows))
+    row_of = {index: row for row, members in enumerate(rows) for index in members}
+    sampled = [segment.sampled_positions for segment in segments]
+
+    def flat(of: Callable[[int, int], float]) -> list[float]:
+        return [of(index, i) for index in order for i in sampled[index]]
+
+    return Packed(
+        token_ids_BL=_padded([[segments[i].token_ids for i in members] for members in rows]),
+        position_ids_BL=_padded([[range(len(segments[i])) for i in members] for members in rows]),
+        segment_ids_BL=_padded(
+            [[[k] * len(segments[i]) for k, i in enumerate(members, start=1)] for members in rows]
+        ),
+        predict_row_N=torch.tensor(flat(lambda s, i: row_of[s]), dtype=torch.int64),
+        predict_position_N=torch.tensor(flat(lambda s, i: offsets[s] + i - 1), dtype=torch.int64),
+        target_N=torch.tensor(flat(lambda s, i: segments[s].token_ids[i]), dtype=torch.int64),
+        temperature_N=torch.tensor(flat(lambda s, i: segments[s].temperatures[i]), dtype=torch.float32),
+        behaviour_logprob_N=torch.tensor(flat(lambda s, i: segments[s].logprobs[i]), dtype=torch.float32),
+        segment_N=torch.tensor(flat(lambda s, i: s), dtype=torch.int64),
+    )
+
+
+def collate(
+    segments: Sequence[Segment],
+    *,
+    advantages: Mapping[str, Sequence[float]],
+    weights: Sequence[Sequence[float]],
+    proximal: Sequence[Sequence[float]],
+    row_tokens: int,
+) -> Batch:
+    """All tensors of one optimizer step.
+
+    Args:
+        segments: all segments of the step.
+        advantages: rollout id -> [T] advantage of each decision.
+        weights: for each segment, [N] as `core.aggregation` gives them.
+        proximal: for each segment, [N] log-probs (nats) as `by_segment` gives them.
+        row_tokens: most tokens in a row.
+
+    Raises:
+        BatchError: see `pack_segments`; a sampled token without a finite advantage; a column that does
+            not fit its segment's sampled tokens.
+
+    Source: DESIGN.md 4.8, 4.9, 4.13.
+    """
+    packed = pack_segments(segments, row_tokens=row_tokens)
+    order = list(dict.fromkeys(packed.segment_N.tolist()))
+    return Batch(
+        packed=packed,
+        advantage_N=_column([_advantages(segment, advantages) for segment in segments], segments, order),
+        weight_N=_column(weights, segments, order),
+        proximal_logprob_N=_column(proximal, segments, order),
+    )
+
+
+def by_segment(packed: Packed, values_N: Tensor) -> list[list[float]]:
+    """Values of sampled tokens, back in the order of the segments that were packed.
+
+    Args:
+        packed: all of what `pack_segments` gave (not a cut of it).
+        values_N: [N] one value for each sampled token.
+
+    Returns:
+        For each segment, [N_segment] values of its sampled tokens in order.
+    """
+    rows: list[list[float]] = [[] for _ in range(int(packed.segment_N.max()) + 1)]
+    for index, value in zip(packed.segment_N.tolist(), values_N.tolist(), strict=True):
+        rows[index].append(value)
+    return rows
+
+
+def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
+    """The same rows, at most `max_rows` at a time, each cut as wide as its fullest row."""
+    for cut, _ in _cuts(packed, max_rows):
+        yield cut
+
+
+def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
+    """The same batch, at most `max_rows` rows at a time. Weights stay as they are, so losses add up."""
+    for cut, tokens in _cuts(batch.packed, max_rows):
+        yield Batch(cut, batch.advantage_N[tokens], batch.weight_N[tokens], batch.proximal_logprob_N[tokens])
+
+
+def block_mask(segment_ids_BL: Tensor) -> Tensor:
+    """Who may attend to whom: [B, 1, L, L] bool, True where query i may look at key j.
+
+    Causal, and within a segment only. Padding attends to padding: a query that may look at nothing
+    has a softmax of NaNs, whose gradient would be NaN everywhere.
+
+    For `attn_implementation="sdpa"`, with `position_ids_BL` beside it. Eager attention would *add* the
+    booleans to its scores without a word: it needs `additive_mask`.
+    """
+    same_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
+    return same_BLL.tril().unsqueeze(1)
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as what attention adds to its scores: 0 where True, the lowest number where False."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _cuts(packed: Packed, max_rows: int) -> Iterator[tuple[Packed, slice]]:
+    if max_rows < 1:
+        raise BatchError(f"max_rows must be at least 1, got {max_rows}")
+    for start in range(0, len(packed.token_ids_BL), max_rows):
+        rows = slice(start, start + max_rows)
+        bounds = torch.tensor([start, start + max_rows], device=packed.predict_row_N.device)
+        tokens = slice(*torch.searchsorted(packed.predict_row_N, bounds).tolist())
+        width = int((packed.segment_ids_BL[rows] > 0).sum(dim=1).max())
+        cells = {name: getattr(packed, name)[rows, :width] for name in _CELLS}
+        flat = {name: getattr(packed, name)[tokens] for name in _FLAT}
+        flat["predict_row_N"] = flat["predict_row_N"] - start
+        yield Packed(**cells, **flat), tokens
+
+
+_CELLS = [f.name for f in fields(Packed) if f.name.endswith("_BL")]
+_FLAT = [f.name for f in fields(Packed) if f.name.endswith("_N")]
+
+
+def _offsets(segments: Sequence[Segment], rows: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Where each segment starts in its row."""
+    offsets: dict[int, int] = {}
+    for members in rows:
+        start = 0
+        for index in members:
+            offsets[index] = start
+            start += len(segments[index])
+    return offsets
+
+
+def _padded(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    joined = [list(chain.from_iterable(parts)) for parts in rows]
+    width = max(len(row) for row in joined)
+    return torch.tensor([row + [0] * (width - len(row)) for row in joined], dtype=torch.int64)
+
+
+def _advantages(segment: Segment, advantages: Mapping[str, Sequence[float]]) -> list[float]:
+    """[N] the advantage of each sampled token."""
+    advantages_T = advantages.get(segment.rollout_id, ())
+    column: list[float] = []
+    for i in segment.sampled_positions:
+        t = segment.decision[i]
+        if t >= len(advantages_T) or not math.isfinite(advantages_T[t]):
+            found = advantages_T[t] if t < len(advantages_T) else "missing"
+            raise BatchError(f"its advantage is {found}", where=place(segment.rollout_id, t + 1, i))
+        column.append(advantages_T[t])
+    return column
+
+
+def _column(values: Sequence[Sequence[float]], segments: Sequence[Segment], order: Sequence[int]) -> Tensor:
+    for segment, row in zip(segments, values, strict=True):
+        if len(row) != len(segment.sampled_positions):
+            raise BatchError(
+                f"{len(row)} values for {len(segment.sampled_positions)} sampled tokens",
+                where=place(segment.rollout_id),
+            )
+    return torch.tensor(list(chain.from_iterable(values[i] for i in order)), dtype=torch.float32)

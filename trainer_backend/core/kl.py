@@ -1,0 +1,72 @@
+"""Estimates of KL(policy || reference), in nats, one a sampled token.
+
+With d = log policy - log reference, at tokens that the policy sampled:
+
+    k1 = d                  unbiased; may be negative
+    k2 = d^2 / 2            biased, small variance
+    k3 = exp(-d) - 1 + d    unbiased, never negative
+
+As a loss they differ from what they are as a number: the gradient of k2 is, in expectation, that of
+KL(policy || reference); of k3 that of KL(reference || policy); of k1 it is zero.
+
+Source: Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shared_schemas.base import did_you_mean
+from trainer_backend.core.losses import log_ratio, weighted_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def k1(log_ratios: Tensor) -> Tensor:
+    """d, for d = log policy - log reference of any shape, in nats."""
+    return log_ratios
+
+
+def k2(log_ratios: Tensor) -> Tensor:
+    """d^2 / 2, for d = log policy - log reference of any shape, in nats."""
+    return log_ratios.square() / 2.0
+
+
+def k3(log_ratios: Tensor) -> Tensor:
+    """exp(-d) - 1 + d, for d = log policy - log reference of any shape, in nats."""
+    return (-log_ratios).expm1() + log_ratios
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
+    """sum(w * k(d)): the estimate of KL(policy || reference) as a number to look at (nats).
+
+    Args:
+        logprobs, reference_logprobs: nats, same shape.
+        weights: same shape; a token of weight 0 is not read.
+        name: k1, k2 or k3.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in KL_ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {name!r}{did_you_mean(name, KL_ESTIMATORS)}")
+    return weighted_sum(KL_ESTIMATORS[name](log_ratio(logprobs, reference_logprobs, weights)), weights)
+
+
+def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
+    """The same sum as a loss that keeps the policy near the reference; k2 or k3.
+
+    Arguments as in `kl_estimate`.
+
+    Raises:
+        ValueError: another name; or k1, whose gradient E[grad log policy] is zero in expectation: as a
+            loss it adds noise and holds nothing back.
+    """
+    if name == "k1":
+        raise ValueError("k1 as a loss has zero expected gradient, so it would only add noise; use k2 or k3")
+    return kl_estimate(logprobs, reference_logprobs, weights, name=name)

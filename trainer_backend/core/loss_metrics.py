@@ -1,0 +1,55 @@
+"""What to watch while a clipped loss trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from trainer_backend.core.kl import k3
+from trainer_backend.core.losses import LossConfig, log_ratio, weighted_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def clip_metrics(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+) -> dict[str, float]:
+    """How far the policy has moved from the proximal one, over tokens of weight above 0.
+
+        loss/clip_low_share    weighted share of tokens held at 1 - clip_low (negative advantage)
+        loss/clip_high_share   ... at 1 + clip_high (positive advantage)
+        loss/ratio_mean        weighted mean of the ratio; its minimum and maximum beside it
+        loss/approx_kl         KL(proximal || policy) in nats, by k3
+
+    Arguments as in `losses.clipped_policy_loss`. Shares and means are sums over the weights given, so
+    those of the cuts of a step add up to the step's (`merge_metrics`).
+    """
+    log_ratios = log_ratio(logprobs, proximal_logprobs, weights).detach()
+    ratio = log_ratios.exp()
+    held_low = (ratio < 1.0 - config.clip_low) & (advantages < 0)
+    held_high = (ratio > 1.0 + config.clip_high) & (advantages > 0)
+    counted = ratio[weights != 0]
+    return {
+        "loss/clip_low_share": float(weighted_sum(held_low.to(ratio.dtype), weights)),
+        "loss/clip_high_share": float(weighted_sum(held_high.to(ratio.dtype), weights)),
+        "loss/ratio_mean": float(weighted_sum(ratio, weights)),
+        "loss/ratio_min": float(counted.min()),
+        "loss/ratio_max": float(counted.max()),
+        "loss/approx_kl": float(weighted_sum(k3(-log_ratios), weights)),
+    }
+
+
+def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Metrics of one step from those of its cuts: `_min` and `_max` by name, everything else adds up."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            merged[name] = _join(name, merged[name], value) if name in merged else value
+    return merged
+
+
+def _join(name: str, a: float, b: float) -> float:
+    if name.endswith("_min"):
+        return min(a, b)
+    return max(a, b) if name.endswith("_max") else a + b

@@ -1,0 +1,170 @@
+"""r_t: the reward of every decision of one episode, under the switches of `[training]` (DESIGN.md 4.3)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shared_schemas.rewards import DecisionRewards, EventRewardsKind, StepRewardsMode
+from shared_schemas.trajectory import StepData
+from trainer_backend.core.errors import RewardError, place
+
+Horizon = Literal["realised", "max_decisions"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """The step-reward switches, under the names that they have inside the trainer.
+
+    enabled           step_rewards_enabled
+    mode              step_rewards_mode
+    kind              event_rewards_kind: which delta of a decision is its reward
+    beta              step_rewards_beta: reward for unlocking early, per decision left
+    indicator_lambda  step_rewards_indicator_lambda: reward for unlocking at all, once a decision
+    horizon           step_rewards_horizon: what "decisions left" counts down from: the T that the
+                      episode turned out to have (as published; looks into the future) or max_decisions
+    max_decisions     the job's limit of decisions an episode; needed by that horizon alone
+
+    Raises:
+        ValueError: beta or lambda is negative or not finite; the horizon lacks its max_decisions.
+
+    Source: 1-crafter-event-rewards.md, "Switches/Flags in TOML"; DESIGN.md 4.3.
+    """
+
+    enabled: bool = False
+    mode: StepRewardsMode = "off"
+    kind: EventRewardsKind = "unique"
+    beta: float = 0.0
+    indicator_lambda: float = 0.0
+    horizon: Horizon = "realised"
+    max_decisions: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("beta", self.beta), ("indicator_lambda", self.indicator_lambda)):
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        if self.horizon == "max_decisions" and (self.max_decisions is None or self.max_decisions < 1):
+            raise ValueError(f"horizon 'max_decisions' needs max_decisions >= 1, got {self.max_decisions}")
+
+    @property
+    def effective_mode(self) -> StepRewardsMode:
+        """The mode that acts: `off` whenever the master switch is off."""
+        return self.mode if self.enabled else "off"
+
+
+def reward_vector(
+    steps: Sequence[StepData], outcome_reward: float, config: RewardConfig, *, rollout_id: str = ""
+) -> list[float]:
+    """r_t of every decision of one episode.
+
+        off                r[T-1] = outcome_reward + all penalties;  every other r[t] = 0
+        decision_stepwise  r[t] = delta_t + [unique_delta_t > 0] * (lambda + beta * (H - t)) + parts_t
+        env_sparse         r[t] = sum of the decision's env_rewards + parts_t
+
+    delta_t is unique_delta or ach_delta, parts_t the sum of the decision's reward_parts, H the horizon.
+    `off` never reads decision metadata, and the other two never read the outcome: an achievement
+    would count twice.
+
+    Args:
+        steps: [T] decisions in order; steps[t].turn is t + 1.
+        outcome_reward: what the episode as a whole was worth, in reward units.
+        config: the switches.
+        rollout_id: named in errors.
+
+    Returns:
+        [T] rewards, in reward units.
+
+    Raises:
+        RewardError: no decision; a turn outside 1..T or out of order; two records for one turn; a
+            missing record or reward in a mode that needs it; a value that is not finite; more
+            decisions than the horizon allows.
+
+    Source: 1-crafter-event-rewards.md, "Collector changes"; DESIGN.md 4.3.
+    """
+    _check_turns(steps, rollout_id)
+    mode = config.effective_mode
+    if mode == "off":
+        rewards_T = _outcome_at_the_end(steps, outcome_reward)
+    elif mode == "env_sparse":
+        rewards_T = [_environment_reward(step, rollout_id) for step in steps]
+    else:
+        rewards_T = _event_rewards(steps, config, rollout_id)
+    for t, reward in enumerate(rewards_T):
+        if not math.isfinite(reward):
+            raise RewardError(f"the reward is {reward}; it must be finite", where=place(rollout_id, t + 1))
+    return rewards_T
+
+
+def _check_turns(steps: Sequence[StepData], rollout_id: str) -> None:
+    if not steps:
+        raise RewardError("an episode without a decision is a failure, not a reward", where=place(rollout_id))
+    for t, step in enumerate(steps):
+        if not 1 <= step.turn <= len(steps):
+            raise RewardError(
+                f"turns of this episode are 1..{len(steps)}", where=place(rollout_id, step.turn)
+            )
+        if step.turn != t + 1:
+            raise RewardError(f"found where turn {t + 1} belongs", where=place(rollout_id, step.turn))
+
+
+def _outcome_at_the_end(steps: Sequence[StepData], outcome_reward: float) -> list[float]:
+    penalties = [part.value for step in steps for part in step.reward_parts if part.source == "penalty"]
+    return [0.0] * (len(steps) - 1) + [outcome_reward + sum(penalties)]
+
+
+def _parts(step: StepData) -> float:
+    return sum(part.value for part in step.reward_parts)
+
+
+def _environment_reward(step: StepData, rollout_id: str) -> float:
+    if step.env_rewards is None:
+        raise RewardError("no env_rewards, which mode 'env_sparse' needs", where=place(rollout_id, step.turn))
+    return sum(step.env_rewards) + _parts(step)
+
+
+def _event_rewards(steps: Sequence[StepData], config: RewardConfig, rollout_id: str) -> list[float]:
+    horizon = _horizon(len(steps), config, rollout_id)
+    records_T = _records(steps, rollout_id)
+    return [
+        _event_reward(record, config, decisions_left=horizon - t) + _parts(step)
+        for t, (step, record) in enumerate(zip(steps, records_T, strict=True))
+    ]
+
+
+def _horizon(length: int, config: RewardConfig, rollout_id: str) -> int:
+    if config.horizon == "realised" or config.max_decisions is None:
+        return length
+    if length > config.max_decisions:
+        # Beyond the horizon the time weight would turn negative and punish an achievement.
+        raise RewardError(
+            f"{length} decisions, but the horizon is max_decisions = {config.max_decisions}",
+            where=place(rollout_id),
+        )
+    return config.max_decisions
+
+
+def _records(steps: Sequence[StepData], rollout_id: str) -> list[DecisionRewards]:
+    """[T] the record of each decision, each found in its own step."""
+    seen: set[int] = set()
+    records_T: list[DecisionRewards] = []
+    for step in steps:
+        record = step.metadata.decision_rewards
+        where = place(rollout_id, step.turn)
+        if record is None:
+            raise RewardError("no decision_rewards, which mode 'decision_stepwise' needs", where=where)
+        if not 1 <= record.turn <= len(steps):
+            raise RewardError(f"its record names turn {record.turn}, outside 1..{len(steps)}", where=where)
+        if record.turn in seen:
+            raise RewardError(f"holds a second record for turn {record.turn}", where=where)
+        if record.turn != step.turn:
+            raise RewardError(f"holds the record of turn {record.turn}", where=where)
+        seen.add(record.turn)
+        records_T.append(record)
+    return records_T
+
+
+def _event_reward(record: DecisionRewards, config: RewardConfig, *, decisions_left: int) -> float:
+    delta = record.unique_delta if config.kind == "unique" else record.ach_delta
+    if record.unique_delta == 0:
+        return float(delta)
+    return delta + config.indicator_lambda + config.beta * decisions_left

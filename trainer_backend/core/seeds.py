@@ -1,0 +1,34 @@
+"""Every seed of a job, as a pure function of the job's seed and of what it is for.
+
+Training worlds lie below HELD_OUT_FROM and evaluation worlds from there on, so the two never meet.
+"""
+
+from collections.abc import Collection
+from hashlib import blake2b
+
+HELD_OUT_FROM = 2**30
+_SEED_LIMIT = 2**31 - 1
+
+
+def derived_seed(*parts: int | str, below: int = _SEED_LIMIT) -> int:
+    """A number in [0, below) that depends on all parts and on nothing else (process, platform, order)."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") % below
+
+
+def training_world(job_seed: int, purpose: str, iteration: int, group: int, held_out: Collection[int]) -> int:
+    """World seed of a training group, in [0, HELD_OUT_FROM), never one of `held_out`."""
+    attempt = 0
+    while True:
+        seed = derived_seed(job_seed, purpose, iteration, group, attempt, below=HELD_OUT_FROM)
+        if seed not in held_out:
+            return seed
+        attempt += 1
+
+
+def evaluation_worlds(instances: int, explicit: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """World seeds of the evaluation: the given ones, or the first `instances` held-out ones.
+
+    They are the same for every job, so that jobs can be compared world by world.
+    """
+    return explicit or tuple(range(HELD_OUT_FROM, HELD_OUT_FROM + instances))

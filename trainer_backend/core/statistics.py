@@ -1,0 +1,135 @@
+"""What is told about a batch of episodes: decision-reward logs and evaluation figures. Pure.
+
+Metric names are `room/what`; docs/route.md lists them.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shared_schemas.rewards import DecisionRewards, decision_rewards
+from shared_schemas.trajectory import StepData, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+# 97.5 % quantiles of Student's t by degrees of freedom; beyond 30 the normal's is within 2 %.
+_T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Mean and 95 % interval (Student's t) of independent values; NaN bounds for fewer than two."""
+    count = len(values)
+    if count == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Interval(mean, math.nan, math.nan, 1)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    quantile = _T_975[count - 2] if count - 2 < len(_T_975) else 1.96
+    half = quantile * math.sqrt(variance / count)
+    return Interval(mean, mean - half, mean + half, count)
+
+
+def step_deltas(step: StepData) -> DecisionRewards:
+    """What a decision achieved, from its counters, whatever the reward mode left in its metadata."""
+    after = step.next_observation or step.observation_data
+    before = step.observation_data.achievements_counts
+    return decision_rewards(before, after.achievements_counts, turn=step.turn)
+
+
+def unique_achievements(trajectory: Trajectory) -> int:
+    """Achievements that the episode unlocked."""
+    return sum(count > 0 for count in trajectory.achievements_counts.values())
+
+
+def decision_metrics(
+    trajectories: Sequence[Trajectory], rewards: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """The logs that source 1 asks for.
+
+    Args:
+        trajectories: episodes of one batch.
+        rewards: r_t [T] of each.
+
+    Returns:
+        decision/count, decision/unique_sum, decision/ach_sum, decision/nonzero (decisions with
+        unique_delta > 0) and decision/nonzero_frac, reward/sum (of r over the batch) and reward/mean (an
+        episode), reward/nonzero_episode_frac (share of episodes with a non-zero r_t),
+        reward/batch_nonzero (1 when this batch has a non-zero r_t: its mean over iterations is the share
+        of batches with reward).
+
+    Source: 1-crafter-event-rewards.md, "Debugging & metrics".
+    """
+    deltas = [step_deltas(step) for trajectory in trajectories for step in trajectory.steps]
+    nonzero = sum(delta.unique_delta > 0 for delta in deltas)
+    total = math.fsum(math.fsum(rewards_T) for rewards_T in rewards)
+    rewarded = sum(any(rewards_T) for rewards_T in rewards)
+    episodes = max(len(trajectories), 1)
+    return {
+        "decision/count": float(len(deltas)),
+        "decision/unique_sum": float(sum(delta.unique_delta for delta in deltas)),
+        "decision/ach_sum": float(sum(delta.ach_delta for delta in deltas)),
+        "decision/nonzero": float(nonzero),
+        "decision/nonzero_frac": nonzero / max(len(deltas), 1),
+        "reward/sum": total,
+        "reward/mean": total / episodes,
+        "reward/nonzero_episode_frac": rewarded / episodes,
+        "reward/batch_nonzero": float(rewarded > 0),
+    }
+
+
+def unique_by_turn(trajectories: Sequence[Trajectory]) -> list[float]:
+    """[T] mean unique_delta of each decision turn; an episode that ended earlier counts 0."""
+    longest = max((len(trajectory.steps) for trajectory in trajectories), default=0)
+    sums = [0.0] * longest
+    for trajectory in trajectories:
+        for step in trajectory.steps:
+            sums[step.turn - 1] += step_deltas(step).unique_delta
+    return [value / len(trajectories) for value in sums]
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Length, endings and outcomes of a batch."""
+    count = max(len(trajectories), 1)
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
+    metrics = {
+        "episode/count": float(len(trajectories)),
+        "episode/unique_achievements": sum(map(unique_achievements, trajectories)) / count,
+        "episode/outcome_reward": math.fsum(item.outcome_reward for item in trajectories) / count,
+        "episode/decisions": len(steps) / count,
+        "episode/env_steps": sum(item.env_steps for item in trajectories) / count,
+        "episode/invalid_frac": sum(step.step_info.invalid_reason is not None for step in steps)
+        / max(len(steps), 1),
+    }
+    return metrics | {f"stop/{reason}": number / count for reason, number in sorted(reasons.items())}
+
+
+def success_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Share of episodes that unlocked each achievement, by name."""
+    names = sorted({name for item in trajectories for name in item.achievements_counts})
+    count = max(len(trajectories), 1)
+    return {
+        name: sum(item.achievements_counts.get(name, 0) > 0 for item in trajectories) / count
+        for name in names
+    }
+
+
+def crafter_score(rates: Mapping[str, float]) -> float:
+    """exp(mean_i ln(1 + s_i)) - 1, s_i in percent (Hafner 2021, Crafter, section 3); NaN without rates."""
+    if not rates:
+        return math.nan
+    return math.exp(math.fsum(math.log1p(100 * rate) for rate in rates.values()) / len(rates)) - 1

@@ -1,0 +1,73 @@
+"""A task app of the job's own: a child process on a free loopback port, with a fresh key.
+
+It lives exactly as long as this process: it is told to stop at the end, and its standard input is a pipe
+from us, so that it also ends when this process is killed and can tell nobody anything.
+"""
+
+import asyncio
+import os
+import secrets
+import sys
+from types import TracebackType
+from typing import Self
+
+from pydantic import SecretStr
+
+from trainer_backend.errors import TaskAppError
+
+_START_S = 60.0
+_STOP_S = 10.0
+_READY = "listening on "
+
+
+class EmbeddedTaskApp:
+    """Async context manager around the child process."""
+
+    def __init__(self) -> None:
+        self.api_key = SecretStr(secrets.token_urlsafe(32))
+        self.url = ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0", "--exit-with-parent",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "ENVIRONMENT_API_KEY": self.api_key.get_secret_value()},
+            # Its own session: Ctrl-C reaches this process alone, which then ends the child in order.
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(_START_S):
+                self.url = await self._address()
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, TimeoutError):
+                raise TaskAppError(f"the embedded task app did not start within {_START_S:g} s") from error
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def _address(self) -> str:
+        assert self._process is not None and self._process.stdout is not None
+        async for line in self._process.stdout:
+            text = line.decode(errors="replace").strip()
+            if text.startswith(_READY):
+                return text.removeprefix(_READY)
+        raise TaskAppError(f"the embedded task app ended with exit code {await self._process.wait()}")
+
+    async def _stop(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,173 @@
+"""Everything the trainer backend raises on purpose, as one tree.
+
+    TrainerError
+    ├── JobError                   the TOML of a job is wrong
+    ├── ModelFolderError           a model or tokenizer cannot be loaded or built
+    ├── CheckpointError            a checkpoint cannot be written or read
+    ├── RunDirectoryError          a run's folder cannot be made, or is not one
+    ├── NothingToLearnFrom         no rollout of a stage was finished
+    ├── NonFiniteLoss              an update met NaN or infinity and stopped
+    ├── TaskAppError               a task app refused, or could not be reached in time
+    │   └── RolloutFailed          a rollout came back without a trajectory
+    ├── PortTaken                  a server's port is in use
+    └── InferenceError             the engine or the gateway could not answer
+        ├── BadChatRequest         the request itself is wrong
+        │   ├── ContextLengthExceeded   prompt + max_tokens do not fit the model
+        │   └── UnknownModel       no policy of that name is served here
+        ├── InferenceUnauthorized  missing or wrong key
+        ├── WeightsRefused         load_weights was given tensors that do not fit; the old ones still serve
+        ├── EngineBusy             the waiting line is full; try again later
+        ├── EngineTimeout          a bounded wait ran out
+        └── EngineStopped          stopped, or its thread ended on an error
+
+A message is one sentence: where, what was found, what is allowed. `code` is for programs, `status` is the
+HTTP status where such an error becomes a reply, `where` names the place and `hint` the likely remedy.
+"""
+
+from typing import ClassVar
+
+from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
+from shared_schemas.problem import Problem
+
+
+class TrainerError(Exception):
+    """Base of the tree. `detail` is the sentence; it never holds a key or a part of one."""
+
+    code: ClassVar[str] = "trainer_error"
+    status: ClassVar[int] = 500
+    title: ClassVar[str] = "Trainer error"
+
+    def __init__(self, detail: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        advice = f" {self.hint}" if self.hint else ""
+        return f"{place}{self.detail}{advice}"
+
+    def problem(self) -> Problem:
+        """This error as the body that both services answer with."""
+        return Problem(
+            title=self.title,
+            status=self.status,
+            code=self.code,
+            detail=self.detail,
+            where=self.where,
+            hint=self.hint,
+        )
+
+
+class JobError(TrainerError):
+    code = "job_invalid"
+    status = 400
+    title = "Invalid job"
+
+
+class ModelFolderError(TrainerError):
+    code = "model_folder_invalid"
+    status = 400
+    title = "Model cannot be loaded"
+
+
+class CheckpointError(TrainerError):
+    code = "checkpoint_failed"
+    title = "Checkpoint failed"
+
+
+class RunDirectoryError(TrainerError):
+    code = "run_directory_invalid"
+    status = 400
+    title = "Run directory cannot be used"
+
+
+class NothingToLearnFrom(TrainerError):
+    code = "nothing_to_learn_from"
+    title = "No rollout was finished"
+
+
+class NonFiniteLoss(TrainerError):
+    code = "non_finite_loss"
+    title = "The update met NaN or infinity"
+
+
+class TaskAppError(TrainerError):
+    code = "task_app_failed"
+    status = 502
+    title = "Task app failed"
+
+
+class RolloutFailed(TaskAppError):
+    code = "rollout_failed"
+    title = "Rollout failed"
+
+
+class PortTaken(TrainerError):
+    code = "port_taken"
+    title = "Port is in use"
+
+
+class InferenceError(TrainerError):
+    code = "inference_failed"
+    title = "Inference failed"
+
+
+class BadChatRequest(InferenceError):
+    code = "invalid_request"
+    status = 400
+    title = "Invalid request"
+
+
+class ContextLengthExceeded(BadChatRequest):
+    """Carries the counts, so that a budget check needs no second question."""
+
+    code = CONTEXT_LENGTH_EXCEEDED
+    title = "The context is full"
+
+    def __init__(self, *, prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} = {prompt_tokens + max_tokens}, "
+            f"but the model holds {max_model_len}",
+            where="messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
+
+
+class UnknownModel(BadChatRequest):
+    code = "model_not_found"
+    status = 404
+    title = "Unknown model"
+
+
+class InferenceUnauthorized(InferenceError):
+    code = "invalid_api_key"
+    status = 401
+    title = "Missing or wrong key"
+
+
+class WeightsRefused(InferenceError):
+    code = "weights_refused"
+    status = 400
+    title = "Weights do not fit the model"
+
+
+class EngineBusy(InferenceError):
+    code = "engine_busy"
+    status = 503
+    title = "Too many waiting requests"
+
+
+class EngineTimeout(InferenceError):
+    code = "engine_timeout"
+    status = 504
+    title = "Generation took too long"
+
+
+class EngineStopped(InferenceError):
+    code = "engine_stopped"
+    status = 503
+    title = "The engine does not run"

@@ -1,0 +1,57 @@
+"""The figures of played episodes: what `metrics.jsonl`, `turnwise eval` and the report say of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.collector import Collection
+from trainer_backend.core.statistics import (
+    crafter_score,
+    episode_metrics,
+    mean_interval,
+    success_rates,
+    unique_achievements,
+)
+from trainer_backend.errors import NothingToLearnFrom
+
+
+def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Mean outcome and unique achievements with 95 % intervals, and the success rate per achievement."""
+    trajectories = finished_trajectories(rollouts, "evaluation")
+    unique = mean_interval([float(unique_achievements(item)) for item in trajectories])
+    outcome = mean_interval([item.outcome_reward for item in trajectories])
+    rates = success_rates(trajectories)
+    return {
+        "eval/episodes": unique.count,
+        "eval/unique_achievements": unique.mean,
+        "eval/unique_achievements_low": unique.low,
+        "eval/unique_achievements_high": unique.high,
+        "eval/outcome_reward": outcome.mean,
+        "eval/success_rates": rates,
+        "eval/crafter_score": crafter_score(rates),
+        "eval/decisions": episode_metrics(trajectories)["episode/decisions"],
+        "eval/invalid_frac": episode_metrics(trajectories)["episode/invalid_frac"],
+    }
+
+
+def collection_metrics(collection: Collection) -> dict[str, float]:
+    """How many rollouts came back, and why others did not."""
+    causes = {f"rollout/failure/{code}": float(n) for code, n in sorted(collection.failures.items())}
+    return {
+        "rollout/finished": float(len(collection.rollouts)),
+        "rollout/failed": float(len(collection.failed)),
+        **causes,
+    }
+
+
+def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Trajectory]:
+    """The trajectories of the finished rollouts.
+
+    Raises:
+        NothingToLearnFrom: there is none.
+    """
+    found = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
+    if not found:
+        raise NothingToLearnFrom(f"{stage}: no rollout was finished")
+    return found

@@ -1,0 +1,177 @@
+"""The local engine: continuous batching of a `transformers` model on a thread of its own.
+
+Each turn of the thread admits waiting requests in order of arrival (bounded, so that running ones are not
+held up), prefills them together, and makes one decode step for all. A result goes to the event loop that
+asked for it. This file is the callers' side; `worker` is the thread, `inbox` what lies between them.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
+from trainer_backend.inference.batch import RunningBatch
+from trainer_backend.inference.inbox import Inbox
+from trainer_backend.inference.protocol import Generation, WeightSource
+from trainer_backend.inference.request import Request
+from trainer_backend.inference.weights import copy_weights, read_weights
+from trainer_backend.inference.worker import EngineCounters, EngineWorker
+from trainer_backend.models.folder import embedding_rows
+
+# Below it, dividing fp32 logits may overflow; whoever wants less randomness means 0.
+LOWEST_TEMPERATURE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What bounds the engine. `prefill_tokens` is per turn, padding included; one prompt always fits.
+
+    `max_model_len` None takes the model's `max_position_embeddings`.
+    """
+
+    slots: int = 64
+    max_model_len: int | None = None
+    prefill_tokens: int = 2048
+    max_waiting: int = 4096
+    request_timeout_s: float = 600.0
+    order_timeout_s: float = 600.0
+    stop_timeout_s: float = 30.0
+    torch_threads: int = 1
+
+
+class LocalEngine:
+    """`InferenceEngine` on a `transformers` model. The engine owns the model: train another copy of it.
+
+    Args:
+        model: any causal model with full attention, in evaluation mode, on its device.
+        stop_ids: the token ids that end a generation; see `stop_token_ids`.
+        version: the policy version of the weights that `model` holds now.
+
+    Raises:
+        ModelFolderError: the model's attention is of a kind that the cache cannot hold.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        stop_ids: Sequence[int],
+        version: int = 0,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        self.limits = limits or EngineLimits()
+        self._max_model_len: int = self.limits.max_model_len or model.config.max_position_embeddings
+        self._vocabulary = embedding_rows(model)
+        self._model = model
+        self._inbox = Inbox(max_waiting=self.limits.max_waiting)
+        self._worker = EngineWorker(
+            RunningBatch(model, slots=self.limits.slots, max_len=self._max_model_len),
+            self._inbox,
+            stop_ids=frozenset(stop_ids),
+            prefill_tokens=self.limits.prefill_tokens,
+            version=version,
+        )
+        self._thread: threading.Thread | None = None
+
+    @property
+    def version(self) -> int:
+        return self._worker.version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self._worker.counters
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
+        self._refuse_bad_prompt(ids, sampling)
+        loop = asyncio.get_running_loop()
+        request = Request(request_id, ids, sampling, loop, loop.create_future())
+        self._inbox.submit(request)
+        try:
+            async with asyncio.timeout(self.limits.request_timeout_s):
+                return await request.future
+        except TimeoutError as error:
+            self._inbox.abort(request_id)
+            raise EngineTimeout(
+                f"request {request_id} took more than {self.limits.request_timeout_s} s"
+            ) from error
+        except asyncio.CancelledError:
+            self._inbox.abort(request_id)
+            raise
+
+    async def load_weights(self, version: int, source: WeightSource) -> None:
+        tensors = await asyncio.to_thread(read_weights, source)
+
+        def swap() -> None:
+            copy_weights(self._model, tensors)
+            self._worker.new_version(version)
+
+        await self._carried_out(self._inbox.swap(swap))
+
+    async def pause(self) -> None:
+        await self._set_paused(True)
+
+    async def resume(self) -> None:
+        await self._set_paused(False)
+
+    async def abort(self, request_id: str) -> bool:
+        return self._inbox.abort(request_id)
+
+    def start(self) -> None:
+        if self._thread is not None:
+            return
+        self._inbox.open()
+        self._thread = threading.Thread(
+            target=self._worker.run, args=(self.limits.torch_threads,), name="turnwise-engine", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._inbox.close("it was stopped")
+        if self._thread is not None:
+            self._thread.join(self.limits.stop_timeout_s)
+
+    async def _set_paused(self, paused: bool) -> None:
+        def set_paused() -> None:
+            self._worker.paused = paused
+
+        await self._carried_out(self._inbox.command(set_paused))
+
+    async def _carried_out(self, done: Future[None]) -> None:
+        try:
+            async with asyncio.timeout(self.limits.order_timeout_s):
+                await asyncio.wrap_future(done)
+        except TimeoutError as error:
+            raise EngineTimeout(f"not carried out within {self.limits.order_timeout_s} s") from error
+
+    def _refuse_bad_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
+        if not ids:
+            raise BadChatRequest("the prompt has no tokens", where="messages")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise BadChatRequest(
+                f"prompt ids must lie in [0, {self._vocabulary}), got {min(ids)} to {max(ids)}"
+            )
+        if 0.0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise BadChatRequest(
+                f"temperature {sampling.temperature} is neither 0 nor at least {LOWEST_TEMPERATURE}",
+                where="temperature",
+            )
+        if len(ids) + sampling.max_tokens > self._max_model_len:
+            raise ContextLengthExceeded(
+                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self._max_model_len
+            )
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """Where a generation ends: the end tokens of the model's generation config, and the tokenizer's."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}))

@@ -1,0 +1,195 @@
+"""The OpenAI-compatible gateway: POST /v1/chat/completions, GET /v1/models, GET /health.
+
+Plain Starlette with JSON bytes, because every decision of every rollout passes here. It renders messages to
+token ids, checks their length, has them continued, and answers with the exact ids, log-probs and versions.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerFast
+
+from shared_schemas.base import did_you_mean
+from shared_schemas.chat import ROLLOUT_HEADER
+from trainer_backend.errors import ContextLengthExceeded, TrainerError, UnknownModel
+from trainer_backend.inference.asgi import (
+    authorize,
+    boundary,
+    generate_while_connected,
+    http_error_response,
+    json_response,
+    read_body,
+    trainer_error_response,
+)
+from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
+from trainer_backend.inference.conversations import Conversations
+from trainer_backend.inference.protocol import InferenceEngine
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.reply import Answer, assistant_message, completion_body, openai_logprobs
+from trainer_backend.inference.tool_parsing import ToolParser, tool_parser_of
+
+_ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """`default_max_tokens` stands where a request names none; it shrinks to the room that is left."""
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    default_max_tokens: int = 256
+    max_conversations: int = 10_000
+
+
+class ServedPolicy:
+    """One policy behind the gateway: its engine, and how messages become its tokens and back."""
+
+    def __init__(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.engine = engine
+        self.renderer = ChatRenderer(tokenizer)
+        self.parse: ToolParser = tool_parser_of(tokenizer)
+
+
+def create_gateway(
+    engine: InferenceEngine,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    model: str,
+    key: str | SecretStr,
+    limits: GatewayLimits | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Starlette:
+    """The gateway of a single policy, `model` being its `{job}/{policy}`; see `gateway_of`."""
+    return gateway_of({model: ServedPolicy(engine, tokenizer)}, key=key, limits=limits, clock=clock)
+
+
+def gateway_of(
+    policies: Mapping[str, ServedPolicy],
+    *,
+    key: str | SecretStr,
+    limits: GatewayLimits | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Starlette:
+    """The ASGI app.
+
+    Args:
+        policies: what each model name (`{job}/{policy}`) is served by.
+        key: the Bearer key of this job; it is compared, never stored elsewhere or logged.
+
+    Raises:
+        ValueError: the key is empty: a gateway without a key would serve anyone.
+    """
+    secret = key.get_secret_value() if isinstance(key, SecretStr) else key
+    if not secret:
+        raise ValueError("the gateway needs a key")
+    chat = ChatEndpoint(policies, key=secret, limits=limits or GatewayLimits(), clock=clock)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(request: Request) -> Response:
+        authorize(request.scope, secret)
+        created = int(clock())
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": created,
+                "owned_by": "turnwise",
+                "max_model_len": policy.engine.max_model_len,
+                "policy_version": policy.engine.version,
+            }
+            for name, policy in policies.items()
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+    ]
+    handlers = {TrainerError: trainer_error_response, HTTPException: http_error_response}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+class ChatEndpoint:
+    """POST /v1/chat/completions as an ASGI app of its own: no request object, no response object."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, ServedPolicy],
+        *,
+        key: str,
+        limits: GatewayLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policies = policies
+        self._key = key
+        self._limits = limits
+        self._clock = clock
+        self._conversations = Conversations(most=limits.max_conversations)
+        self._numbers = count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await boundary(self._answer, scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        authorize(scope, self._key)
+        body = await read_body(scope, receive, most=self._limits.max_body_bytes)
+        request = read_chat_request(body)
+        policy = self._policy(request.model)
+        prompt_ids = policy.renderer.encode(
+            policy.renderer.prompt_text(request.messages, request.offered_tools)
+        )
+        sampling = request.sampling(max_tokens=self._max_tokens(request, prompt_ids, policy.engine))
+        completion_id = f"chatcmpl-{next(self._numbers)}"
+        generation = await generate_while_connected(
+            policy.engine.generate(prompt_ids, sampling, request_id=completion_id), receive
+        )
+        message = assistant_message(
+            prompt_ids,
+            generation,
+            renderer=policy.renderer,
+            parse=policy.parse,
+            tools=request.offered_tools,
+        )
+        created = int(self._clock())
+        answer = Answer(completion_id, request.model, created, prompt_ids, generation, message)
+        reply = completion_body(
+            answer,
+            prompt_ids_reused=self._prompt_ids_reused(scope, request, answer),
+            openai_logprobs=openai_logprobs(generation, policy.renderer) if request.logprobs else None,
+        )
+        await json_response(send, reply)
+
+    def _policy(self, model: str) -> ServedPolicy:
+        if model not in self._policies:
+            raise UnknownModel(f"model is {model!r:.200}{did_you_mean(model, self._policies)}", where="model")
+        return self._policies[model]
+
+    def _max_tokens(self, request: ChatRequest, prompt_ids: list[int], engine: InferenceEngine) -> int:
+        room = engine.max_model_len - len(prompt_ids)
+        wanted = request.wanted_tokens or max(1, min(self._limits.default_max_tokens, room))
+        if wanted > room:
+            raise ContextLengthExceeded(
+                prompt_tokens=len(prompt_ids), max_tokens=wanted, max_model_len=engine.max_model_len
+            )
+        return wanted
+
+    def _prompt_ids_reused(self, scope: Scope, request: ChatRequest, answer: Answer) -> int | None:
+        """How much of the prompt the caller has already; None when it asked for no ids at all."""
+        rollout = next((value for name, value in scope["headers"] if name == _ROLLOUT_HEADER), b"")
+        if not rollout:
+            return 0 if request.return_token_ids else None
+        rollout_id = rollout.decode("latin-1")
+        reused = self._conversations.reused(rollout_id, answer.prompt_ids)
+        self._conversations.remember(rollout_id, answer.prompt_ids, answer.generation.token_ids)
+        return 0 if request.return_token_ids else reused

@@ -1,0 +1,79 @@
+"""What every inference engine offers: the local one here, others (vLLM) behind the same five verbs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from shared_schemas.trajectory import Sampling
+
+FinishReason = Literal["stop", "length", "abort"]
+# New weights: the tensors of a model's state_dict, or a folder with safetensors.
+WeightSource = Mapping[str, Tensor] | Path | str
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The sampled continuation of one prompt.
+
+    Attributes:
+        token_ids: sampled ids; the stop token is the last of them when `finish_reason` is "stop".
+        logprobs: of each of them under softmax(logits / temperature), before top_p and top_k (fp32). With
+            temperature 0, where that limit is degenerate, under softmax(logits).
+        finish_reason: "stop" (a stop token), "length" (max_tokens) or "abort" (what was sampled until then).
+        versions: ((first_token, policy_version), ...): from which token on which weights sampled.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    versions: tuple[tuple[int, int], ...]
+
+
+class InferenceEngine(Protocol):
+    """Generates from token ids. All methods may be called from any thread with a running event loop."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples now."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that a prompt and its continuation may have together."""
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
+        """Sample a continuation of `ids`. Cancelling the call aborts the request.
+
+        The same seed, prompt and weights give the same tokens, whatever else is being generated.
+
+        Raises:
+            ContextLengthExceeded: prompt + max_tokens exceed `max_model_len`.
+            EngineBusy, EngineTimeout, EngineStopped: see `trainer_backend.errors`.
+        """
+
+    async def load_weights(self, version: int, source: WeightSource) -> None:
+        """Replace the weights. Running requests finish first and new ones wait; none is lost.
+
+        Between `pause` and `resume` the swap is immediate instead: running requests go on with the new
+        weights, and their `versions` say from which token.
+
+        Raises:
+            WeightsRefused: the tensors do not fit; the old weights keep serving.
+        """
+
+    async def pause(self) -> None:
+        """Stop sampling after the current step; requests stay where they are."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request with what it has; False when no such request waits or runs."""
+
+    def start(self) -> None:
+        """Start serving; a second call does nothing."""
+
+    def stop(self) -> None:
+        """Stop serving and wait for the end; what still waits or runs gets EngineStopped."""

@@ -1,0 +1,101 @@
+"""uvicorn on a thread of its own, so that a trainer or a test can serve an app and go on working."""
+
+import asyncio
+import socket
+import threading
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from trainer_backend.errors import InferenceError, PortTaken
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 30.0
+BACKLOG = 2048
+
+
+class GatewayServer:
+    """Serves an ASGI app on a background thread with its own event loop (uvloop).
+
+    >>> with GatewayServer(app, "127.0.0.1", 0) as url: ...     # port 0: any free one
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = uvicorn.Server(config)
+        self._started = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> str:
+        """Bind, serve, and return the base URL.
+
+        Raises:
+            PortTaken: the port is in use or may not be bound.
+            InferenceError: the server did not come up in time.
+        """
+        # Bound here and not by uvicorn, which would end the process on a taken port.
+        self._socket = _bound_socket(self._host, self._port)
+        self._thread = threading.Thread(target=self._serve, name="turnwise-gateway", daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S) or not self._server.started:
+            self.stop()
+            raise InferenceError("the gateway's server did not start", where=f"{self._host}:{self._port}")
+        return f"http://{self._host}:{self._socket.getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Stop accepting, give open requests a few seconds, and wait for the thread."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+        if self._socket is not None:
+            self._socket.close()
+
+    def __enter__(self) -> str:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            runner.run(self._serve_async())
+
+    async def _serve_async(self) -> None:
+        assert self._socket is not None, "start() binds before it starts the thread"
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+        try:
+            while not (self._server.started or serving.done()):
+                await asyncio.sleep(0.001)
+            self._started.set()
+            await serving
+        finally:
+            self._started.set()
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        # Without it, small replies wait for the delayed acknowledgement of the other side.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise PortTaken(
+            f"port {port} cannot be bound: {error.strerror}",
+            where=f"{host}:{port}",
+            hint="Choose another port, or 0 for any free one.",
+        ) from error
+    return bound

@@ -1,0 +1,60 @@
+"""Copying new weights into the engine's model: all of them, or none."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trainer_backend.errors import WeightsRefused
+from trainer_backend.inference.protocol import WeightSource
+
+NAMES_IN_A_MESSAGE = 3
+
+
+def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
+    """The tensors of a source: a mapping as it is, a folder's safetensors files read from disk.
+
+    Raises:
+        WeightsRefused: the folder does not exist, holds no safetensors, or one of them cannot be read.
+    """
+    if isinstance(source, Mapping):
+        return source
+    folder = Path(source)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        raise WeightsRefused("no safetensors file in this folder", where=str(folder))
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except Exception as error:  # safetensors has one untyped error for every kind of broken file
+            raise WeightsRefused(f"the file cannot be read: {error}", where=str(file)) from error
+    return tensors
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite every tensor of `model.state_dict()`; checked as a whole before the first is touched.
+
+    Names that share memory (a tied head and its embedding) need to be given once.
+
+    Raises:
+        WeightsRefused: a name is missing or unknown, or a shape differs.
+    """
+    targets = model.state_dict()
+    given_memory = {targets[name].data_ptr() for name in tensors if name in targets}
+    missing = [name for name, tensor in targets.items() if tensor.data_ptr() not in given_memory]
+    unknown = [name for name in tensors if name not in targets]
+    shapes = [
+        f"{name} {tuple(tensors[name].shape)} for {tuple(targets[name].shape)}"
+        for name in tensors
+        if name in targets and tensors[name].shape != targets[name].shape
+    ]
+    for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes)):
+        if names:
+            more = f" and {len(names) - NAMES_IN_A_MESSAGE} more" if len(names) > NAMES_IN_A_MESSAGE else ""
+            raise WeightsRefused(f"tensors {what}: {', '.join(names[:NAMES_IN_A_MESSAGE])}{more}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            targets[name].copy_(tensor)

@@ -1,0 +1,199 @@
+"""From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli
+import tomli_w
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from shared_schemas.base import did_you_mean
+from trainer_backend.errors import JobError
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.plugins import estimator, policy_loss
+
+# Tables that launchers of other backends send along; they say nothing to this one.
+FOREIGN_TABLES = frozenset(
+    {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "lora", "policy"}
+)
+_REWARD_KEYS = (
+    "step_rewards_enabled",
+    "step_rewards_mode",
+    "event_rewards_kind",
+    "step_rewards_beta",
+    "step_rewards_indicator_lambda",
+    "step_rewards_horizon",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedJob:
+    """A valid job, and what a person should be told about it."""
+
+    config: JobConfig
+    warnings: tuple[str, ...]
+
+
+def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
+    """Read, override and validate a job.
+
+    Args:
+        path: a TOML file.
+        overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
+
+    Raises:
+        JobError: unreadable file, bad TOML, unknown key, wrong value, tables that contradict each other.
+    """
+    try:
+        document = tomli.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise JobError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: cannot be read: {error}") from error
+    except tomli.TOMLDecodeError as error:
+        raise JobError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(document, override)
+    return parse_job(document, where=str(path))
+
+
+def parse_job(document: Mapping[str, Any], *, where: str) -> LoadedJob:
+    """Validate a parsed TOML document; `where` begins every error message."""
+    foreign = sorted(FOREIGN_TABLES & document.keys())
+    tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
+    tables = _gather_reward_switches(tables, where=where)
+    services = tables.get("services")
+    if isinstance(services, dict) and isinstance(services.get("task_url"), str):
+        tables["services"] = {**services, "task_url": [services["task_url"]]}
+    try:
+        config = JobConfig.model_validate(tables)
+    except ValidationError as error:
+        raise JobError("\n".join(f"{where}: {line}" for line in explain(error, JobConfig))) from error
+    try:
+        estimator(config.algorithm.advantage)
+        policy_loss(config.algorithm.loss)
+    except JobError as error:
+        raise JobError(f"{where}: {error}") from error
+    warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
+    return LoadedJob(config, (*warnings, *_advice(config)))
+
+
+def dump_job(config: JobConfig) -> str:
+    """The resolved job as TOML, without secrets; `load_job` reads it back to the same config."""
+    return tomli_w.dumps(
+        _without_none(config.model_dump(mode="json", exclude={"services": {"task_api_key"}}))
+    )
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise JobError(f"--set {override!r}: expected table.key=value, such as training.group_size=4")
+    try:
+        value = tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        value = text
+    table = document
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise JobError(f"--set {override!r}: {key} is a value, not a table")
+    table[keys[-1]] = value
+
+
+def _gather_reward_switches(tables: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
+    result = dict(tables)
+    training = dict(result.get("training") or {})
+    rewards = training.pop("rewards", None)
+    rollout = dict(result.get("rollout") or {})
+    homes = {
+        "training": {key: training[key] for key in _REWARD_KEYS if key in training},
+        "training.rewards": dict(rewards or {}),
+        "rollout": {key: rollout.pop(key) for key in _REWARD_KEYS if key in rollout},
+    }
+    unknown = sorted(homes["training.rewards"].keys() - set(_REWARD_KEYS))
+    if unknown:
+        raise JobError(
+            f"{where}: training.rewards.{unknown[0]} is not a key{did_you_mean(unknown[0], _REWARD_KEYS)}"
+        )
+    for key in _REWARD_KEYS:
+        found = {home: values[key] for home, values in homes.items() if key in values}
+        if len(set(map(repr, found.values()))) > 1:
+            told = ", ".join(f"{home}.{key} = {value!r}" for home, value in found.items())
+            raise JobError(f"{where}: {key} is given twice with different values: {told}")
+        if found:
+            training[key] = next(iter(found.values()))
+    if training or "training" in result:
+        result["training"] = training
+    if "rollout" in result:
+        result["rollout"] = rollout
+    return result
+
+
+def _advice(config: JobConfig) -> list[str]:
+    """What a valid job may still have got wrong."""
+    training = config.training
+    advice = []
+    if training.step_rewards_beta > 0 and training.step_rewards_horizon == "realised":
+        advice.append(
+            "training.step_rewards_beta with the realised length looks into the future; "
+            'step_rewards_horizon = "max_decisions" makes it causal'
+        )
+    if not training.step_rewards_enabled and training.step_rewards_mode != "off":
+        advice.append(
+            f"training.step_rewards_mode is {training.step_rewards_mode!r}, but step_rewards_enabled is "
+            "false: only the outcome is rewarded"
+        )
+    if training.group_size == 1:
+        advice.append(
+            "training.group_size is 1: group-relative advantages are all 0, nothing will be learned"
+        )
+    return advice
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One sentence for every finding of pydantic, in the words of the TOML file."""
+    return [_explain_one(finding, model) for finding in error.errors(include_url=False, include_context=True)]
+
+
+def _explain_one(finding: Any, model: type[BaseModel]) -> str:
+    path = [str(part) for part in finding["loc"]]
+    dotted = ".".join(path) or "the job"
+    kind, found = finding["type"], finding["input"]
+    if kind == "extra_forbidden":
+        table = _model_at(model, path[:-1])
+        known = table.model_fields if table else {}
+        return f"{dotted} is not a key{did_you_mean(path[-1], known)}"
+    if kind == "missing":
+        return f"{dotted} is required"
+    if kind == "literal_error":
+        allowed = finding["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        return f"{dotted} is {found!r}{did_you_mean(str(found), allowed)}"
+    message = finding["msg"].removeprefix("Value error, ")
+    if isinstance(found, dict | SecretStr):
+        return f"{dotted}: {message}" if path else message
+    return f"{dotted} is {found!r}: {message}"
+
+
+def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """The model class of a table, by walking the field annotations."""
+    for name in path:
+        field = model.model_fields.get(name)
+        if field is None:
+            return None
+        options = (field.annotation, *get_args(field.annotation))
+        found = [item for item in options if isinstance(item, type) and issubclass(item, BaseModel)]
+        if not found:
+            return None
+        model = found[0]
+    return model

@@ -1,0 +1,209 @@
+"""The tables of a job TOML. Every key is here, with its default and its bounds, and nowhere else.
+
+`trainer_backend.job.load_job` reads a file into `JobConfig`; docs/configuration.md is checked against it.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, model_validator
+
+from shared_schemas.base import Body
+from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+
+
+class JobTable(Body):
+    """[job]"""
+
+    name: str = Field(
+        default="job", pattern=r"^[A-Za-z0-9._-]+$", max_length=60, description="first part of `model`"
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="every world, sampling and shuffle seed follows from it"
+    )
+    runs_dir: Path = Field(default=Path("runs"), description="where run directories are made")
+
+
+class ServicesTable(Body):
+    """[services]"""
+
+    task_url: tuple[str, ...] = Field(
+        default=(), description="task apps, one URL or a list; absent: the job starts one of its own"
+    )
+    task_api_key: SecretStr | None = Field(
+        default=None, description="their key; absent: the environment variable ENVIRONMENT_API_KEY"
+    )
+    gateway_host: str = Field(
+        default="127.0.0.1", description="address that the job's own gateway listens on"
+    )
+    gateway_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
+    request_timeout_s: float = Field(default=60.0, gt=0, description="of one control request to a task app")
+    iteration_timeout_s: float = Field(default=1800.0, gt=0, description="of collecting one iteration")
+
+
+class ModelTable(Body):
+    """[model]"""
+
+    preset: str | None = Field(default=None, description="a small model built from its config: see docs")
+    path: Path | None = Field(default=None, description="a local Hugging Face folder")
+    vocab_size: int = Field(
+        default=1024,
+        ge=300,
+        le=65536,
+        description="of the tokenizer that a preset trains on the job's prompts",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelTable":
+        if (self.preset is None) == (self.path is None):
+            raise ValueError("exactly one of 'preset' and 'path' must be given")
+        return self
+
+
+class InferenceTable(Body):
+    """[inference]"""
+
+    threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
+    max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded together")
+    max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
+
+
+class RolloutTable(Body):
+    """[rollout]"""
+
+    env_name: str = Field(
+        default="crafter", description="environment, by its name on the task app's plug board"
+    )
+    env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
+    policy_name: str = Field(default="openai", description="policy that asks the gateway")
+    policy_config: dict[str, Any] = Field(default_factory=dict, description="passed to the policy")
+    max_turns: int = Field(default=50, ge=1, le=10_000, description="decisions an episode may take")
+    max_invalid_decisions: int = Field(default=5, ge=1, description="then the episode ends as invalid_action")
+    timeout_s: float = Field(default=600.0, gt=0, description="of one episode")
+    episodes_per_batch: int = Field(default=64, ge=1, description="episodes of one iteration")
+    max_concurrent_rollouts: int = Field(
+        default=64, ge=1, description="running at a time, over all task apps"
+    )
+    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    max_tokens: int = Field(default=32, ge=1, description="tokens a decision may take")
+    allow_truncated_sampling: bool = Field(
+        default=False,
+        description="let training rollouts use top_p < 1 or top_k > 0; the lost mass is not trained",
+    )
+
+
+class TrainingTable(Body):
+    """[training]"""
+
+    iterations: int = Field(default=20, ge=0)
+    group_size: int = Field(default=8, ge=1, description="G: episodes that share a start")
+    learning_rate: float = Field(default=5e-4, gt=0)
+    learning_rate_final: float = Field(
+        default=0.1, ge=0, le=1, description="share of learning_rate at the last update"
+    )
+    learning_rate_rise: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the run over which it rises from 0"
+    )
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    update_passes: int = Field(
+        default=2, ge=1, description="times that an iteration's decisions are gone through"
+    )
+    batch_decisions: int = Field(default=512, ge=1, description="decisions of one optimizer step")
+    row_tokens: int = Field(default=256, ge=16, description="tokens of a packed row")
+    micro_batch_tokens: int = Field(default=16_384, ge=64, description="tokens of one forward and backward")
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.25, gt=0)
+    entropy_coef: float = Field(default=0.003, ge=0)
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="weight of the KL to the model that RL started from"
+    )
+    kl_kind: Literal["k2", "k3"] = "k3"
+    behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
+    aggregation: Literal["token_mean", "decision_mean", "episode_equal"] = "token_mean"
+    threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
+    checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
+    step_rewards_enabled: bool = False
+    step_rewards_mode: StepRewardsMode = "off"
+    event_rewards_kind: EventRewardsKind = "unique"
+    step_rewards_beta: float = Field(default=0.0, ge=0)
+    step_rewards_indicator_lambda: float = Field(default=0.0, ge=0)
+    step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
+        default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
+    )
+
+    @property
+    def step_rewards(self) -> StepRewards:
+        """The switches in the form that reaches the task app."""
+        return StepRewards(
+            enabled=self.step_rewards_enabled,
+            mode=self.step_rewards_mode,
+            kind=self.event_rewards_kind,
+            indicator_lambda=self.step_rewards_indicator_lambda,
+            step_beta=self.step_rewards_beta,
+        )
+
+
+class AlgorithmTable(Body):
+    """[algorithm]"""
+
+    advantage: str = Field(default="stepwise", description="an estimator of the plug board")
+    loss: str = Field(default="clipped", description="a loss of the plug board")
+    gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
+
+
+class WarmupTable(Body):
+    """[warmup]: supervised steps on a teacher's rollouts before RL."""
+
+    policy_name: str = "crafter_teacher"
+    policy_config: dict[str, Any] = Field(default_factory=dict)
+    episodes: int = Field(default=480, ge=1)
+    min_outcome_reward: float = Field(default=0.0, description="episodes below it are not imitated")
+    epochs: int = Field(default=8, ge=1)
+    batch_decisions: int = Field(default=256, ge=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class EvaluationTable(Body):
+    """[evaluation]"""
+
+    every_n_iters: int = Field(default=10, ge=1)
+    instances: int = Field(default=128, ge=1, description="held-out worlds, never used in training")
+    seeds: tuple[int, ...] = Field(
+        default=(), description="explicit worlds instead; training then avoids them"
+    )
+    temperature: float | None = Field(default=None, gt=0, description="absent: that of [rollout]")
+
+
+class JobConfig(Body):
+    """A whole job. A table that is absent has its defaults; [warmup] absent means no warm-up."""
+
+    job: JobTable = JobTable()
+    services: ServicesTable = ServicesTable()
+    model: ModelTable
+    inference: InferenceTable = InferenceTable()
+    rollout: RolloutTable = RolloutTable()
+    training: TrainingTable = TrainingTable()
+    algorithm: AlgorithmTable = AlgorithmTable()
+    warmup: WarmupTable | None = None
+    evaluation: EvaluationTable = EvaluationTable()
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> "JobConfig":
+        if self.rollout.episodes_per_batch % self.training.group_size:
+            raise ValueError(
+                f"rollout.episodes_per_batch ({self.rollout.episodes_per_batch}) must be a multiple of "
+                f"training.group_size ({self.training.group_size})"
+            )
+        truncated = self.rollout.top_p < 1.0 or self.rollout.top_k > 0
+        if truncated and not self.rollout.allow_truncated_sampling:
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
+                "count; set rollout.allow_truncated_sampling = true to accept that"
+            )
+        return self

@@ -1,0 +1,106 @@
+"""Checkpoints: a Hugging Face model folder plus optimizer, RNG and state; written aside, then renamed.
+
+    checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program
+                               optimizer.safetensors rng.safetensors state.json    for resuming
+    checkpoints/best           the name of the checkpoint with the best evaluation so far
+
+Nothing is pickled. A folder with the final name is whole: the rename is the commit.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer_backend.errors import CheckpointError
+from trainer_backend.protocols import Progress
+from trainer_backend.rundir.checkpoint_paths import STATE_FILE
+
+
+def save_checkpoint(
+    folder: Path, *, model: Any, tokenizer: Any, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
+
+    Raises:
+        CheckpointError: the disk is full or refuses; what was there before is untouched.
+    """
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        model.save_pretrained(aside, safe_serialization=True)
+        tokenizer.save_pretrained(aside)
+        save_file(_optimizer_tensors(optimizer), aside / "optimizer.safetensors")
+        save_file({"torch": torch.get_rng_state()}, aside / "rng.safetensors")
+        (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        for file in aside.iterdir():
+            _flush(file)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(aside, folder)
+    except Exception as error:
+        # safetensors raises an error class of its own for a full disk, so OSError alone would miss it.
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(
+            f"{folder}: the checkpoint could not be written: {error}",
+            hint="earlier checkpoints are untouched; free some space, then resume the run",
+        ) from error
+
+
+def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress:
+    """Put optimizer and RNG back as they were; the model itself is loaded like any folder.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the optimizer is of another model.
+    """
+    try:
+        progress = Progress(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+        _restore_optimizer(optimizer, load_file(folder / "optimizer.safetensors"), folder)
+        torch.set_rng_state(load_file(folder / "rng.safetensors")["torch"])
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from error
+    return progress
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """AdamW's state by parameter number and name, such as `0.exp_avg`."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{number}.{name}": torch.as_tensor(value).contiguous()
+        for number, values in state.items()
+        for name, value in values.items()
+    } or {"empty": torch.zeros(1)}
+
+
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
+    full = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        number, dot, name = key.partition(".")
+        if not dot:
+            continue  # the placeholder of an optimizer that has not stepped
+        if int(number) >= len(parameters) or (
+            tensor.dim() > 0 and tensor.shape != parameters[int(number)].shape
+        ):
+            raise CheckpointError(f"{folder}: the optimizer state is of another model ({key})")
+        state.setdefault(int(number), {})[name] = tensor
+    optimizer.load_state_dict({**full, "state": state})
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""Warm-up: supervised steps on a teacher's decisions, so that RL starts from a policy that can play."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from shared_schemas.trajectory import StepData, Trajectory
+from trainer_backend.core.aggregation import token_mean
+from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.errors import place
+from trainer_backend.core.schedules import learning_rate
+from trainer_backend.core.seeds import derived_seed
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.job_schema import JobConfig, WarmupTable
+from trainer_backend.learner.scoring import packed_logprobs, row_width
+
+# Share of the warm-up's steps over which the learning rate rises.
+_RISE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    """How well the teacher was imitated: mean log-loss (nats) and exact-token share over the last epoch."""
+
+    examples: int
+    steps: int
+    loss: float
+
+
+def demonstrations(
+    trajectories: Sequence[Trajectory], renderer: ChatRenderer, *, min_outcome_reward: float
+) -> list[Segment]:
+    """A segment for every valid decision of the episodes that reach `min_outcome_reward`.
+
+    The prompt is rendered as the gateway renders it, and the target is the decision as the model itself
+    would have to write it: the same tool-call format, ended by the same stop token.
+    """
+    kept = [item for item in trajectories if item.outcome_reward >= min_outcome_reward]
+    segments = []
+    for number, trajectory in enumerate(kept):
+        tools = [tool.model_dump(mode="json") for tool in trajectory.tools]
+        for step in trajectory.steps:
+            if step.step_info.invalid_reason is None and step.tool_calls:
+                prompt, target = _rendered(step, tools, renderer)
+                segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
+    if not segments:
+        raise NothingToLearnFrom(
+            f"warmup: none of {len(trajectories)} episodes has a valid decision and an outcome of "
+            f"{min_outcome_reward} (warmup.min_outcome_reward)"
+        )
+    return segments
+
+
+def warm_up(
+    model: PreTrainedModel,
+    segments: Sequence[Segment],
+    job: JobConfig,
+    table: WarmupTable,
+    tell: Callable[[int, int], None],
+) -> WarmupResult:
+    """Minimise the mean negative log-prob of the demonstrations' tokens.
+
+    Raises:
+        NonFiniteLoss: the loss is NaN or infinite; the step that met it is not taken.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=table.learning_rate, weight_decay=table.weight_decay, betas=(0.9, 0.98)
+    )
+    batches_per_epoch = -(-len(segments) // table.batch_decisions)
+    total = batches_per_epoch * table.epochs
+    losses: list[float] = []
+    for epoch in range(table.epochs):
+        order = list(segments)
+        random.Random(derived_seed(job.job.seed, "warmup-shuffle", epoch)).shuffle(order)
+        for first in range(0, len(order), table.batch_decisions):
+            rate = learning_rate(table.learning_rate, progress=len(losses) / total, rise=_RISE, final=0.0)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            losses.append(_step(model, optimizer, order[first : first + table.batch_decisions], job, table))
+            tell(len(losses), total)
+    last = losses[-batches_per_epoch:]
+    return WarmupResult(len(segments), len(losses), sum(last) / len(last))
+
+
+def _step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    segments: Sequence[Segment],
+    job: JobConfig,
+    table: WarmupTable,
+) -> float:
+    width = row_width(segments, job.training.row_tokens)
+    packed = pack_segments(segments, row_tokens=width)
+    weight = token_mean(segments)[0][0]
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for piece in cut_packed(packed, max(1, job.training.micro_batch_tokens // width)):
+        logprobs, _ = packed_logprobs(model, piece)
+        loss = -weight * logprobs.sum()
+        if not torch.isfinite(loss):
+            raise NonFiniteLoss(f"warmup: the loss is {loss.item()}", hint="lower warmup.learning_rate")
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), table.max_grad_norm, error_if_nonfinite=True)
+    optimizer.step()
+    return total
+
+
+def _rendered(
+    step: StepData, tools: Sequence[dict[str, Any]], renderer: ChatRenderer
+) -> tuple[list[int], list[int]]:
+    """Ids of the prompt, and of the answer that the template makes of the decision's tool calls."""
+    messages = [message.model_dump(exclude_none=True) for message in step.observation_data.messages]
+    calls = [call.model_dump() for call in step.tool_calls]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    prompt = renderer.prompt_text(messages, tools)
+    whole = renderer.prompt_text([*messages, answer], tools, add_generation_prompt=False)
+    if not whole.startswith(prompt):
+        raise NothingToLearnFrom(
+            "warmup: the chat template does not continue its own generation prompt, so an answer cannot be "
+            "cut out of a rendered conversation"
+        )
+    return renderer.encode(prompt), renderer.encode(whole[len(prompt) :])
+
+
+def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) -> Segment:
+    if not prompt or not target:
+        raise NothingToLearnFrom(f"{place(name, t + 1)}: an empty prompt or answer")
+    count = len(prompt)
+    return Segment(
+        rollout_id=name,
+        token_ids=(*prompt, *target),
+        decision=(*([CONTEXT] * count), *([t] * len(target))),
+        logprobs=(0.0,) * (count + len(target)),
+        versions=(CONTEXT,) * (count + len(target)),
+        temperatures=(1.0,) * (count + len(target)),
+    )

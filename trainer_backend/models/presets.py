@@ -1,0 +1,75 @@
+"""Causal language models of under a million parameters, built from a `transformers` config.
+
+They are ordinary Qwen3 models: saved, loaded and served like any other, only small enough for a laptop core.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from shared_schemas.base import did_you_mean
+from trainer_backend.errors import ModelFolderError
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """The shape of a preset. Key and value heads equal the query heads: no repetition in attention."""
+
+    width: int
+    layers: int
+    heads: int
+    head_dim: int
+    mlp_width: int
+    max_positions: int = 2048
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "tiny-0.3m": Preset(width=96, layers=2, heads=4, head_dim=24, mlp_width=256),
+        "tiny-0.8m": Preset(width=128, layers=3, heads=4, head_dim=32, mlp_width=384),
+    }
+)
+
+
+def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> PreTrainedModel:
+    """A freshly initialised preset for the vocabulary of `tokenizer`, in fp32 and evaluation mode.
+
+    The same name, tokenizer size and seed give the same weights; torch's global generator is left as it was.
+
+    Raises:
+        ModelFolderError: no preset of that name.
+    """
+    if name not in PRESETS:
+        raise ModelFolderError(f"preset is {name!r}{did_you_mean(name, PRESETS)}", where="model.preset")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(preset_config(PRESETS[name], tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def preset_config(preset: Preset, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """The `transformers` config of a preset; the embedding has exactly the tokenizer's rows."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=preset.width,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.heads,
+        head_dim=preset.head_dim,
+        intermediate_size=preset.mlp_width,
+        max_position_embeddings=preset.max_positions,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        # The default of 0.02 is meant for wide models; at width 96 it makes the first logits nearly flat
+        # and the warm-up slow to start.
+        initializer_range=0.06,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )

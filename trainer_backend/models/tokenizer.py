@@ -1,0 +1,107 @@
+"""The presets' tokenizer: byte-level BPE trained on our own prompts, and the shortest template that works.
+
+A word with its leading space is a unit of merging, so that a frequent word of an observation and each
+action name becomes one token. Any other text falls back to bytes, and everything decodes to exactly what
+was encoded.
+
+    <|user|>wood 2 tree 3 left<|assistant|><|call|> move_left do<|end|>
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from trainer_backend.errors import ModelFolderError
+
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
+# Key of tokenizer_config.json that names the tool-call format; `inference.tool_parsing` reads it.
+TOOL_CALL_FORMAT_KEY = "turnwise_tool_call_format"
+WORD_PATTERN = r" ?[^\s]+|\s+"
+# How often a word of `whole_words` counts in training: above any real word, so that its merges come first.
+WHOLE_WORD_COUNT = 20_000
+
+# The short form of a call stands when one tool is offered that takes one array: the names of the items alone.
+CHAT_TEMPLATE = """\
+{%- set ns = namespace(short=false) -%}
+{%- if tools and tools|length == 1 -%}
+  {%- set args = tools[0].function.parameters.properties or {} -%}
+  {%- for value in args.values() if args|length == 1 and value.type == 'array' and value['items'].enum -%}
+    {%- set ns.short = true -%}
+  {%- endfor -%}
+{%- endif -%}
+{%- for message in messages -%}
+  {{- '<|' + message.role + '|>' -}}
+  {%- if message.content is string -%}{{- message.content -}}{%- endif -%}
+  {%- for call in message.tool_calls or [] -%}
+    {%- set arguments = call.function.arguments -%}
+    {%- if ns.short and arguments is mapping and arguments|length == 1 -%}
+      {{- '<|call|> ' + (arguments.values()|first|join(' ')) -}}
+    {%- else -%}
+      {{- '<|call|> ' + call.function.name + ' ' -}}
+      {{- arguments if arguments is string else arguments|tojson -}}
+    {%- endif -%}
+  {%- endfor -%}
+  {%- if message.role == 'assistant' -%}{{- '<|end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = 1024, *, whole_words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Train the presets' tokenizer.
+
+    Args:
+        texts: prompts as the model will see them; their frequent words become single tokens.
+        vocab_size: at most this many tokens: 256 bytes, the special tokens, and merges.
+        whole_words: words that must be one token after a space whatever `texts` holds: the action names.
+
+    Raises:
+        ModelFolderError: `vocab_size` leaves no room to make each of `whole_words` one token.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(texts, whole_words), trainer)
+    split_words = [word for word in whole_words if len(tokenizer.encode(f" {word}").ids) != 1]
+    if split_words:
+        raise ModelFolderError(
+            f"a vocabulary of {vocab_size} splits {', '.join(split_words)}",
+            where="model.vocab_size",
+            hint=f"{len(whole_words)} words must be single tokens; allow a larger vocabulary.",
+        )
+    return _as_hugging_face(tokenizer)
+
+
+def _corpus(texts: Iterable[str], whole_words: Sequence[str]) -> Iterable[str]:
+    # A special token is cut out before merges apply; left in a training text, it would grow into one word
+    # with its neighbour, and that merge could never be used.
+    special = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
+    for text in texts:
+        yield from special.split(text)
+    for word in whole_words:
+        # Few long lines: a list of twenty thousand strings a word would take longer than the training.
+        for _ in range(WHOLE_WORD_COUNT // 10_000):
+            yield f" {word}" * 10_000
+
+
+def _as_hugging_face(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+        **{TOOL_CALL_FORMAT_KEY: "turnwise"},
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped

@@ -1,0 +1,83 @@
+"""The roles that the orchestrator (`trainer_backend.train`) joins, so that each can move to another process.
+
+*learner* scores and updates the policy, *inference* serves it; `reporter` tells a person what happens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.plan import Inference
+from trainer_backend.core.segments import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class CreditedEpisode:
+    """An episode that is ready for an update.
+
+    Attributes:
+        rollout_id: named in errors.
+        segments: its token sequences (core.segments).
+        advantages_T: [T] advantage of each decision.
+    """
+
+    rollout_id: str
+    segments: Sequence[Segment]
+    advantages_T: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far training has come; what a checkpoint's state.json holds.
+
+    Attributes:
+        iteration: iterations that are finished; 0 after warm-up.
+        policy_version: counts published weights.
+        updates: optimizer steps of RL.
+        best_evaluation: highest mean outcome of an evaluation so far.
+    """
+
+    iteration: int = 0
+    policy_version: int = 0
+    updates: int = 0
+    best_evaluation: float | None = None
+
+
+class Learner(Protocol):
+    """Holds the policy that is trained. Calls block; the orchestrator makes them on a thread."""
+
+    def warm_up(self, episodes: Sequence[Trajectory], reporter: "Reporter") -> dict[str, float]:
+        """Supervised steps on a teacher's decisions."""
+
+    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+        """Score, then one iteration of policy updates; the metrics of it.
+
+        Raises NonFiniteLoss before anything non-finite has reached the weights.
+        """
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        """A whole checkpoint, or a CheckpointError and nothing."""
+
+
+class InferenceServer(Protocol):
+    """Serves the policy to task apps."""
+
+    inference: Inference
+
+    async def publish(self, policy_version: int) -> None:
+        """Serve the learner's weights from now on, under this version; no request is lost."""
+
+
+class Reporter(Protocol):
+    """Tells a person what happens. Calls return at once."""
+
+    def say(self, text: str) -> None:
+        """One line worth keeping."""
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """How far the current stage has come."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl that was just written."""

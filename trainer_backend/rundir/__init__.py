@@ -1,0 +1,1 @@
+"""A run on disk: job.toml, metrics.jsonl, rollouts/, checkpoints/, report/. What a crash must not lose."""

@@ -1,0 +1,43 @@
+"""Which checkpoint folders a run has, and which of them is the best. Paths alone: no torch."""
+
+import os
+import shutil
+from pathlib import Path
+
+STATE_FILE = "state.json"
+
+
+def latest_checkpoint(checkpoints: Path) -> Path | None:
+    """The finished checkpoint with the highest iteration; folders still aside do not count."""
+    found = [path for path in checkpoints.glob("iteration_*") if (path / STATE_FILE).exists()]
+    return max(found, key=_iteration, default=None)
+
+
+def best_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint that the best evaluation belongs to, or the latest when none was evaluated."""
+    pointer = checkpoints / "best"
+    if pointer.exists():
+        path = checkpoints / pointer.read_text(encoding="utf-8").strip()
+        if path.exists():
+            return path
+    return latest_checkpoint(checkpoints)
+
+
+def mark_best(folder: Path) -> None:
+    """Point `best` at this checkpoint."""
+    aside = folder.parent / ".best.tmp"
+    aside.write_text(folder.name, encoding="utf-8")
+    os.replace(aside, folder.parent / "best")
+
+
+def prune_checkpoints(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest `keep`, the best one, and iteration_0 (what RL started from)."""
+    best = best_checkpoint(checkpoints)
+    folders = sorted(checkpoints.glob("iteration_*"), key=_iteration)
+    for folder in folders[:-keep]:
+        if folder != best and _iteration(folder) > 0:
+            shutil.rmtree(folder)
+
+
+def _iteration(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])

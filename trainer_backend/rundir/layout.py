@@ -1,0 +1,113 @@
+"""Where everything of a run lies."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.job_schema import JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """One run's folder.
+
+    Attributes:
+        path: the folder.
+        run_id: names the run at task apps; unlike the folder's name it is never used twice.
+    """
+
+    path: Path
+    run_id: str
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report"
+
+    def rollouts_file(self, name: str) -> Path:
+        return self.path / "rollouts" / f"{name}.parquet"
+
+    def job(self) -> JobConfig:
+        """The resolved job that this run was started with."""
+        return load_job(self.path / "job.toml").config
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """One JSON line, on disk before this returns."""
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All rows, oldest first. A line cut short by a crash is left out."""
+        if not self.metrics_file.exists():
+            return []
+        rows = []
+        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return rows
+
+    def forget_metrics_after(self, iteration: int) -> None:
+        """Drop rows of iterations that a resumed run will do again (those beyond its checkpoint)."""
+        kept = [row for row in self.metrics() if row.get("iteration", 0) <= iteration]
+        aside = self.metrics_file.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in kept), encoding="utf-8")
+        aside.replace(self.metrics_file)
+
+
+def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
+    """Make a fresh folder: `path`, or runs_dir/name (name-2, name-3 ... when taken).
+
+    Raises:
+        RunDirectoryError: `path` holds a run already, or cannot be written.
+    """
+    if path is None:
+        base = job.job.runs_dir / job.job.name
+        number = 1
+        path = base
+        while path.exists():
+            number += 1
+            path = base.with_name(f"{base.name}-{number}")
+    elif (path / "job.toml").exists():
+        raise RunDirectoryError(f"{path} holds a run already; `turnwise train --resume {path}` continues it")
+    run = RunDirectory(path, f"{job.job.name}.{uuid4().hex[:12]}")
+    try:
+        for folder in (path, path / "rollouts", path / "checkpoints"):
+            folder.mkdir(parents=True, exist_ok=True)
+        (path / "job.toml").write_text(dump_job(job), encoding="utf-8")
+        (path / "run.json").write_text(json.dumps({"run_id": run.run_id, "format": 1}), encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot write the run directory: {error}") from error
+    return run
+
+
+def open_run(path: Path) -> RunDirectory:
+    """A run that exists.
+
+    Raises:
+        RunDirectoryError: there is none in `path`, or a version of Turnwise that is not this one made it.
+    """
+    try:
+        facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} holds no run (no run.json in it)") from error
+    except (OSError, json.JSONDecodeError) as error:
+        raise RunDirectoryError(f"{path}/run.json cannot be read: {error}") from error
+    if facts.get("format") != 1:
+        raise RunDirectoryError(f"{path} was written in format {facts.get('format')!r}; this version reads 1")
+    return RunDirectory(path, str(facts["run_id"]))

@@ -1,0 +1,58 @@
+"""The learner's policy behind the gateway, in this process: engine and server have threads of their own."""
+
+import copy
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pydantic import SecretStr
+
+from trainer_backend.collect.plan import Inference
+from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.gateway import ServedPolicy, create_gateway
+from trainer_backend.inference.server import GatewayServer
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.learner.learner import LocalLearner
+
+ACTOR = "actor"
+
+
+class LocalServer:
+    """Implements `protocols.InferenceServer`."""
+
+    def __init__(self, engine: LocalEngine, learner: LocalLearner, inference: Inference) -> None:
+        self._engine, self._learner, self.inference = engine, learner, inference
+
+    async def publish(self, policy_version: int) -> None:
+        """Copy the learner's weights to the engine between two requests."""
+        await self._engine.load_weights(policy_version, self._learner.weights())
+
+
+@asynccontextmanager
+async def serving(job: JobConfig, learner: LocalLearner) -> AsyncIterator[LocalServer]:
+    """A gateway for `{job}/actor` with a fresh key; ended when the context is left.
+
+    Raises:
+        PortTaken: services.gateway_port is in use.
+    """
+    table = job.inference
+    key = SecretStr(secrets.token_urlsafe(32))
+    model = f"{job.job.name}/{ACTOR}"
+    engine = LocalEngine(
+        copy.deepcopy(learner.model).requires_grad_(False),
+        stop_ids=[learner.tokenizer.eos_token_id],
+        limits=EngineLimits(
+            slots=table.max_running, max_model_len=table.max_model_len, torch_threads=table.threads
+        ),
+    )
+    app = create_gateway({model: ServedPolicy(engine, learner.tokenizer)}, key=key.get_secret_value())
+    server = GatewayServer(app, job.services.gateway_host, job.services.gateway_port)
+    engine.start()
+    try:
+        url = server.start()
+        try:
+            yield LocalServer(engine, learner, Inference(url=url, model=model, key=key))
+        finally:
+            server.stop()
+    finally:
+        engine.stop()
