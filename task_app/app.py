@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
 
 from fastapi import FastAPI
 
 from task_app.auth import Keys
 from task_app.gate import Gate
 from task_app.plugins import PlugBoards, default_plug_boards
-from task_app.routes import rollouts, service
+from task_app.routes import env, info, policy, rollouts, service
 from task_app.routes.problems import install_problem_handlers
 from task_app.services import Services
 from task_app.settings import Settings
@@ -24,10 +25,16 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
     """
     keys = Keys(settings)
     services = Services(settings, boards or default_plug_boards(), keys)
-    app = FastAPI(title="Turnwise task app", docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app = FastAPI(
+        title="Turnwise task app",
+        version=version("turnwise"),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan,
+    )
     app.state.services = services
-    app.include_router(service.router)
-    app.include_router(rollouts.router)
+    for topic in (service, info, env, policy, rollouts):
+        app.include_router(topic.router)
     install_problem_handlers(app)
     app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes)
     return app
@@ -51,4 +58,4 @@ async def _sweep(services: Services) -> None:
     """Look after what nobody uses any more, at intervals."""
     while True:
         await asyncio.sleep(services.settings.sweep_every_s)
-        services.runner.expire()
+        services.expire()

@@ -1,10 +1,15 @@
 """Pure: what pydantic says about a body -> one sentence: the place, what was found, what is allowed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shared_schemas.base import did_you_mean
 from task_app.errors import InvalidRequest
+
+
+def most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The one to report: an unknown key before the missing one that it was meant to be."""
+    return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
 def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] = ()) -> InvalidRequest:

@@ -13,12 +13,12 @@
     │   └── EpisodeOver                 episode_over                  409
     ├── CapacityReached                 capacity_reached              429
     ├── ShuttingDown                    shutting_down                 503
-    ├── SettingsError                   bad_settings                  500   (at start only, never in a reply)
-    └── EpisodeFailed                   episode_failed                500   a rollout without a trajectory
-        ├── PolicyUnavailable           inference_unavailable         502   (or inference_protocol, inference_refused)
-        ├── ContextLengthExceeded       context_length_exceeded       422   fails only a first decision
-        ├── DeadlineExceeded            deadline_exceeded             504   fails only a first decision
-        └── CriticalError               critical_error                500   the environment or policy broke
+    ├── SettingsError                   bad_settings                  500  at start only, never in a reply
+    └── EpisodeFailed                   episode_failed                500  a rollout without a trajectory
+        ├── PolicyUnavailable           inference_unavailable         502  or inference_protocol, _refused
+        ├── ContextLengthExceeded       context_length_exceeded       422  fails only a first decision
+        ├── DeadlineExceeded            deadline_exceeded             504  fails only a first decision
+        └── CriticalError               critical_error                500  the environment or policy broke
 
 Every one says where, what was found, what is allowed and the likely intent. `routes.problems` turns them into
 problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one broad except.

@@ -1,4 +1,4 @@
-"""The plug boards: what a request may name, and how it is built. A new environment or policy is one line here."""
+"""The plug boards: what a request may name, and how it is built. A new plug-in is one line here."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import aiohttp
 from pydantic import SecretStr, ValidationError
 
 from shared_schemas.base import Body
-from task_app.complaints import invalid
+from task_app.complaints import invalid, most_telling
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.errors import TaskAppError, UnknownName
 from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
@@ -106,4 +106,6 @@ def _validated(model: type[C], config: Mapping[str, Any], *, where: str) -> C:
     try:
         return model.model_validate(config)
     except ValidationError as exc:
-        raise invalid(exc.errors(include_url=False)[0], where=where, known=model.model_fields) from exc
+        raise invalid(
+            most_telling(exc.errors(include_url=False)), where=where, known=model.model_fields
+        ) from exc

@@ -1,4 +1,4 @@
-"""What the service remembers of rollouts: their state, and their results until acknowledged. No I/O, no tasks.
+"""What the service remembers of rollouts: their state, and their results until acknowledged. No I/O.
 
 A result is kept as the JSON that it will be sent as, dumped once.
 """

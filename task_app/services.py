@@ -4,13 +4,18 @@ import secrets
 from dataclasses import dataclass, field
 
 import aiohttp
+import structlog
+from pydantic import SecretStr
 from starlette.requests import Request
 
 from shared_schemas.rollouts import RolloutRequest
 from task_app.auth import Keys
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.rollouts import RolloutRunner
+from task_app.sessions import EnvironmentSession, PolicySession, Sessions
 from task_app.settings import Settings
+
+log = structlog.get_logger("task_app")
 
 
 @dataclass(slots=True)
@@ -22,20 +27,39 @@ class Services:
     keys: Keys
     instance_id: str = field(default_factory=lambda: secrets.token_hex(8))
     runner: RolloutRunner = field(init=False)
+    environments: Sessions[EnvironmentSession] = field(init=False)
+    policies: Sessions[PolicySession] = field(init=False)
     _session: aiohttp.ClientSession | None = None
 
     def __post_init__(self) -> None:
         self.runner = RolloutRunner(
-            self.settings, self.boards, self.policy_context, instance_id=self.instance_id
+            self.settings, self.boards, self._context_of, instance_id=self.instance_id
         )
+        capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
+        self.environments = Sessions("env", capacity=capacity, idle_s=idle_s)
+        self.policies = Sessions("policy", capacity=capacity, idle_s=idle_s)
 
-    def policy_context(self, request: RolloutRequest) -> PolicyContext:
+    def policy_context(
+        self, *, inference_key: SecretStr | None, rollout_id: str | None = None
+    ) -> PolicyContext:
+        """What a policy gets; one without a rollout's id is a conversation of its own."""
         return PolicyContext(
             settings=self.settings,
             session=self.session,
-            rollout_id=request.rollout_id,
-            inference_key=request.policy.inference_key,
+            rollout_id=rollout_id or f"policy/{secrets.token_hex(8)}",
+            inference_key=inference_key,
         )
+
+    def _context_of(self, request: RolloutRequest) -> PolicyContext:
+        key = request.policy.inference_key
+        return self.policy_context(inference_key=key, rollout_id=request.rollout_id)
+
+    def expire(self) -> None:
+        """Forget idle sessions and results that nobody fetched."""
+        self.runner.expire()
+        idle = {"environments": self.environments.expire(), "policies": self.policies.expire()}
+        if any(idle.values()):
+            log.info("sessions_expired", **idle)
 
     @property
     def session(self) -> aiohttp.ClientSession:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared_schemas.rewards import StepRewards
-from task_app.complaints import invalid
+from task_app.complaints import invalid, most_telling
 from task_app.errors import InvalidRequest
 
 KEY = "step_rewards"
@@ -27,7 +27,7 @@ def take_step_rewards(
     try:
         return rest, {place: StepRewards.model_validate(config[KEY])}
     except ValidationError as exc:
-        error = exc.errors(include_url=False)[0]
+        error = most_telling(exc.errors(include_url=False))
         raise invalid(error, where=place, known=StepRewards.model_fields) from exc
 
 

@@ -8,6 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -21,22 +22,25 @@ _READY = "listening on "
 
 
 class EmbeddedTaskApp:
-    """Async context manager around the child process."""
+    """Async context manager around the child process; its log lines are appended to `log_file`."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_file: Path) -> None:
+        self._log_file = log_file
         self.api_key = SecretStr(secrets.token_urlsafe(32))
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0", "--exit-with-parent",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "ENVIRONMENT_API_KEY": self.api_key.get_secret_value()},
-            # Its own session: Ctrl-C reaches this process alone, which then ends the child in order.
-            start_new_session=True,
-        )  # fmt: skip
+        with self._log_file.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0", "--exit-with-parent",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "ENVIRONMENT_API_KEY": self.api_key.get_secret_value()},
+                # Its own session: Ctrl-C reaches this process alone, which then ends the child in order.
+                start_new_session=True,
+            )  # fmt: skip
         try:
             async with asyncio.timeout(_START_S):
                 self.url = await self._address()
@@ -58,7 +62,8 @@ class EmbeddedTaskApp:
             text = line.decode(errors="replace").strip()
             if text.startswith(_READY):
                 return text.removeprefix(_READY)
-        raise TaskAppError(f"the embedded task app ended with exit code {await self._process.wait()}")
+        code = await self._process.wait()
+        raise TaskAppError(f"the embedded task app ended with exit code {code}; see {self._log_file}")
 
     async def _stop(self) -> None:
         process = self._process

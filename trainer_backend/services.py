@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from pydantic import SecretStr
 
@@ -15,8 +16,12 @@ KEY_VARIABLE = "ENVIRONMENT_API_KEY"
 
 
 @asynccontextmanager
-async def task_apps(job: JobConfig) -> AsyncIterator[Sequence[TaskAppClient]]:
+async def task_apps(job: JobConfig, log_file: Path) -> AsyncIterator[Sequence[TaskAppClient]]:
     """Clients of the job's task apps, each known to be up and to accept the key.
+
+    Args:
+        job: names them in [services], or none.
+        log_file: where an embedded one logs.
 
     Raises:
         JobError: [services] names task apps, but no key is given for them.
@@ -28,7 +33,7 @@ async def task_apps(job: JobConfig) -> AsyncIterator[Sequence[TaskAppClient]]:
             key = _key(job)
             addresses = [(url, key) for url in job.services.task_url]
         else:
-            child = await stack.enter_async_context(EmbeddedTaskApp())
+            child = await stack.enter_async_context(EmbeddedTaskApp(log_file))
             addresses = [(child.url, child.api_key)]
         clients = []
         for url, key in addresses:

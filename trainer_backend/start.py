@@ -36,7 +36,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
         Stopped: a stop was asked for before the first checkpoint.
     """
     with stop_on_signals() as stop:
-        async with task_apps(job) as clients:
+        async with task_apps(job, directory.path / "task_app.log") as clients:
             collector = Collector(clients, timeout_s=job.services.iteration_timeout_s)
             reporter.say(f"task app{'s' if len(clients) > 1 else ''}: {', '.join(c.url for c in clients)}")
             reporter.say(echo_of_switches(job))

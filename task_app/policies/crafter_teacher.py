@@ -9,25 +9,32 @@ from collections.abc import Callable, Mapping
 
 from task_app.environments.crafter.landmarks import PLACES, Facts
 from task_app.environments.crafter.rules import RULES
-from task_app.environments.crafter.walks import GROUND, Leg, Walk
+from task_app.environments.crafter.walks import Leg, Walk
 
 Actions = list[str]
 Rule = Callable[[Facts, int], Actions | None]
 
 LOW = 3
+WEAK = 4
 TOOLS = ("wood_pickaxe", "wood_sword", "stone_pickaxe", "stone_sword", "iron_pickaxe", "iron_sword")
 _TABLE_WOOD = RULES.place["table"].uses["wood"]
 _FURNACE_STONE = RULES.place["furnace"].uses["stone"]
+_DANGERS = frozenset({"zombie", "skeleton", "arrow"})
 _LIVES = {"zombie": 5, "skeleton": 3, "cow": 3}
 
 
 def decide(facts: Facts, *, max_actions: int) -> Actions:
     """The teacher's actions for one decision: 1 to `max_actions` names."""
+    return purpose(facts, max_actions=max_actions) or explore(facts)[:max_actions]
+
+
+def purpose(facts: Facts, *, max_actions: int) -> Actions | None:
+    """What the first rule that applies does; None when there is nothing left to do but explore."""
     for rule in RULE_ORDER:
         actions = rule(facts, max_actions)
         if actions:
             return actions[:max_actions]
-    return ["noop"]
+    return None
 
 
 def moves(facts: Facts, kind: str) -> Actions | None:
@@ -185,7 +192,8 @@ def sleep_early(facts: Facts, limit: int) -> Actions | None:
 
 
 def search_sapling(facts: Facts, limit: int) -> Actions | None:
-    if not _todo(facts, "collect_sapling"):
+    in_danger = _held(facts, "health") <= WEAK or not facts.walks.keys().isdisjoint(_DANGERS)
+    if in_danger or not _todo(facts, "collect_sapling"):
         return None
     return _go_and(facts, "grass", ["do"] * limit)
 
@@ -200,7 +208,7 @@ def first_cow(facts: Facts, limit: int) -> Actions | None:
 
 def hunt(facts: Facts, limit: int) -> Actions | None:
     """Walk up to a creature not defeated yet, when strong enough."""
-    if _held(facts, "health") < 5:
+    if _held(facts, "health") <= WEAK:
         return None
     for creature in ("zombie", "skeleton"):
         if _todo(facts, f"defeat_{creature}") and creature in facts.walks:
@@ -242,16 +250,15 @@ def ore(facts: Facts, limit: int) -> Actions | None:
     return None
 
 
-def explore(facts: Facts, limit: int) -> Actions | None:
+def explore(facts: Facts) -> Actions:
+    """Walk on; where no way leads on, clear what stands in front (a tree, the own plant) and step there."""
     way = moves(facts, "way")
     if way:
         return way
-    if facts.target not in GROUND and facts.target != "lava":
-        return ["do", f"move_{facts.facing}"]
-    return None
+    return ["noop"] if facts.target == "lava" else ["do", f"move_{facts.facing}"]
 
 
 RULE_ORDER: tuple[Rule, ...] = (
     sleep_on, fight_back, drink_or_eat_when_low, craft, put_down_a_stone, plant, set_up_table, set_up_furnace,
-    first_cow, first_drink, sleep_early, search_sapling, ore, wood, stone, hunt, explore,
+    first_cow, first_drink, sleep_early, search_sapling, wood, ore, stone, hunt,
 )  # fmt: skip

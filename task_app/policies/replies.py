@@ -1,7 +1,7 @@
 """Pure: the JSON of a chat completion -> an action, the text, the exact tokens.
 
-What a model may write is data: no tool call, several, unknown names, broken arguments. What a server may not
-answer is a PolicyUnavailable with code `inference_protocol`: no choices, lists that do not fit, a NaN log-prob.
+What a model may write is data: no tool call, several, unknown names, broken arguments. What a server may
+not answer is a PolicyUnavailable with code `inference_protocol`: no choices, lists that do not fit, a NaN.
 """
 
 import json

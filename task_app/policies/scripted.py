@@ -13,7 +13,7 @@ from pydantic import Field
 from shared_schemas.base import Body
 from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
-from task_app.policies.crafter_memory import MapMemory
+from task_app.policies.crafter_memory import MapMemory, decide_with_memory
 from task_app.policies.crafter_teacher import decide
 
 Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
@@ -47,7 +47,8 @@ class RandomPolicy:
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> Answer:
-        return _answer(random_actions(self._random, self.config.max_actions))
+        limit = _limit(self.config.max_actions, available_tools_specs)
+        return _answer(random_actions(self._random, limit))
 
 
 class CrafterTeacher:
@@ -63,18 +64,29 @@ class CrafterTeacher:
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> Answer:
-        return _answer(self.actions(observation.data))
+        limit = _limit(self.config.max_actions, available_tools_specs)
+        return _answer(self.actions(observation.data, max_actions=limit))
 
-    def actions(self, data: Mapping[str, Any]) -> list[str]:
-        """The decision as plain action names."""
+    def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
+        """The decision as plain action names, at most `max_actions` (the configured number when not given)."""
+        limit = self.config.max_actions if max_actions is None else max_actions
         if self.config.epsilon and self._random.random() < self.config.epsilon:
-            return random_actions(self._random, self.config.max_actions)
-        facts = self._memory.facts(data) if self._memory else read_facts(data)
-        return decide(facts, max_actions=self.config.max_actions)
+            return random_actions(self._random, limit)
+        if self._memory is None:
+            return decide(read_facts(data), max_actions=limit)
+        return decide_with_memory(self._memory.facts(data), max_actions=limit)
 
 
 def random_actions(source: random.Random, count: int) -> list[str]:
     return [source.choice(ACTIONS) for _ in range(count)]
+
+
+def _limit(configured: int, tools: list[dict[str, Any]] | None) -> int:
+    """No more actions than the tool on offer takes: a longer list would be refused as a whole."""
+    for tool in tools or ():
+        actions = tool["function"]["parameters"].get("properties", {}).get("actions", {})
+        configured = min(configured, actions.get("maxItems", configured))
+    return configured
 
 
 def _answer(actions: list[str]) -> Answer:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
-from task_app.complaints import invalid
+from task_app.complaints import invalid, most_telling
 from task_app.errors import CriticalError, TaskAppError
 
 log = structlog.get_logger("task_app")
@@ -67,12 +67,14 @@ async def _ours(request: Request, exc: Exception) -> Response:
 
 async def _validation(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
-    error = dict(exc.errors()[0])
+    error = dict(most_telling(exc.errors()))
     place = error["loc"]
     if error["type"] == "json_invalid":
         error["loc"] = ("body",)
         error["msg"] = f"no JSON: {error.get('ctx', {}).get('error', 'unreadable')} at byte {place[-1]}"
         error["input"] = None
+    elif place == ("body",):
+        error["msg"] += "; send it as JSON with Content-Type: application/json"
     elif place[0] in ("body", "query", "path", "header"):
         error["loc"] = place[1:] or place
     return problem_response(invalid(error, known=_known_fields(request, place)))

@@ -13,7 +13,8 @@ router = APIRouter(tags=["service"])
 SERVICE = "turnwise-task-app"
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
+@router.head("/", include_in_schema=False)
+@router.get("/")
 async def root() -> dict[str, str]:
     return {"status": "ok", "service": SERVICE}
 

@@ -72,11 +72,13 @@ def segments_of(steps: Sequence[StepData], *, rollout_id: str) -> list[Segment]:
     segments: list[Segment] = []
     open_segment = _Builder(rollout_id)
     for step in steps:
-        call = _checked_call(step, previous_length=len(open_segment.token_ids), rollout_id=rollout_id)
+        where = place(rollout_id, step.turn)
+        call = _checked_call(step, where, previous_length=len(open_segment.token_ids))
+        temperature = _checked_temperature(step, where)
         if call.prompt_ids_reused < len(open_segment.token_ids):
             segments.append(open_segment.close())
             open_segment = open_segment.reopened(call.prompt_ids_reused)
-        open_segment.add(step, call)
+        open_segment.add(call, decision=step.turn - 1, temperature=temperature)
     segments.append(open_segment.close())
     return [segment for segment in segments if segment.sampled_positions]
 
@@ -101,14 +103,14 @@ class _Builder:
         self.versions += [CONTEXT] * count
         self.temperatures += [1.0] * count
 
-    def add(self, step: StepData, call: PolicyLogprobs) -> None:
+    def add(self, call: PolicyLogprobs, *, decision: int, temperature: float) -> None:
         self.add_context(call.prompt_token_ids)
         count = len(call.token_ids)
         self.token_ids += call.token_ids
-        self.decision += [step.turn - 1] * count
+        self.decision += [decision] * count
         self.logprobs += call.logprobs
         self.versions += _version_of_each_token(call.versions, count)
-        self.temperatures += [step.sampling.temperature if step.sampling else 1.0] * count
+        self.temperatures += [temperature] * count
 
     def reopened(self, reused: int) -> "_Builder":
         return _Builder(self.rollout_id, self.token_ids[:reused])
@@ -133,9 +135,16 @@ def _version_of_each_token(versions: Sequence[tuple[int, int]], count: int) -> l
     return per_token
 
 
-def _checked_call(step: StepData, *, previous_length: int, rollout_id: str) -> PolicyLogprobs:
+def _checked_temperature(step: StepData, where: str) -> float:
+    """The temperature of a decision, once it is known to have one that a log-prob can be taken at."""
+    if step.sampling is None or step.sampling.temperature <= 0.0:
+        found = "no sampling" if step.sampling is None else "temperature 0 (greedy)"
+        raise SegmentError(f"{found}; a log-prob needs the temperature of its softmax, above 0", where=where)
+    return step.sampling.temperature
+
+
+def _checked_call(step: StepData, where: str, *, previous_length: int) -> PolicyLogprobs:
     """The model call of a decision, once it is known to be one that can be trained on."""
-    where = place(rollout_id, step.turn)
     call = step.policy_logprobs
     if call is None:
         raise SegmentError(
@@ -143,9 +152,6 @@ def _checked_call(step: StepData, *, previous_length: int, rollout_id: str) -> P
             "no token ids; reinforcement needs the exact tokens and their log-probs",
             where=where,
         )
-    if step.sampling is None or step.sampling.temperature <= 0.0:
-        found = "no sampling" if step.sampling is None else "temperature 0 (greedy)"
-        raise SegmentError(f"{found}; a log-prob needs the temperature of its softmax, above 0", where=where)
     if call.prompt_ids_reused > previous_length:
         raise SegmentError(
             f"reuses {call.prompt_ids_reused} ids of the previous prompt and response, which have "

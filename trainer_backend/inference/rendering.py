@@ -63,13 +63,15 @@ def plain_message(message: JsonObject, *, where: str) -> dict[str, Any]:
     """A message as templates expect it: text content, and call arguments as an object where they are one.
 
     Raises:
-        BadChatRequest: no role, or content that is neither text, a list of text parts, nor null.
+        BadChatRequest: no role; content that is neither text, a list of text parts, nor null; a broken call.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadChatRequest("a message needs a role", where=f"{where}.role")
     plain = {**message, "content": _text(content, where=f"{where}.content")}
     calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list | tuple):
+        raise BadChatRequest("tool_calls must be a list", where=f"{where}.tool_calls")
     if calls:
         plain["tool_calls"] = [
             _plain_call(call, where=f"{where}.tool_calls.{i}") for i, call in enumerate(calls)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.errors import JobError, NothingToLearnFrom
@@ -18,6 +19,10 @@ from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode, Progress, Reporter
+
+
+# Its bars for files of a megabyte would tear the live table apart.
+transformers_logging.disable_progress_bar()
 
 
 class LocalLearner:

@@ -1,11 +1,17 @@
 """A local Hugging Face folder, read and written: config, safetensors, tokenizer. No network, no pickle."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from trainer_backend.errors import ModelFolderError
+
+# One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_model_folder(
@@ -21,9 +27,10 @@ def load_model_folder(
     _refuse_incomplete(folder)
     # The libraries raise a dozen types for a broken file; each means the same to the caller.
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=dtype
-        )
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=dtype
+            )
     except Exception as error:
         raise ModelFolderError(f"the model cannot be loaded: {error}", where=str(folder)) from error
     model.eval()  # type: ignore[no-untyped-call]
@@ -32,12 +39,16 @@ def load_model_folder(
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder; it must fit a model that embeds `known_ids` ids, when given."""
+    if not any((Path(folder) / name).is_file() for name in VOCABULARY_FILES):
+        raise ModelFolderError("the tokenizer is missing", where=str(folder), hint="Add tokenizer.json.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ModelFolderError(f"the tokenizer cannot be loaded: {error}", where=str(folder)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelFolderError("the tokenizer has no tokenizer.json (a fast tokenizer)", where=str(folder))
+        raise ModelFolderError(
+            "the tokenizer is of the slow kind; one with tokenizer.json is needed", where=str(folder)
+        )
     if known_ids is not None and len(tokenizer) > known_ids:
         raise ModelFolderError(
             f"the tokenizer has {len(tokenizer)} tokens but the model only {known_ids} embeddings",
@@ -58,9 +69,22 @@ def save_model_folder(
     path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> None:
     """Write config.json, model.safetensors and, when given, the tokenizer with its chat template."""
-    model.save_pretrained(path, safe_serialization=True)
+    with _no_progress_bar():
+        model.save_pretrained(path, safe_serialization=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(path, save_jinja_files=False)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """The library draws a bar for a file of one megabyte, across the live display of a run."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _refuse_incomplete(folder: Path) -> None:

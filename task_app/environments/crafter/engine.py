@@ -192,6 +192,11 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return self._step
 
     @property
+    def last_health(self) -> int:
+        """Health after the last step's reward: what the next reward is measured from."""
+        return self._last_health
+
+    @property
     def inventory(self) -> dict[str, int]:
         """The 16 live item counts; health, food, drink and energy among them."""
         return self._player.inventory

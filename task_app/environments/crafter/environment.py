@@ -84,9 +84,7 @@ class CrafterEnvironment:
             raise EpisodeOver()
         return self._engine
 
-    def _plan(
-        self, calls: Sequence[ToolRequest], invalid_reason: str | None
-    ) -> tuple[list[str], str | None]:
+    def _plan(self, calls: Sequence[ToolRequest], invalid_reason: str | None) -> tuple[list[str], str | None]:
         if invalid_reason is not None:
             return ["noop"], invalid_reason
         try:
@@ -130,7 +128,7 @@ class _Before:
 
 
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
-    """Reward of each env step that ran, and whether the last one changed anything the player can see of itself."""
+    """The reward of each env step that ran, and whether the last one changed the player's own state."""
     rewards: list[float] = []
     changed = False
     for action in actions:

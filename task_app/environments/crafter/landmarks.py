@@ -112,9 +112,9 @@ def _way_on(ground: Ground, trails: Trails) -> Cell | None:
     """The nearest free cell of the view's edge: straight ahead if there is any, else to a side, else back."""
     dx, dy = DIRECTIONS[ground.facing]
     for vector in ((dx, dy), (-dy, dx), (dy, -dx), (-dx, -dy)):
-        cell = cheapest(trails, lambda cell, _, v=vector: ground.at(cell) in GROUND and _on_edge(cell, v))
-        if cell is not None:
-            return cell
+        edge = {cell: trail for cell, trail in trails.items() if _on_edge(cell, vector)}
+        if (way := cheapest(edge, lambda cell, _: ground.at(cell) in GROUND)) is not None:
+            return way
     return None
 
 

@@ -14,15 +14,15 @@ PAST_SHOWN = 3
 NO_NEWS: dict[str, Any] = {"unlocked": [], "health_change": 0, "no_effect": False, "invalid": None}
 
 _INTRODUCTION = """\
-You play Crafter, the survival game by Danijar Hafner. You are on a 64x64 map and see the 9x7 cells around you.
-Your aim is to unlock as many different achievements as you can.
+You play Crafter, the survival game by Danijar Hafner. You are on a 64x64 map and see the 9x7 cells around
+you. Your aim is to unlock as many different achievements as you can.
 
 Rules
-- A move turns you that way and takes one step if the cell is free. You can walk on {walkable}; everything else
-  blocks you, except lava, which kills.
+- A move turns you that way and takes one step if the cell is free. You can walk on {walkable};
+  everything else blocks you, except lava, which kills.
 - `do` acts on the cell you face: it collects, drinks, attacks, or eats. Face a thing by moving towards it.
-- health, food, drink and energy run from 0 to 9. Food comes from cows (several hits) and ripe plants, drink from
-  water, energy from sleep. When one of them is 0 you lose health.
+- health, food, drink and energy run from 0 to 9. Food comes from cows (several hits) and ripe plants,
+  drink from water, energy from sleep. When one of them is 0 you lose health.
 - `sleep` goes on until energy is full again; you wake up earlier when hurt. It does nothing at full energy.
 - Zombies live on grass, more of them in the dark. Skeletons live in tunnels and shoot arrows.
 - The map is printed row by row: the first line is the north (up), the first name of a line the west (left).
@@ -90,7 +90,7 @@ def tool_spec(max_actions: int) -> ToolSpec:
 
 
 def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
-    """The observation, up to three earlier calls (most recent first), and what was wrong with the last one."""
+    """The observation, up to three earlier calls, most recent first, and what was wrong with the last one."""
     shown = list(past[: -PAST_SHOWN - 1 : -1])
     calls = [f"- {_call_line(decision.tool_calls)}" for decision in shown] or ["- none"]
     lines = [observation_text, "", "Previous tool calls (most recent first):", *calls]

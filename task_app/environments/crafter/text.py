@@ -11,17 +11,19 @@ from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
 from task_app.environments.crafter.prompt import news_lines
 from task_app.environments.crafter.walks import Walk
 
-VITALS = ("health", "food", "drink", "energy")
-MATERIALS = ("sapling", "wood", "stone", "coal", "iron", "diamond")
+HELD = ("sapling", "wood", "stone", "coal", "iron", "diamond")
 TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
 # What the inventory does not tell: a memoryless policy would else repeat these for nothing.
 TODO = (
     "collect_sapling", "place_plant", "collect_drink", "eat_cow", "wake_up", "place_table", "place_stone",
     "place_furnace", "collect_diamond", "defeat_zombie", "defeat_skeleton", "eat_plant",
 )  # fmt: skip
+NEAR = ("table", "furnace")
+LIGHT_WORDS = ("asleep", "dark", "day")
+NEWS_WORDS = ("hurt", "no-effect", "invalid")
 MAX_WORDS = 60
-_VITAL_WORDS = {"health": "hp", "food": "food", "drink": "drink", "energy": "rest"}
-_LETTER = {"left": "L", "right": "R", "up": "U", "down": "D"}
+VITAL_WORDS = {"health": "hp", "food": "food", "drink": "drink", "energy": "rest"}
+LEG_LETTERS = {"left": "L", "right": "R", "up": "U", "down": "D"}
 
 
 def full_text(data: Mapping[str, Any]) -> str:
@@ -33,9 +35,10 @@ def full_text(data: Mapping[str, Any]) -> str:
         f"Step: {data['step']}/{data['max_steps']}",
         f"Health: {inventory['health']}",
         f"Position: {list(data['position'])}",
-        f"Facing: {list(data['facing'])} ({data['target']})",
+        f"Facing: {list(data['facing'])}",
         f"Inventory: {', '.join(held) or 'empty'}",
         f"Achievements: {', '.join(data['achievements']) or 'none'}",
+        f"In front: {data['target']}",
         f"Light: {_light(data)}",
         *(f"News: {line}" for line in news_lines(data["news"])),
         "",
@@ -59,7 +62,7 @@ def compact_text(data: Mapping[str, Any]) -> str:
     Twenty-five words always stand at the same place: vitals, light, the faced cell, the four neighbour cells,
     materials, tools, what is in crafting range. Then come achievements that are still to do, walks, and news.
 
-        hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 wood3 ...
+        hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 ...
         no-wood_pickaxe ... near-table far-furnace todo-eat_cow ... tree L1 water L2 U1 way U3 +collect_wood
 
     `water L2 U1` is a walk: two left, then one up (which bumps into the water and so faces it). `xU2` are two
@@ -77,30 +80,23 @@ def compact_text(data: Mapping[str, Any]) -> str:
 
 def _state_words(facts: Facts) -> Iterator[str]:
     held = facts.inventory
-    yield from (f"{_VITAL_WORDS[name]}{held[name]}" for name in VITALS)
+    yield from (f"{word}{held[name]}" for name, word in VITAL_WORDS.items())
     yield "asleep" if facts.sleeping else "dark" if facts.dark else "day"
     yield from (f"facing-{facts.facing}", f"@{facts.target}")
     yield from (f"{direction}={kind}" for direction, kind in facts.neighbours.items())
-    yield from (f"{name}{held[name]}" for name in MATERIALS)
+    yield from (f"{name}{held[name]}" for name in HELD)
     yield from (name if held[name] else f"no-{name}" for name in TOOLS)
-    yield from (f"{'near' if name in facts.near else 'far'}-{name}" for name in ("table", "furnace"))
+    yield from (f"{'near' if name in facts.near else 'far'}-{name}" for name in NEAR)
     yield from (f"todo-{name}" for name in TODO if name not in facts.achievements)
 
 
 def _walk_words(walk: Walk) -> Iterator[str]:
-    yield from (f"{'x' if leg.dig else ''}{_LETTER[leg.direction]}{leg.count}" for leg in walk.legs)
+    yield from (f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{leg.count}" for leg in walk.legs)
     if walk.more:
         yield "more"
 
 
 def _news_words(news: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"+{name}" for name in news["unlocked"])
-    yield from (word for word, happened in _happened(news) if happened)
-
-
-def _happened(news: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
-    return (
-        ("hurt", news["health_change"] < 0),
-        ("no-effect", news["no_effect"]),
-        ("invalid", news["invalid"] is not None),
-    )
+    happened = (news["health_change"] < 0, news["no_effect"], news["invalid"] is not None)
+    yield from (word for word, is_so in zip(NEWS_WORDS, happened, strict=True) if is_so)

@@ -73,7 +73,7 @@ def step(cell: Cell, direction: str) -> Cell:
 
 
 def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
-    """The cheapest way to every known cell that can be entered or bumped into; among equals one with few turns.
+    """The cheapest way to every known cell that can be entered or bumped into; among equals a straight one.
 
     Args:
         ground: what is known; unknown cells and everything but grass, sand and path block.

@@ -17,7 +17,7 @@ from trainer_backend.core.losses import (
 CLIP = LossConfig(clip_low=0.2, clip_high=0.28)
 OLD = torch.tensor([-1.0, -1.0, -1.0, -1.0])
 NEW = torch.tensor([-0.5, -1.5, 0.5, -1.1])
-ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, -1.0])
+ADVANTAGES = torch.tensor([1.0, 2.0, -1.0, -3.0])
 WEIGHTS = torch.full((4,), 0.25)
 
 
@@ -29,13 +29,13 @@ def loss_and_gradient(new, old, advantages, weights, config=CLIP):
 
 
 def test_the_loss_and_its_gradient_by_hand():
-    # ratios e^.5, e^-.5, e^1.5, e^-.1. Positive: 1.28 (held), e^-.5; negative: -e^1.5, -e^-.1 (both free:
-    # 0.905 is inside the range, and a bad token that became likelier is never held)
+    # ratios e^.5, e^-.5, e^1.5, e^-.1. The first is held at 1.28; the others are free: a good token that became
+    # unlikelier and a bad one that became likelier are never held, and e^-.1 = 0.905 is inside the range
     loss, gradient = loss_and_gradient(NEW, OLD, ADVANTAGES, WEIGHTS)
-    expected = -(1.28 + math.exp(-0.5) - math.exp(1.5) - math.exp(-0.1)) / 4
+    expected = -(1.28 + 2 * math.exp(-0.5) - math.exp(1.5) - 3 * math.exp(-0.1)) / 4
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert gradient.tolist() == pytest.approx(
-        [0.0, -math.exp(-0.5) / 4, math.exp(1.5) / 4, math.exp(-0.1) / 4], rel=1e-6
+        [0.0, -2 * math.exp(-0.5) / 4, math.exp(1.5) / 4, 3 * math.exp(-0.1) / 4], rel=1e-6
     )
 
 
@@ -115,8 +115,9 @@ def test_a_weighted_sum_masks_before_it_multiplies():
 
 def test_behaviour_weights_are_ratios_with_a_cap_and_without_gradient():
     proximal = torch.tensor([0.0, math.log(1.5), math.log(9.0), -500.0], requires_grad=True)
-    weights = truncated_weights(proximal, torch.zeros(4), cap=2.0)
+    weights = truncated_weights(proximal - 1.0, torch.full((4,), -1.0), cap=2.0)
     assert weights.tolist() == pytest.approx([1.0, 1.5, 2.0, math.exp(-20)])
+    assert truncated_weights(torch.zeros(1), torch.zeros(1), cap=0.5).item() == 0.5
     assert not weights.requires_grad
 
 
@@ -130,6 +131,10 @@ def test_a_cap_that_truncates_nothing_or_everything_is_refused(cap):
     ("low", "high", "message"),
     [(-0.1, 0.2, "clip_low"), (1.1, 0.2, "clip_low"), (0.2, -0.1, "clip_high"), (0.2, math.inf, "clip_high")],
 )
+def test_the_widest_and_the_narrowest_clip_range_are_allowed():
+    assert LossConfig(0.0, 0.0) != LossConfig(1.0, 9.0)
+
+
 def test_a_clip_range_without_a_meaning_is_refused(low, high, message):
     with pytest.raises(ValueError, match=message):
         LossConfig(low, high)
@@ -152,6 +157,13 @@ def test_a_negative_advantage_is_held_at_the_low_end():
     one = torch.ones(1)
     metrics = clip_metrics(-one, one * 0, -one, one, CLIP)
     assert (metrics["loss/clip_low_share"], metrics["loss/clip_high_share"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(("log_ratio", "advantage"), [(0.1, 1.0), (-0.1, -1.0), (1.0, 0.0), (-1.0, 0.0)])
+def test_inside_the_range_or_without_advantage_nothing_is_held(log_ratio, advantage):
+    one = torch.ones(1)
+    metrics = clip_metrics(one * log_ratio, one * 0, one * advantage, one, CLIP)
+    assert (metrics["loss/clip_low_share"], metrics["loss/clip_high_share"]) == (0.0, 0.0)
 
 
 def test_metrics_of_cuts_merge_to_those_of_the_whole_and_padding_is_not_read():

@@ -49,11 +49,12 @@ def test_groups_do_not_mix_and_may_come_in_any_order():
 
 
 def test_a_lone_score_and_a_group_without_spread_have_advantage_0_and_are_counted():
-    episodes = group([7.0], "lone") + group([2.0, 2.0], "flat") + group([0.0, 1.0], "live")
+    episodes = group([7.0], "lone") + group([2.0, 2.0], "flat")
+    episodes += group([0.0, 1.0], "live") + group([5.0, 3.0], "alive")
     result = grpo(episodes, CONFIG)
     assert firsts(result)[:3] == [0.0, 0.0, 0.0]
     assert result.diagnostics == {
-        "advantages/groups": 3.0,
+        "advantages/groups": 4.0,
         "advantages/groups_without_spread": 1.0,
         "advantages/lone_episodes": 1.0,
     }

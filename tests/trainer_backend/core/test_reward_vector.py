@@ -118,6 +118,7 @@ def test_a_causal_horizon_pays_the_same_whatever_follows():
     causal = {"horizon": "max_decisions", "max_decisions": 10}
     assert first_reward(2, **causal) == first_reward(10, **causal) == 1 + 0.25 * 10
     assert first_reward(2) == 1.5  # the realised length looks into the future
+    assert first_reward(2, horizon="realised", max_decisions=10) == 1.5  # the limit alone changes nothing
     assert first_reward(10) == 3.5
 
 

@@ -1,11 +1,12 @@
 """Stock crafter with the one ordering fix: what the engine must equal, draw for draw."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import crafter
 import numpy as np
 
+from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
 from task_app.environments.crafter.grid import chunk_bounds
 from task_app.environments.crafter.state import GameState
 from task_app.environments.crafter.world import KINDS
@@ -67,3 +68,46 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, np.ndarray):
         return bool((ours == theirs).all())
     return bool(ours == theirs)
+
+
+class Duel:
+    """The same game on the reference and on the engine, compared in everything after every step."""
+
+    def __init__(self, seed: int) -> None:
+        self.reference, self.engine = ReferenceEnv(seed=seed), CrafterEngine(seed)
+        self.reference.reset()
+        self.engine.reset()
+        self.unequal = differences(self.engine.capture(), reference_state(self.reference))
+
+    def refill(self, names: Iterable[str]) -> None:
+        """Set these items to 9 on both sides."""
+        for name in names:
+            self.engine.inventory[name] = self.reference._player.inventory[name] = 9
+
+    def step(self, action: int) -> bool:
+        """Make one step on both sides; say whether the episode goes on."""
+        _, reward, done, _ = self.reference.step(action)
+        ours = self.engine.act(action)
+        self.unequal = differences(self.engine.capture(), reference_state(self.reference))
+        if ours != reward:
+            self.unequal.append(f"reward {ours} for {reward}")
+        if self.engine.over != bool(done):
+            self.unequal.append("over")
+        return not self.engine.over
+
+
+def compare_episode(seed: int, most_steps: int, *, refill_every: int | None = None) -> tuple[Duel, int]:
+    """Play at random until the end or the first difference.
+
+    With `refill_every`, the whole inventory is set to 9 that often, so that all crafting and placing happens.
+    Returns the duel (its `unequal` is empty when nothing differed) and the number of steps.
+    """
+    duel, rng = Duel(seed), np.random.default_rng(seed)
+    for step in range(most_steps):
+        if duel.unequal:
+            return duel, step
+        if refill_every and step % refill_every == 0:
+            duel.refill(list(duel.engine.inventory))
+        if not duel.step(int(rng.integers(len(ACTIONS)))):
+            return duel, step + 1
+    return duel, most_steps

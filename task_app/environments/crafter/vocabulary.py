@@ -1,0 +1,41 @@
+"""Every word that the compact text can hold: a tokenizer built from this list has no unknown words."""
+
+from itertools import product
+
+from task_app.environments.crafter.landmarks import KINDS, THINGS
+from task_app.environments.crafter.rules import ACHIEVEMENTS, MATERIALS, RULES
+from task_app.environments.crafter.text import (
+    HELD,
+    LEG_LETTERS,
+    LIGHT_WORDS,
+    NEAR,
+    NEWS_WORDS,
+    TODO,
+    TOOLS,
+    VITAL_WORDS,
+)
+from task_app.environments.crafter.view import COLUMNS, ROWS, VOID
+from task_app.environments.crafter.walks import DIRECTIONS
+
+_LONGEST_LEG = {"left": COLUMNS - 1, "right": COLUMNS - 1, "up": ROWS - 1, "down": ROWS - 1}
+
+
+def compact_vocabulary() -> tuple[str, ...]:
+    """All words of the compact text, sorted, each once; `more` tells that a walk goes on."""
+    seen = sorted({*MATERIALS, *THINGS, VOID})
+    words = {*KINDS, *LIGHT_WORDS, *NEWS_WORDS, *TOOLS, "more"}
+    words |= {
+        f"{word}{count}" for name, word in VITAL_WORDS.items() for count in range(RULES.item_max[name] + 1)
+    }
+    words |= {f"{name}{count}" for name in HELD for count in range(RULES.item_max[name] + 1)}
+    words |= {f"no-{name}" for name in TOOLS} | {f"todo-{name}" for name in TODO}
+    words |= {f"+{name}" for name in ACHIEVEMENTS} | {f"@{name}" for name in seen}
+    words |= {f"{direction}={name}" for direction, name in product(DIRECTIONS, seen)}
+    words |= {f"facing-{direction}" for direction in DIRECTIONS}
+    words |= {f"{prefix}-{name}" for prefix, name in product(("near", "far"), NEAR)}
+    words |= {
+        f"{dig}{LEG_LETTERS[direction]}{count}"
+        for dig, direction in product(("", "x"), DIRECTIONS)
+        for count in range(1, _LONGEST_LEG[direction] + 1)
+    }
+    return tuple(sorted(words))

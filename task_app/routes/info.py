@@ -1,0 +1,131 @@
+"""What this task app hosts: /info for the whole service, /task_info for its tasks.
+
+Both known shapes of /info are there at once: `service.task`, `dataset`, `capabilities`, `limits` of the one,
+`service.endpoints` and `inference.endpoints` of the other.
+"""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from shared_schemas.rollouts import Seed
+from task_app.errors import InvalidRequest, boundary
+from task_app.protocols import Environment
+from task_app.routes.service import SERVICE
+from task_app.routes.wire import observation_json
+from task_app.services import Services, services_of
+
+router = APIRouter(tags=["info"])
+
+SEED_RANGE = [0, 2**31 - 2]
+ENDPOINTS = {
+    "env": ["/env/create", "/env/reset", "/env/step", "/env/terminate"],
+    "policy": ["/policy/create", "/policy/step", "/policy/terminate"],
+    "rollouts": ["/rollouts", "/rollouts/ack", "/rollouts/{rollout_id}"],
+    "info": ["/", "/health", "/info", "/task_info"],
+}
+
+
+@router.get("/info")
+async def info(request: Request) -> dict[str, Any]:
+    """The service: what it offers, and its bounds."""
+    services = services_of(request)
+    return {
+        "service": {
+            "name": SERVICE,
+            "task": sorted(services.boards.environments),
+            "version": request.app.version,
+            "base_url": str(request.base_url).rstrip("/"),
+            "endpoints": ENDPOINTS,
+            "instance_id": services.instance_id,
+        },
+        "dataset": {"seed_range": SEED_RANGE, "splits": ["train"]},
+        "rubrics": None,
+        "inference": {
+            "base_url": None,
+            "endpoints": {"chat_completions": "/v1/chat/completions"},
+            "default_model": None,
+            "supports_proxy": False,
+            "allowed_hosts": list(services.settings.allowed_inference_hosts),
+        },
+        "capabilities": _capabilities(services),
+        "limits": services.settings.limits(),
+        "environments": {
+            name: plugin.config.model_json_schema() for name, plugin in services.boards.environments.items()
+        },
+        "policies": {
+            name: plugin.config.model_json_schema() for name, plugin in services.boards.policies.items()
+        },
+    }
+
+
+@router.get("/task_info")
+async def task_info(
+    request: Request,
+    seed: Annotated[tuple[Seed, ...], Query()] = (),
+    seeds: Annotated[tuple[Seed, ...], Query()] = (),
+    env_name: Annotated[str | None, Query(max_length=200)] = None,
+) -> Any:
+    """The set of tasks; with one `seed` that task, with several (also as `seeds`) a list of them."""
+    services = services_of(request)
+    wanted = (*seed, *seeds)
+    if len(wanted) > services.settings.max_seeds_per_request:
+        raise InvalidRequest(
+            f"{len(wanted)} seeds; at most {services.settings.max_seeds_per_request}", where="seed"
+        )
+    name = env_name or next(iter(services.boards.environments))
+    environment = services.boards.environment(name, {})
+    if not wanted:
+        return {
+            "taskset": _taskset(name, environment),
+            "environments": sorted(services.boards.environments),
+        }
+    found = [await _task(services, environment, number) for number in wanted]
+    return found[0] if len(found) == 1 else found
+
+
+def _capabilities(services: Services) -> dict[str, Any]:
+    return {
+        "supports_rollout": True,
+        "supports_env_lifecycle": True,
+        "supports_decision_rewards": True,
+        "requires_api_key_header": True,
+        "environments": sorted(services.boards.environments),
+        "policies": sorted(services.boards.policies),
+    }
+
+
+def _taskset(env_name: str, environment: Environment) -> dict[str, Any]:
+    return {
+        "id": f"{env_name}_procedural",
+        "name": env_name,
+        "version": "1.0.0",
+        "splits": ["train"],
+        "default_split": "train",
+        "description": f"one task a seed; scored by the {environment.outcome_definition}",
+        "seed_range": SEED_RANGE,
+        "default_seed": 0,
+    }
+
+
+async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
+    """One seed, with what its world shows at the start."""
+    with boundary("environment.reset"):
+        observation = await asyncio.to_thread(environment.reset, seed)
+    return {
+        "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
+        "environment": environment.name,
+        "environments": [environment.name],
+        "action_space": {
+            "type": "tool_calls",
+            "tools": [tool.model_dump(mode="json") for tool in environment.tools()],
+        },
+        "observation": {"seed": seed, **observation_json(observation)},
+        "dataset": {"seed": seed, "seed_range": SEED_RANGE},
+        "rubric": None,
+        "inference": {"supports_proxy": False},
+        "capabilities": _capabilities(services),
+        "limits": services.settings.limits(),
+        "task_metadata": {"seed": seed},
+    }

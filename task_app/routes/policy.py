@@ -1,0 +1,151 @@
+"""/policy: a policy that the caller asks itself, bound to an environment or fed with observations."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field, SecretStr, ValidationError
+from starlette.responses import JSONResponse, Response
+
+from shared_schemas.base import OpenBody
+from shared_schemas.messages import Message
+from shared_schemas.trajectory import StepMetadata
+from task_app.actions import ReadAction, read_action
+from task_app.complaints import invalid
+from task_app.decisions import NO_METADATA
+from task_app.errors import InvalidRequest, boundary
+from task_app.protocols import Environment, Observation, PolicyObservation
+from task_app.records import Choice
+from task_app.routes.wire import messages_json, tool_calls_json
+from task_app.services import Services, services_of
+from task_app.sessions import PolicySession
+from task_app.switches import agreed_step_rewards, take_step_rewards
+
+router = APIRouter(prefix="/policy", tags=["policy"])
+
+
+class PolicyCreate(OpenBody):
+    policy_name: str = Field(max_length=200)
+    config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
+    inference_key: SecretStr | None = Field(default=None, description="for config.inference_url alone")
+    bound_env_id: str | None = Field(default=None, max_length=200)
+    env_name: str | None = Field(default=None, description="words the prompts of an unbound policy")
+    env_config: dict[str, Any] = Field(default_factory=dict)
+    rl_run_id: str | None = Field(default=None, max_length=200)
+
+
+class PolicyStep(OpenBody):
+    policy_id: str = Field(min_length=1, max_length=200)
+    observation: dict[str, Any] | None = Field(
+        default=None,
+        description="for an unbound policy: {messages} or {text, data}; a bound one reads its environment",
+    )
+    dry_run: bool = Field(default=False, description="build the prompt, ask nobody")
+
+
+class PolicyTerminate(OpenBody):
+    policy_id: str = Field(min_length=1, max_length=200)
+
+
+@router.post("/create")
+async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
+    """Make a policy. Bound to an environment, its training switches reach that environment too."""
+    services = services_of(request)
+    services.policies.check_capacity()
+    config, switches = take_step_rewards(body.config, where="config")
+    context = services.policy_context(inference_key=body.inference_key)
+    policy = services.boards.policy(body.policy_name, config, context)
+    session = PolicySession(policy=policy, bound_env_id=body.bound_env_id)
+    if body.bound_env_id is not None:
+        environment = services.environments.get(body.bound_env_id, where="bound_env_id")
+        found = environment.switches | switches
+        environment.step_rewards, environment.switches = agreed_step_rewards(found), found
+    elif body.env_name is not None:
+        session.environment = services.boards.environment(body.env_name, body.env_config)
+    return {"policy_id": services.policies.add(session), "bound_env_id": body.bound_env_id}
+
+
+@router.post("/step")
+async def step(request: Request, body: PolicyStep) -> Response:
+    """Choose the next tool calls; `meta.decision_rewards` is what the last decision in the bound env earned."""
+    services = services_of(request)
+    session = services.policies.get(body.policy_id, where="policy_id")
+    async with session.lock:
+        seen, environment, metadata = _observe(services, session, body)
+        tools = [tool.model_dump(mode="json") for tool in environment.tools()] if environment else []
+        meta: dict[str, Any] = {"policy_name": session.policy.name}
+        meta |= metadata.model_dump(mode="json", exclude_none=True)
+        if body.dry_run:
+            meta |= {"dry_run": True, "messages": messages_json(seen.messages), "tools": tools}
+            return JSONResponse({"tool_calls": [], "meta": meta})
+        started_s = time.perf_counter()
+        with boundary(f"policy {session.policy.name}"):
+            choice = Choice(*_named(await session.policy.get_action(seen, tools)))
+            read = read_action(choice.action)
+        session.turn += 1
+        meta |= _choice_meta(choice, read)
+        meta |= {"turn": session.turn, "policy_s": time.perf_counter() - started_s}
+        return JSONResponse({"tool_calls": tool_calls_json(read), "meta": meta})
+
+
+@router.post("/terminate")
+async def terminate(request: Request, body: PolicyTerminate) -> dict[str, bool]:
+    """Forget the policy; a bound environment stays."""
+    services_of(request).policies.remove(body.policy_id, where="policy_id")
+    return {"ok": True}
+
+
+def _observe(
+    services: Services, session: PolicySession, body: PolicyStep
+) -> tuple[PolicyObservation, Environment | None, StepMetadata]:
+    """What the policy sees, whose tools it has, and what the decision before this one earned."""
+    if session.bound_env_id is not None:
+        bound = services.environments.get(session.bound_env_id, where="bound_env_id")
+        seen = PolicyObservation(bound.prompt(), bound.observation.data)
+        return seen, bound.environment, bound.metadata
+    if body.observation is None:
+        raise InvalidRequest(
+            "an unbound policy needs an observation: {messages} or {text, data}", where="observation"
+        )
+    return _brought(body.observation, session.environment), session.environment, NO_METADATA
+
+
+def _brought(observation: dict[str, Any], environment: Environment | None) -> PolicyObservation:
+    data = observation.get("data")
+    data = data if isinstance(data, dict) else {}
+    if "messages" in observation:
+        return PolicyObservation(_messages(observation["messages"]), data)
+    text = observation.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest("observation holds neither messages nor a text", where="observation")
+    if environment is None:
+        return PolicyObservation((Message(role="user", content=text),), data)
+    with boundary("environment.messages"):
+        return PolicyObservation(environment.messages(Observation(text=text, data=data), ()), data)
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("observation.messages is no list of messages", where="observation.messages")
+    try:
+        return tuple(Message.model_validate(message) for message in value)
+    except ValidationError as exc:
+        raise invalid(exc.errors(include_url=False)[0], where="observation.messages") from exc
+
+
+def _named(answer: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    action, raw, log_probs, value = answer
+    return action, raw, log_probs or {}, value
+
+
+def _choice_meta(choice: Choice, read: ReadAction) -> dict[str, Any]:
+    """What is known of the choice: its text, its exact tokens, how they were drawn."""
+    known = {name: value for name, value in choice.log_probs.items() if value is not None}
+    sampling = known.pop("sampling", None)
+    return known | {
+        "action_type": choice.action["type"],
+        "raw_policy_output": choice.raw_output,
+        "invalid_reason": read.invalid_reason,
+        "value_estimate": choice.value,
+        "sampling": sampling.model_dump(mode="json") if sampling is not None else None,
+    }

@@ -1,0 +1,47 @@
+"""Worlds made by hand for tests: an empty meadow, to which a test adds what it is about."""
+
+from dataclasses import replace
+
+from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
+from task_app.environments.crafter.grid import AREA, MATERIAL_IDS, MATERIAL_NAMES, cell_at
+from task_app.environments.crafter.world import Thing
+
+NOON, MIDNIGHT = 60, 210  # steps at which it is bright, and dark
+
+
+def meadow(place: tuple[int, int] = (32, 32), *, step: int = NOON, length: int = 10_000) -> CrafterEngine:
+    """Grass everywhere, nobody there, the player at `place` facing down, `step` steps into the episode."""
+    engine = CrafterEngine(0, length=length)
+    engine.reset()
+    grass = bytes([MATERIAL_IDS["grass"]]) * AREA**2
+    state = replace(engine.capture(), ground=grass, things=(), chunks=(), place=place)
+    return engine.restored(state, step, engine.last_health)
+
+
+def put(engine: CrafterEngine, what: str | Thing, x: int = 0, y: int = 0) -> None:
+    """Change the ground at (x, y), or add a thing where it says it is."""
+    if isinstance(what, Thing):
+        engine._world.add(what)
+    else:
+        engine._world.set_material(cell_at(x, y), MATERIAL_IDS[what])
+
+
+def ground(engine: CrafterEngine, x: int, y: int) -> str:
+    return MATERIAL_NAMES[engine._world.materials[cell_at(x, y)]]
+
+
+def act(engine: CrafterEngine, *names: str) -> float:
+    """Do the named actions; the reward of the last one."""
+    return [engine.act(ACTIONS.index(name)) for name in names][-1]
+
+
+def draws_between(before: CrafterEngine, after: CrafterEngine, most: int = 4000) -> int:
+    """How many doubles (two words each) the generator of `after` is ahead of that of `before`."""
+    probe = before.fork()
+    goal = after.capture()
+    for count in range(most):
+        state = probe.capture()
+        if state.word_position == goal.word_position and (state.words == goal.words).all():
+            return count
+        probe._world.uniform()
+    raise AssertionError(f"no meeting within {most} draws")

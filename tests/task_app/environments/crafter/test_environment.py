@@ -1,0 +1,205 @@
+"""The Crafter environment: tool calls become env steps, whatever a model writes."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.rules import ACTIONS
+from task_app.errors import EpisodeOver
+from task_app.protocols import DecisionOutcome, PastDecision, ToolRequest
+
+
+def call(*actions: Any, name: str = "interact_many") -> ToolRequest:
+    arguments = {"actions": list(actions)}
+    return ToolRequest(name, arguments, json.dumps(arguments))
+
+
+def fresh(seed: int = 3, **config: Any) -> CrafterEnvironment:
+    environment = CrafterEnvironment(CrafterConfig(**config))
+    environment.reset(seed)
+    return environment
+
+
+def test_every_action_of_a_call_is_one_env_step_with_its_reward():
+    outcome = fresh().step([call("noop", "move_left", "noop")])
+    assert outcome.executed_actions == ("noop", "move_left", "noop")
+    assert len(outcome.env_rewards) == 3
+    assert outcome.observation.data["step"] == 3
+    assert outcome.invalid_reason is None
+
+
+def test_several_calls_of_one_message_are_one_decision_in_order():
+    outcome = fresh().step([call("move_left"), call("move_up", "noop")])
+    assert outcome.executed_actions == ("move_left", "move_up", "noop")
+
+
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [
+        ([], "no tool call; call interact_many once with 1 to 8 actions"),
+        ([call("noop", name="interact")], "unknown tool 'interact'"),
+        ([ToolRequest("interact_many", None, "{oops")], "no JSON object: '{oops'"),
+        ([call()], "'actions' holds 0 names; allowed are 1 to 8"),
+        ([call(*["noop"] * 9)], "'actions' holds 9 names; allowed are 1 to 8"),
+        ([call("move_lft")], "Did you mean 'move_left'?"),
+        ([call(3)], "'actions' must hold names, not 3"),
+        ([ToolRequest("interact_many", {"action": ["noop"]})], "unknown argument 'action'"),
+        ([ToolRequest("interact_many", {"actions": "noop"})], "'actions' must be a list"),
+        ([call("noop"), call("fly")], "unknown action 'fly'"),
+    ],
+)
+def test_an_invalid_call_runs_one_noop_and_says_why(calls, reason):
+    environment = fresh()
+    outcome = environment.step(calls)
+    assert outcome.executed_actions == ("noop",)
+    assert reason in outcome.invalid_reason
+    prompt = environment.messages(outcome.observation, [PastDecision(tuple(calls), outcome)])[-1].content
+    assert f"Your last call was not carried out: {outcome.invalid_reason}" in prompt
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = (
+    st.none()
+    | st.dictionaries(st.sampled_from(["actions", "action", "x"]), JSON, max_size=2)
+    | st.fixed_dictionaries({"actions": st.lists(st.sampled_from([*ACTIONS, "left", ""]), max_size=10)})
+)
+CALLS = st.lists(
+    st.builds(
+        ToolRequest, st.sampled_from(["interact_many", "interact", ""]), ARGUMENTS, st.text(max_size=600)
+    ),
+    max_size=3,
+)
+SHARED = CrafterEnvironment(CrafterConfig(text="compact"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls=CALLS)
+def test_whatever_is_called_either_runs_as_written_or_runs_exactly_one_noop(calls):
+    try:
+        outcome = SHARED.step(calls)
+    except EpisodeOver:
+        SHARED.reset(0)
+        outcome = SHARED.step(calls)
+    if outcome.invalid_reason is None:
+        wanted = [action for each in calls for action in each.arguments["actions"]]
+        assert list(outcome.executed_actions) == wanted[: len(outcome.executed_actions)]
+        assert outcome.terminated or len(outcome.executed_actions) == len(wanted)
+    else:
+        assert outcome.executed_actions == ("noop",)
+    assert len(outcome.env_rewards) == len(outcome.executed_actions)
+
+
+def test_a_reason_found_earlier_runs_one_noop_too():
+    outcome = fresh().step([call("move_left")], invalid_reason="the answer was cut off")
+    assert (outcome.executed_actions, outcome.invalid_reason) == (("noop",), "the answer was cut off")
+
+
+def test_the_limit_truncates_and_actions_after_it_do_not_run():
+    environment = fresh(length=5)
+    outcome = environment.step([call(*["noop"] * 8)])
+    assert (outcome.truncated, outcome.terminated, len(outcome.env_rewards)) == (True, False, 5)
+    with pytest.raises(EpisodeOver):
+        environment.step([call("noop")])
+
+
+def test_death_terminates_and_the_decision_keeps_what_it_earned():
+    environment = fresh(length=5000)
+    while not (outcome := environment.step([call(*["noop"] * 8)])).terminated:
+        pass
+    assert not outcome.truncated
+    assert 1 <= len(outcome.env_rewards) <= 8
+    assert outcome.observation.data["inventory"]["health"] == 0
+    with pytest.raises(EpisodeOver):
+        environment.step([])
+
+
+def test_a_step_before_the_first_reset_is_refused():
+    with pytest.raises(EpisodeOver, match="no episode was started"):
+        CrafterEnvironment().step([])
+
+
+def play(text: str) -> list[DecisionOutcome]:
+    environment = fresh(seed=11, text=text)
+    return [environment.step([call(*ACTIONS[i : i + 5])]) for i in range(12)]
+
+
+@pytest.mark.parametrize("text", ["full", "compact"])
+def test_equal_seeds_and_calls_give_equal_outcomes(text):
+    assert play(text) == play(text)
+
+
+def test_data_is_json_and_shows_nothing_beyond_the_view():
+    data = fresh().step([call("do")]).observation.data
+    assert json.loads(json.dumps(data)) == data
+    assert [len(row) for row in data["rows"]] == [9] * 7
+    assert data["rows"][3][4] == "player"
+    assert sorted(data) == sorted(
+        [
+            "rows",
+            "facing",
+            "target",
+            "near",
+            "inventory",
+            "position",
+            "sleeping",
+            "daylight",
+            "dark",
+            "step",
+            "max_steps",
+            "achievements",
+            "news",
+        ]
+    )
+
+
+def test_the_outcome_is_the_number_of_unique_achievements():
+    environment = fresh()
+    assert environment.outcome_reward() == 0.0
+    for _ in range(20):
+        outcome = environment.step([call("do", "do", "place_plant", "move_left")])
+    counts = outcome.observation.achievements_counts
+    assert environment.outcome_reward() == sum(count > 0 for count in counts.values()) > 0
+    assert outcome.observation.data["achievements"] == sorted(name for name, n in counts.items() if n)
+
+
+def test_the_full_prompt_states_the_game_its_true_costs_and_the_last_three_calls():
+    environment = fresh()
+    past = []
+    for action in ("move_left", "move_right", "move_up", "x" * 900):
+        calls = (call(action),)
+        past.append(PastDecision(calls, outcome := environment.step(calls)))
+    system, user = environment.messages(outcome.observation, past)
+    assert "Crafter" in system.content
+    assert "place_table: uses 2 wood" in system.content or "place_table: uses 1 wood" in system.content
+    shown = user.content.split("Previous tool calls (most recent first):\n")[1].split("\n")
+    assert len(shown[0]) == 2 + 500
+    assert shown[1:3] == [
+        '- interact_many: {"actions":["move_up"]}',
+        '- interact_many: {"actions":["move_right"]}',
+    ]
+
+
+def test_without_a_past_the_prompt_says_none_and_compact_is_one_message():
+    environment = CrafterEnvironment()
+    assert environment.messages(environment.reset(1), ())[1].content.endswith("(most recent first):\n- none")
+    compact = CrafterEnvironment(CrafterConfig(text="compact"))
+    observation = compact.reset(1)
+    (message,) = compact.messages(observation, ())
+    assert (message.role, message.content) == ("user", observation.text)
+
+
+def test_the_tool_bounds_the_actions_and_the_config_refuses_what_it_does_not_know():
+    (tool,) = CrafterEnvironment(CrafterConfig(max_actions=4)).tools()
+    assert tool.function.parameters["properties"]["actions"]["maxItems"] == 4
+    for bad in ({"max_actions": 9}, {"max_actions": 0}, {"text": "short"}, {"lenght": 5}):
+        with pytest.raises(ValidationError):
+            CrafterConfig(**bad)

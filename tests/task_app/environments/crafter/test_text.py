@@ -1,0 +1,220 @@
+"""The two text styles, on views drawn by hand and on real play."""
+
+import random
+import re
+from typing import Any
+
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
+from task_app.environments.crafter.prompt import NO_NEWS
+from task_app.environments.crafter.rules import ACTIONS, RULES
+from task_app.environments.crafter.text import (
+    HELD,
+    LEG_LETTERS,
+    TODO,
+    TOOLS,
+    VITAL_WORDS,
+    compact_text,
+    full_text,
+)
+from task_app.environments.crafter.vocabulary import compact_vocabulary
+from task_app.environments.crafter.walks import Leg, Walk
+from task_app.policies.crafter_teacher import decide
+from task_app.protocols import ToolRequest
+
+LETTERS = {
+    ".": "grass", "~": "water", "T": "tree", "#": "stone", "_": "path", "P": "player", "c": "cow",
+    "Z": "zombie", "t": "table", "f": "furnace", "L": "lava", "i": "iron", " ": "void",
+}  # fmt: skip
+
+
+def view(picture: str, *, facing: tuple[int, int] = (0, 1), **changes: Any) -> dict[str, Any]:
+    """Observation data of a view drawn with one letter a cell."""
+    rows = [[LETTERS[letter] for letter in line] for line in picture.split("\n")]
+    data: dict[str, Any] = {
+        "rows": rows,
+        "facing": list(facing),
+        "target": rows[3 + facing[1]][4 + facing[0]],
+        "near": [],
+        "inventory": dict(RULES.item_start),
+        "position": [32, 32],
+        "sleeping": False,
+        "daylight": 1.0,
+        "dark": False,
+        "step": 7,
+        "max_steps": 200,
+        "achievements": [],
+        "news": NO_NEWS,
+    }
+    return data | changes
+
+
+LAKE = "\n".join(
+    (
+        ".........",
+        "..T......",
+        ".........",
+        "....P..~~",
+        "....c..~~",
+        ".......~~",
+        ".........",
+    )
+)
+
+
+def test_the_full_text_prints_the_view_row_by_row_north_first():
+    data = view(LAKE, achievements=["collect_wood"], inventory=RULES.item_start | {"wood": 3, "health": 8})
+    assert full_text(data) == "\n".join(
+        (
+            "=== CRAFTER GAME STATE ===",
+            "Step: 7/200",
+            "Health: 8",
+            "Position: [32, 32]",
+            "Facing: [0, 1]",
+            "Inventory: food:9, drink:9, energy:9, wood:3",
+            "Achievements: collect_wood",
+            "In front: cow",
+            "Light: day",
+            "",
+            "Local Map View (9x7):",
+            "grass grass grass grass grass grass grass grass grass",
+            "grass grass tree grass grass grass grass grass grass",
+            "grass grass grass grass grass grass grass grass grass",
+            "grass grass grass grass player grass grass water water",
+            "grass grass grass grass cow grass grass water water",
+            "grass grass grass grass grass grass grass water water",
+            "grass grass grass grass grass grass grass grass grass",
+            "",
+            "Choose your next actions.",
+        )
+    )
+
+
+def test_the_full_text_says_when_it_is_dark_and_what_just_happened():
+    news = NO_NEWS | {"unlocked": ["wake_up"], "health_change": -2}
+    text = full_text(view(LAKE, dark=True, news=news))
+    assert "Light: dark (night; zombies are about)" in text
+    assert "News: unlocked wake_up\nNews: health fell by 2\n" in text
+
+
+def test_the_compact_text_of_a_hand_drawn_view():
+    words = compact_text(view(LAKE, news=NO_NEWS | {"unlocked": ["eat_cow"], "no_effect": True})).split()
+    assert words[:17] == [
+        "hp9",
+        "food9",
+        "drink9",
+        "rest9",
+        "day",
+        "facing-down",
+        "@cow",
+        "left=grass",
+        "right=grass",
+        "up=grass",
+        "down=cow",
+        "sapling0",
+        "wood0",
+        "stone0",
+        "coal0",
+        "iron0",
+        "diamond0",
+    ]
+    assert words[23:25] == ["far-table", "far-furnace"]
+    # Up, left, left: the last step bumps into the tree. The faced cow has no walk of its own.
+    assert " ".join(words[37:]) == "way D3 L1 grass L1 ground L1 water R3 tree L2 U2 +eat_cow no-effect"
+
+
+def test_walks_lead_around_what_blocks_and_never_through_lava():
+    picture = "\n".join(
+        (
+            "LLLLLLLLL",
+            "L...i...L",
+            "L.LLLLL.L",
+            "L.LLP.L.L",
+            "L.LL.LL.L",
+            "L.......L",
+            "LLLLLLLLL",
+        )
+    )
+    walks = read_facts(view(picture)).walks
+    assert walks["iron"] == Walk((Leg("down", 2), Leg("left", 3)), more=True)
+    assert "lava" not in walks
+
+
+def test_walks_go_through_stone_only_with_a_pickaxe():
+    picture = "\n".join(("#########",) * 3 + ("####P###i",) + ("#########",) * 3)
+    with_pickaxe = RULES.item_start | {"wood_pickaxe": 1}
+    assert "iron" not in read_facts(view(picture)).walks
+    assert read_facts(view(picture, inventory=with_pickaxe)).walks["iron"] == Walk(
+        (Leg("right", 3, dig=True), Leg("right", 1))
+    )
+    assert "iron xR3 R1" in compact_text(view(picture, inventory=with_pickaxe))
+
+
+def test_a_crowded_view_keeps_to_sixty_words():
+    picture = "\n".join(
+        (".Z.c.~.T.", ".#.t.f.i.", ".........", "....P....", ".........", "..Z...c..", ".~.....T.")
+    )
+    news = NO_NEWS | {"unlocked": ["collect_wood", "place_table"], "health_change": -2, "invalid": "no call"}
+    words = compact_text(view(picture, news=news)).split()
+    assert 25 <= len(words) <= 60
+    assert words[-4:] == ["+collect_wood", "+place_table", "hurt", "invalid"]
+
+
+_NAME_OF_LETTER = {letter: name for name, letter in LEG_LETTERS.items()}
+_LEG = re.compile(r"(x?)([LRUD])(\d)")
+
+
+def read_compact(text: str) -> Facts:
+    """The facts that a compact text states: proof that it says all that the memoryless teacher plays from."""
+    words = text.split()
+    counts = {word.rstrip("0123456789"): int(word[-1]) for word in words[:17] if word[-1].isdigit()}
+    inventory = {name: counts[word] for name, word in VITAL_WORDS.items()}
+    inventory |= {name: counts[name] for name in HELD}
+    inventory |= {name: int(name in words) for name in TOOLS}
+    return Facts(
+        inventory=inventory,
+        achievements=frozenset(name for name in TODO if f"todo-{name}" not in words),
+        facing=words[5].removeprefix("facing-"),
+        target=words[6].removeprefix("@"),
+        neighbours=dict(word.split("=") for word in words[7:11]),
+        near=frozenset(name for name in ("table", "furnace") if f"near-{name}" in words),
+        walks=_walks(words[25:]),
+        sleeping=words[4] == "asleep",
+        dark=words[4] == "dark",
+    )
+
+
+def _walks(words: list[str]) -> dict[str, Walk]:
+    walks: dict[str, Walk] = {}
+    kind = ""
+    for word in words:
+        if word in KINDS:
+            kind, walks[word] = word, Walk(())
+        elif word == "more":
+            walks[kind] = Walk(walks[kind].legs, more=True)
+        elif match := _LEG.fullmatch(word):
+            leg = Leg(_NAME_OF_LETTER[match[2]], int(match[3]), dig=bool(match[1]))
+            walks[kind] = Walk((*walks[kind].legs, leg))
+    return walks
+
+
+def test_in_play_the_compact_text_has_25_to_60_words_of_the_vocabulary_and_determines_the_teacher():
+    vocabulary, differing, total = set(compact_vocabulary()), 0, 0
+    source = random.Random(0)
+    for seed in range(6):
+        environment = CrafterEnvironment(CrafterConfig(text="compact", max_actions=4))
+        observation = environment.reset(seed)
+        for _ in range(40):
+            words = observation.text.split()
+            assert 25 <= len(words) <= 60 and vocabulary.issuperset(words)
+            actions = decide(read_facts(observation.data), max_actions=4)
+            differing += decide(read_compact(observation.text), max_actions=4) != actions
+            total += 1
+            if source.random() < 0.3:
+                actions = source.choices(ACTIONS, k=4)
+            outcome = environment.step([ToolRequest("interact_many", {"actions": actions})])
+            observation = outcome.observation
+            if outcome.terminated:
+                break
+    # Only a view too crowded for sixty words can hide what the teacher acts on.
+    assert differing / total < 0.01

@@ -1,0 +1,191 @@
+"""RLRolloutWorker over the counting environment: what every step carries, and how an episode ends."""
+
+import pytest
+from counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
+
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import RolloutLimits
+from shared_schemas.trajectory import StopReason
+from task_app.episode import RLRolloutWorker
+from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, PolicyUnavailable
+
+ON = StepRewards(enabled=True, mode="decision_stepwise")
+TEXT = {"type": "text", "content": "I think."}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def tick(self) -> None:
+        self.now_s += 1.0
+
+
+def worker(*moves, length=1_000, step_rewards=ON, policy=None, clock=None, **limits):
+    return RLRolloutWorker(
+        environment=CountingEnvironment(CountingConfig(length=length)),
+        agent_policy=policy or PlannedPolicy(*moves),
+        seed=7,
+        limits=RolloutLimits(**{"max_decisions": 3, **limits}),
+        step_rewards=step_rewards,
+        **({"clock": clock} if clock else {}),
+    )
+
+
+async def played(*moves, **options):
+    one = worker(*moves, **options)
+    await one.run_episode()
+    return one.trajectory()
+
+
+async def test_every_step_carries_what_the_design_says():
+    trajectory = await played(add("a"), add("a", "b"), add("x"))
+    first, second, third = trajectory.steps
+    assert [step.turn for step in trajectory.steps] == [1, 2, 3]
+    assert [step.env_rewards for step in trajectory.steps] == [(1.0,), (0.0, 1.0), (0.0,)]
+    assert second.observation_data.achievements_counts == {"a": 1, "b": 0}
+    assert second.observation_data.achievements_status == {"a": True, "b": False}
+    assert second.observation_data.reward_last_step == 1.0
+    assert second.next_observation is not None
+    assert second.next_observation.achievements_counts == {"a": 2, "b": 1}
+    assert second.next_observation.messages == ()
+    assert second.metadata.decision_rewards is not None
+    assert second.metadata.decision_rewards.unique == ("b",)
+    assert second.metadata.decision_rewards.all == ("a", "b")
+    assert second.step_info.executed_actions == ("a", "b")
+    assert third.system_step_index == 2
+    assert first.observation_data.messages[-1].content == "step 0 past=0"
+    assert third.observation_data.messages[-1].content == "step 3 past=2"
+
+
+async def test_the_trajectory_carries_outcome_and_totals():
+    trajectory = await played(add("a"), add("b", "b"), add("x"))
+    assert (trajectory.env_name, trajectory.policy_name, trajectory.seed) == ("counting", "planned", 7)
+    assert (trajectory.outcome_reward, trajectory.env_steps) == (2.0, 4)
+    assert trajectory.outcome_definition == "number of different names counted"
+    assert trajectory.achievements_counts == {"a": 1, "b": 2}
+    assert trajectory.stop_reason is StopReason.MAX_DECISIONS
+    assert (trajectory.terminated, trajectory.truncated) == (False, True)
+
+
+async def test_only_the_last_step_is_done():
+    trajectory = await played(add("a"), add("end"))
+    assert [step.is_done for step in trajectory.steps] == [False, True]
+    last = trajectory.steps[-1]
+    assert (last.terminated, last.truncated, last.stop_reason) == (True, False, StopReason.ENVIRONMENT_DONE)
+
+
+async def test_switched_off_the_steps_are_the_same_but_for_the_record():
+    on = await played(add("a"), add("b"))
+    off = await played(add("a"), add("b"), step_rewards=StepRewards())
+    assert all(step.metadata.decision_rewards is None for step in off.steps)
+    for one, other in zip(on.steps, off.steps, strict=True):
+        assert one.observation_data == other.observation_data
+        assert one.next_observation == other.next_observation
+        assert one.env_rewards == other.env_rewards
+
+
+async def test_at_most_three_past_decisions_reach_the_prompt():
+    trajectory = await played(add("a"), max_decisions=6)
+    prompts = [step.observation_data.messages[-1].content for step in trajectory.steps]
+    assert [prompt[-1] for prompt in prompts if prompt] == ["0", "1", "2", "3", "3", "3"]
+
+
+async def test_the_conversation_holds_prompt_answer_and_result_of_each_decision():
+    _, messages, ground_truth = await worker(add("a"), TEXT, max_decisions=2).run_episode()
+    assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "user", "assistant"]
+    assert messages[-1].content == "I think."
+    assert ground_truth is None
+
+
+async def test_the_policy_cannot_change_what_was_recorded():
+    policy = PlannedPolicy(add("a"))
+    one = worker(policy=policy)
+    await one.run_episode()
+    with pytest.raises(ValueError, match="frozen"):
+        policy.seen[0].messages[0].content = "other"
+    assert one.trajectory().steps[0].observation_data.messages == policy.seen[0].messages
+
+
+async def test_a_limit_inside_the_environment_truncates():
+    trajectory = await played(add("a", "a"), length=3)
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_DONE
+    assert (trajectory.terminated, trajectory.truncated, trajectory.env_steps) == (False, True, 3)
+
+
+async def test_a_terminate_action_ends_without_an_env_step():
+    trajectory = await played(add("a"), {"type": "terminate"})
+    assert trajectory.stop_reason is StopReason.TERMINATE_ACTION
+    assert trajectory.steps[-1].env_rewards == ()
+    assert (trajectory.terminated, trajectory.truncated, trajectory.env_steps) == (True, False, 1)
+
+
+async def test_a_termination_regex_ends_after_its_decision():
+    trajectory = await played(add("a"), TEXT, add("b"), termination_regex="th[i]nk")
+    assert trajectory.stop_reason is StopReason.TERMINATION_REGEX
+    assert len(trajectory.steps) == 2
+
+
+async def test_a_model_that_never_calls_the_tool_ends_as_invalid_action():
+    trajectory = await played(TEXT, max_decisions=50, max_invalid_decisions=4)
+    assert trajectory.stop_reason is StopReason.INVALID_ACTION
+    assert len(trajectory.steps) == 4
+    assert all(step.step_info.invalid_reason for step in trajectory.steps)
+    assert all(step.env_rewards == (0.0,) for step in trajectory.steps)
+    assert (trajectory.terminated, trajectory.truncated) == (False, True)
+
+
+async def test_valid_decisions_between_do_not_reset_the_count_of_invalid_ones():
+    trajectory = await played(TEXT, add("a"), TEXT, max_invalid_decisions=2, max_decisions=9)
+    assert trajectory.stop_reason is StopReason.INVALID_ACTION
+    assert len(trajectory.steps) == 3
+
+
+async def test_a_prompt_that_no_longer_fits_ends_the_episode_at_the_last_completed_decision():
+    trajectory = await played(add("a"), ContextLengthExceeded("9 of 8 tokens"))
+    assert trajectory.stop_reason is StopReason.CONTEXT_LENGTH
+    assert (len(trajectory.steps), trajectory.truncated) == (1, True)
+
+
+async def test_a_first_prompt_that_does_not_fit_is_a_failure():
+    with pytest.raises(ContextLengthExceeded):
+        await played(ContextLengthExceeded("9 of 8 tokens"))
+
+
+async def test_slowness_after_a_completed_decision_is_data():
+    clock = Clock()
+    policy = PlannedPolicy(add("a"), on_ask=clock.tick)
+    trajectory = await played(policy=policy, clock=clock, timeout_s=2.0, max_decisions=9)
+    assert trajectory.stop_reason is StopReason.DEADLINE
+    assert (len(trajectory.steps), trajectory.wall_s) == (2, 2.0)
+    assert trajectory.steps[0].step_info.policy_s == 1.0
+
+
+async def test_a_policy_that_never_answers_runs_into_the_deadline():
+    with pytest.raises(DeadlineExceeded) as caught:
+        await played(policy=WaitingPolicy(), timeout_s=0.05)
+    assert caught.value.decisions_done == 0
+
+
+async def test_an_unavailable_policy_fails_the_episode_whatever_was_done_before():
+    one = worker(add("a"), add("a"), PolicyUnavailable("down"))
+    with pytest.raises(PolicyUnavailable) as caught:
+        await one.run_episode()
+    assert caught.value.decisions_done == 2
+
+
+async def test_a_broken_environment_is_a_critical_error():
+    one = worker(add("a"), add("boom"))
+    with pytest.raises(CriticalError, match=r"environment.step raised KeyError: 'boom'") as caught:
+        await one.run_episode()
+    assert caught.value.decisions_done == 1
+
+
+async def test_a_broken_policy_is_a_critical_error():
+    with pytest.raises(CriticalError, match="policy planned raised ZeroDivisionError"):
+        await played(ZeroDivisionError("oh"))
+    with pytest.raises(CriticalError, match="'dance'"):
+        await played({"type": "dance"})

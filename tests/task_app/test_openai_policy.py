@@ -1,0 +1,250 @@
+"""OpenAIAgentPolicy against a server on a real port: what is asked, what is read, what goes wrong."""
+
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+from fake_inference import calling, completion, fake_inference, raw, status, tokens
+from pydantic import SecretStr
+
+from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.messages import Message
+from shared_schemas.trajectory import Sampling
+from task_app.actions import NO_TOOL_CALL
+from task_app.errors import ContextLengthExceeded, PolicyUnavailable
+from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig, decision_seed
+from task_app.protocols import PolicyObservation
+
+SEEN = PolicyObservation((Message(role="user", content="hp9"),), {})
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+QUICK = {"max_attempts": 2, "retry_budget_s": 2.0}
+
+
+@asynccontextmanager
+async def asking(*answers, key=None, silent=False, path="", max_reply_bytes=1 << 20, **config):
+    """A policy and the server that it asks."""
+    async with fake_inference(*answers, silent=silent) as fake, aiohttp.ClientSession() as session:
+        yield fake, OpenAIAgentPolicy(
+            OpenAIConfig(inference_url=fake.url + path, model="job/actor", **{**QUICK, **config}),
+            session=session,
+            allowed_hosts=["127.0.0.1"],
+            rollout_id="run/train/0/1/2",
+            inference_key=key and SecretStr(key),
+            max_reply_bytes=max_reply_bytes,
+        )
+
+
+async def answer_to(*answers, **options):
+    async with asking(*answers, **options) as (_, policy):
+        return await policy.get_action(SEEN, TOOLS)
+
+
+async def test_what_is_sent():
+    async with asking(calling("a"), key="k-1", path="/v1?cid=3", temperature=0.7, top_k=5, seed=4) as (fake, policy):
+        await policy.get_action(SEEN, TOOLS)
+    assert fake.paths == ["/v1/chat/completions?cid=3"]
+    assert fake.bodies == [
+        {
+            "model": "job/actor",
+            "messages": [{"role": "user", "content": "hp9"}],
+            "tools": TOOLS,
+            "tool_choice": "auto",
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": 5,
+            "max_tokens": 64,
+            "seed": decision_seed(4, 1),
+            "return_token_ids": True,
+        }
+    ]
+    assert fake.headers[0]["authorization"] == "Bearer k-1"
+    assert fake.headers[0][ROLLOUT_HEADER.lower()] == "run/train/0/1/2"
+
+
+async def test_what_is_off_is_not_sent():
+    async with asking(calling("a"), ask_token_ids=False) as (fake, policy):
+        await policy.get_action(SEEN, None)
+    assert set(fake.bodies[0]) == {"model", "messages", "temperature", "top_p", "max_tokens"}
+    assert "authorization" not in fake.headers[0]
+
+
+async def test_the_key_of_one_policy_never_travels_with_another_on_the_same_session():
+    async with fake_inference(calling("a")) as fake, aiohttp.ClientSession() as session:
+        config = OpenAIConfig(inference_url=fake.url, model="m")
+        for key in (SecretStr("k-1"), None):
+            policy = OpenAIAgentPolicy(
+                config, session=session, allowed_hosts=["127.0.0.1"], inference_key=key
+            )
+            await policy.get_action(SEEN)
+    assert [headers.get("authorization") for headers in fake.headers] == ["Bearer k-1", None]
+
+
+def test_each_decision_has_a_sampling_seed_of_its_own():
+    seeds = [decision_seed(seed, turn) for seed in range(20) for turn in range(1, 21)]
+    assert len(set(seeds)) == 400
+    assert all(0 <= seed < 2**31 - 1 for seed in seeds)
+    assert decision_seed(1, 12) != decision_seed(11, 2)
+
+
+async def test_the_exact_tokens_of_our_gateway_are_read():
+    first = calling("a", **tokens([1, 2, 3], 0, [7, 8]))
+    second = calling("a", **tokens([9], 5, [7]))
+    async with asking(first, second, seed=1) as (fake, policy):
+        await policy.get_action(SEEN, TOOLS)
+        action, raw_output, log_probs, value = await policy.get_action(SEEN, TOOLS)
+    assert "return_token_ids" not in fake.bodies[1]
+    assert action["tool_calls"] == [{"id": "call_7", "name": "add", "arguments": '{"names": ["a"]}'}]
+    assert (raw_output, value) == ("", None)
+    assert log_probs == {
+        "prompt_ids_reused": 5,
+        "prompt_token_ids": (9,),
+        "token_ids": (7,),
+        "logprobs": (-0.5,),
+        "finish_reason": "stop",
+        "versions": ((0, 3),),
+        "sampling": Sampling(seed=decision_seed(1, 2)),
+        "model": "job/actor",
+        "prompt_tokens": 4,
+        "completion_tokens": 2,
+    }
+
+
+async def test_missing_log_probs_are_none_and_not_zero():
+    _, _, log_probs, _ = await answer_to(calling("a"))
+    assert log_probs is not None
+    assert log_probs.get("logprobs") is None
+    assert log_probs.get("token_ids") is None
+
+
+async def test_ids_that_were_never_seen_cannot_be_reused():
+    with pytest.raises(PolicyUnavailable, match="5 ids reused of 0") as caught:
+        await answer_to(calling("a", **tokens([9], 5, [7])))
+    assert caught.value.code == "inference_protocol"
+
+
+async def test_several_calls_of_a_message_are_one_action():
+    def call(name, arguments):
+        return {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    message = {"content": "ok", "tool_calls": [call("add", "{"), call("other", "{}"), call("add", {"n": 1}), 3]}
+    action, raw_output, _, _ = await answer_to(completion(message))
+    assert [(one["name"], one["arguments"]) for one in action["tool_calls"]] == [
+        ("add", "{"), ("other", "{}"), ("add", '{"n": 1}'), ("", "")
+    ]  # fmt: skip
+    assert raw_output == "ok"
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "I would move."}, "I would move."),
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"content": [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]}, "in parts"),
+        ({"content": "x", "tool_calls": []}, "x"),
+        ({"content": "x", "tool_calls": "add"}, "x"),
+    ],
+)
+async def test_a_message_without_a_call_is_text_with_a_reason(message, text):
+    action, raw_output, _, _ = await answer_to(completion(message))
+    assert action == {"type": "text", "content": text, "invalid_reason": NO_TOOL_CALL}
+    assert raw_output == text
+
+
+async def test_the_reason_of_a_server_that_could_not_parse_a_call_is_kept():
+    action, _, _, _ = await answer_to(completion({"content": "<tool"}, choice={"invalid_reason": "no end tag"}))
+    assert action["invalid_reason"] == "no end tag"
+
+
+BAD_TOKENS = tokens([1], 0, [7, 8])
+NONSENSE = {
+    "no JSON": raw("<html>"),
+    "JSON, but no object": raw("[]"),
+    "deeply nested": raw("[" * 100_000),
+    "no choices": raw("{}"),
+    "empty choices": raw('{"choices": []}'),
+    "no message": raw('{"choices": [{}]}'),
+    "lists of different length": calling(
+        "a", reply=BAD_TOKENS["reply"], choice={**BAD_TOKENS["choice"], "token_logprobs": [-1.0]}
+    ),
+    "NaN": calling("a", reply=BAD_TOKENS["reply"], choice={**BAD_TOKENS["choice"], "token_logprobs": [0, float("nan")]}),
+    "strings for ids": calling("a", reply=BAD_TOKENS["reply"], choice={**BAD_TOKENS["choice"], "token_ids": ["x", "y"]}),
+    "negative reuse": calling("a", reply={**BAD_TOKENS["reply"], "prompt_ids_reused": -1}, choice=BAD_TOKENS["choice"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+async def test_a_server_that_answers_nonsense_is_a_protocol_failure(name):
+    with pytest.raises(PolicyUnavailable) as caught:
+        await answer_to(NONSENSE[name])
+    assert caught.value.code == "inference_protocol"
+
+
+async def test_an_endless_reply_is_cut_off():
+    with pytest.raises(PolicyUnavailable, match="more than 1000 bytes") as caught:
+        await answer_to(raw("x" * 5_000), max_reply_bytes=1_000)
+    assert caught.value.code == "inference_protocol"
+
+
+async def test_a_redirect_is_not_followed():
+    def elsewhere(asked):
+        return web.Response(status=307, headers={"Location": "http://169.254.169.254/"})
+
+    with pytest.raises(PolicyUnavailable, match="status 307"):
+        await answer_to(elsewhere)
+
+
+@pytest.mark.parametrize("code", [429, 500, 503])
+async def test_later_is_tried_again_and_then_asks_for_the_whole_prompt(code):
+    async with asking(calling("a"), status(code, {"error": "busy"}), calling("b")) as (fake, policy):
+        await policy.get_action(SEEN, TOOLS)
+        action, _, _, _ = await policy.get_action(SEEN, TOOLS)
+    assert json.loads(action["tool_calls"][0]["arguments"]) == {"names": ["b"]}
+    assert [body.get("return_token_ids") for body in fake.bodies] == [True, None, True]
+
+
+async def test_a_server_that_stays_busy_is_unavailable():
+    async with asking(status(503, {})) as (fake, policy):
+        with pytest.raises(PolicyUnavailable, match="status 503") as caught:
+            await policy.get_action(SEEN, TOOLS)
+    assert (caught.value.code, len(fake.bodies)) == ("inference_unavailable", 2)
+
+
+async def test_a_server_that_is_down_is_unavailable():
+    async with fake_inference() as fake:
+        url = fake.url
+    async with aiohttp.ClientSession() as session:
+        config = OpenAIConfig(inference_url=url, model="m", **QUICK)
+        policy = OpenAIAgentPolicy(config, session=session, allowed_hosts=["127.0.0.1"])
+        with pytest.raises(PolicyUnavailable, match="ClientConnector") as caught:
+            await policy.get_action(SEEN)
+    assert caught.value.code == "inference_unavailable"
+
+
+async def test_a_server_that_is_slow_is_unavailable_after_its_attempts():
+    with pytest.raises(PolicyUnavailable, match=r"no answer within 0.05 s") as caught:
+        await answer_to(silent=True, request_timeout_s=0.05)
+    assert caught.value.code == "inference_unavailable"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"code": "context_length_exceeded", "message": "9 > 8"}},
+        {"code": "context_length_exceeded", "detail": "9 > 8", "status": 400},
+        {"error": {"code": None, "message": "This model's maximum context length is 8 tokens."}},
+    ],
+)
+async def test_a_prompt_that_does_not_fit_is_told_apart(body):
+    with pytest.raises(ContextLengthExceeded):
+        await answer_to(status(400, body))
+
+
+async def test_another_refusal_is_not_tried_again():
+    async with asking(status(404, {"error": {"message": "no model job/actor"}})) as (fake, policy):
+        with pytest.raises(PolicyUnavailable, match="no model job/actor") as caught:
+            await policy.get_action(SEEN, TOOLS)
+    assert (caught.value.code, len(fake.bodies)) == ("inference_refused", 1)

@@ -1,0 +1,103 @@
+"""What is wrong with a rollout request is said before anything runs, with its place."""
+
+import pytest
+from counting import rollout, running_app
+
+OPENAI = {"policy_name": "openai", "config": {"inference_url": "http://127.0.0.1:1", "model": "m"}}
+
+
+def openai(**config):
+    return {"policy": {**OPENAI, "config": {**OPENAI["config"], **config}}}
+
+
+BAD = {
+    "rollouts.0.env.env_name": rollout("a", env={"env_name": "countin"}),
+    "rollouts.0.env.config.lenght": rollout("a", env={"env_name": "counting", "config": {"lenght": 3}}),
+    "rollouts.0.env.config.length": rollout("a", env={"env_name": "counting", "config": {"length": 0}}),
+    "rollouts.0.policy.policy_name": rollout("a", policy={"policy_name": "opnai"}),
+    "rollouts.0.policy.config.temprature": rollout("a", **openai(temprature=1.0)),
+    "rollouts.0.policy.config.top_p": rollout("a", **openai(top_p=0.0)),
+    "rollouts.0.policy.config": rollout("a", **openai(inference_url="http://evil.example/v1")),
+    "rollouts.0.start.seed": rollout("a", start={"seed": -1}),
+    "rollouts.0.start.sed": rollout("a", start={"sed": 1}),
+    "rollouts.0.limits.max_decisions": rollout("a", limits={"max_decisions": 0}),
+    "rollouts.0.limits.termination_regex": rollout("a", limits={"termination_regex": "("}),
+    "rollouts.0.rollout_id": rollout("a b"),
+    "rollouts.0.step_rewards.mode": rollout("a", step_rewards={"mode": "decision_step"}),
+    "rollouts.0.env.config.step_rewards.modes": rollout(
+        "a", env={"env_name": "counting", "config": {"step_rewards": {"modes": "off"}}}
+    ),
+}
+
+
+@pytest.mark.parametrize("place", BAD)
+async def test_a_bad_field_is_named_with_its_place(place):
+    async with running_app() as client:
+        answer = await client.post("/rollouts", json={"rollouts": [BAD[place]]})
+        assert answer.status_code == 422
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["where"] == place, answer.text
+        assert (await client.get("/rollouts/a")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("request_body", "words"),
+    [
+        (rollout("a", env={"env_name": "countin"}), "Did you mean 'counting'?"),
+        (rollout("a", policy={"policy_name": "opnai"}), "known: openai, planned. Did you mean 'openai'?"),
+        (rollout("a", limts={}), "Did you mean 'limits'?"),
+        (rollout("a", limits={"max_decision": 3}), "Did you mean 'max_decisions'?"),
+        (rollout("a", **openai(temprature=1.0)), "Did you mean 'temperature'?"),
+        (rollout("a", start={"seed": 2**31}), "found 2147483648"),
+    ],
+)
+async def test_the_likely_intent_is_said(request_body, words):
+    async with running_app() as client:
+        answer = await client.post("/rollouts", json={"rollouts": [request_body]})
+    assert words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"{nope", "no JSON"), (b"", "body"), (b"[]", "body"), (b'{"rollouts": []}', "rollouts")]
+)
+async def test_a_body_that_is_no_batch_is_refused(content, words):
+    async with running_app() as client:
+        answer = await client.post("/rollouts", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert words in answer.json()["detail"]
+
+
+async def test_a_batch_has_a_size_limit():
+    async with running_app(max_rollouts_per_request=2) as client:
+        answer = await client.post("/rollouts", json={"rollouts": [rollout(str(i)) for i in range(3)]})
+    assert (answer.status_code, answer.json()["where"]) == (422, "rollouts")
+    assert "at most 2" in answer.json()["detail"]
+
+
+ON = {"enabled": True, "mode": "decision_stepwise"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step_rewards": ON},
+        {"env": {"env_name": "counting", "config": {"step_rewards": ON}}},
+        {"policy": {"policy_name": "planned", "config": {"step_rewards": ON}}},
+        {"policy": {"policy_name": "planned", "config": {"step_rewards": ON}}, "step_rewards": ON},
+    ],
+)
+async def test_the_switches_work_from_each_of_their_homes(changes):
+    async with running_app() as client:
+        await client.post("/rollouts", json={"rollouts": [rollout("a", **changes)]})
+        await client.get("/rollouts", params={"run_id": "r", "wait_s": 10})
+        state = (await client.get("/rollouts/a")).json()
+    records = [step["metadata"]["decision_rewards"] for step in state["trajectory"]["steps"]]
+    assert [(record["ach_delta"], record["unique_delta"]) for record in records] == [(1, 1), (1, 0)]
+
+
+async def test_two_homes_of_the_switches_must_agree():
+    policy = {"policy_name": "planned", "config": {"step_rewards": ON}}
+    body = {"rollouts": [rollout("a", policy=policy, step_rewards={**ON, "kind": "absolute"})]}
+    async with running_app() as client:
+        answer = await client.post("/rollouts", json=body)
+    assert (answer.status_code, answer.json()["where"]) == (422, "rollouts.0.step_rewards")

@@ -1,0 +1,316 @@
+"""POST, GET, DELETE /rollouts and the ack: same id = same rollout, one failure never touches another."""
+
+import asyncio
+
+import pytest
+from counting import PlannedPolicy, WaitingPolicy, add, boards, rollout, running_app
+from fake_inference import completion, fake_inference, raw
+
+from shared_schemas.rollouts import Rollout, RolloutPage
+from task_app.errors import PolicyUnavailable
+
+
+async def accept(client, *rollouts):
+    return await client.post("/rollouts", json={"rollouts": list(rollouts)})
+
+
+async def page(client, cursor=None, wait_s=20.0, run_id="r"):
+    params = {"run_id": run_id, "wait_s": wait_s} | ({"cursor": cursor} if cursor else {})
+    answer = await client.get("/rollouts", params=params)
+    assert answer.status_code == 200, answer.text
+    return RolloutPage.model_validate_json(answer.content)
+
+
+async def all_of(client, count, run_id="r"):
+    """Poll as a trainer does until `count` rollouts ended."""
+    found, cursor = {}, None
+    while len(found) < count:
+        one = await page(client, cursor, run_id=run_id)
+        cursor = one.cursor
+        found |= {rollout.rollout_id: rollout for rollout in one.rollouts}
+    return found
+
+
+def waiting_boards(count):
+    """Boards whose policy `waiting` gives out one of `policies` after the other."""
+    policies = [WaitingPolicy() for _ in range(count)]
+    given = iter(policies)
+    return policies, boards(waiting=lambda: next(given))
+
+
+WAITING = {"policy": {"policy_name": "waiting"}}
+
+
+async def test_accepted_rollouts_are_run_and_delivered():
+    async with running_app() as client:
+        answer = await accept(client, rollout("a/1"), rollout("a/2"))
+        assert answer.status_code == 202
+        assert (answer.json()["accepted"], answer.json()["known"]) == (["a/1", "a/2"], [])
+        found = await all_of(client, 2)
+    assert {one.status for one in found.values()} == {"finished"}
+    assert found["a/1"].trajectory is not None
+    assert found["a/1"].trajectory.stop_reason == "max_decisions"
+
+
+async def test_the_same_request_again_is_known_before_and_after_the_end():
+    async with running_app() as client:
+        await accept(client, rollout("a"))
+        assert (await accept(client, rollout("a"), rollout("b"))).json()["known"] == ["a"]
+        await all_of(client, 2)
+        again = (await accept(client, rollout("a"))).json()
+        assert (again["accepted"], again["known"]) == ([], ["a"])
+        assert len((await page(client)).rollouts) == 2
+
+
+async def test_twice_in_one_request_is_one_rollout():
+    async with running_app() as client:
+        answer = (await accept(client, rollout("a"), rollout("a"))).json()
+    assert (answer["accepted"], answer["known"]) == (["a"], ["a"])
+
+
+@pytest.mark.parametrize("in_one_request", [True, False])
+async def test_the_same_id_with_another_body_is_a_conflict(in_one_request):
+    first, other = rollout("a"), rollout("a", start={"seed": 2})
+    async with running_app() as client:
+        if not in_one_request:
+            await accept(client, first)
+        answer = await accept(client, rollout("new"), *([first] if in_one_request else []), other)
+        assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
+        assert answer.json()["where"] == f"rollouts.{1 + in_one_request}.rollout_id"
+        assert (await client.get("/rollouts/new")).status_code == 404, "all or nothing"
+
+
+async def test_a_retry_may_carry_a_fresh_key():
+    def with_key(key):
+        config = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
+        return rollout("a", policy={"policy_name": "openai", "config": config, "inference_key": key})
+
+    async with running_app() as client:
+        await accept(client, with_key("one"))
+        assert (await accept(client, with_key("two"))).json()["known"] == ["a"]
+
+
+async def test_a_cursor_delivers_each_rollout_once_and_none_everything_again():
+    async with running_app() as client:
+        await accept(client, rollout("a"))
+        first = await page(client)
+        await accept(client, rollout("b"))
+        second = await page(client, first.cursor)
+        assert [one.rollout_id for one in first.rollouts] == ["a"]
+        assert [one.rollout_id for one in second.rollouts] == ["b"]
+        assert [one.rollout_id for one in (await page(client)).rollouts] == ["a", "b"]
+        rest = await page(client, second.cursor)
+        assert (rest.rollouts, rest.unfinished, rest.cursor) == ((), 0, second.cursor)
+
+
+async def test_a_page_is_bounded_and_the_next_one_goes_on():
+    async with running_app(max_page_rollouts=2) as client:
+        await accept(client, *(rollout(f"{i}") for i in range(5)))
+        await all_of(client, 5)
+        sizes, cursor = [], None
+        for _ in range(4):
+            one = await page(client, cursor)
+            sizes.append(len(one.rollouts))
+            cursor = one.cursor
+    assert sizes == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("cursor", ["0123456789abcdef.3", "nonsense", "x.y.z", "."])
+async def test_a_cursor_of_another_instance_has_expired(cursor):
+    async with running_app() as client:
+        answer = await client.get("/rollouts", params={"run_id": "r", "cursor": cursor})
+    assert (answer.status_code, answer.json()["code"]) == (409, "cursor_expired")
+
+
+async def test_a_run_sees_only_its_own_rollouts():
+    async with running_app() as client:
+        await accept(client, rollout("a"), rollout("b", run_id="other"))
+        assert list(await all_of(client, 1)) == ["a"]
+        assert list(await all_of(client, 1, run_id="other")) == ["b"]
+
+
+async def test_an_unknown_run_answers_at_once_with_nothing():
+    async with running_app() as client, asyncio.timeout(5.0):
+        nothing = await page(client, run_id="nobody", wait_s=30.0)
+    assert (nothing.rollouts, nothing.unfinished) == ((), 0)
+
+
+async def test_a_long_poll_wakes_when_a_rollout_ends():
+    (policy,), plug_boards = waiting_boards(1)
+    async with running_app(plug_boards) as client, asyncio.timeout(10.0):
+        await accept(client, rollout("a", limits={"max_decisions": 1}, **WAITING))
+        polls = [asyncio.create_task(page(client, wait_s=30.0)) for _ in range(3)]
+        await policy.asked.wait()
+        assert not any(poll.done() for poll in polls)
+        policy.go.set()
+        for poll in polls:
+            assert [one.rollout_id for one in (await poll).rollouts] == ["a"]
+
+
+async def test_a_long_poll_ends_with_its_time():
+    (policy,), plug_boards = waiting_boards(1)
+    async with running_app(plug_boards) as client:
+        await accept(client, rollout("a", **WAITING))
+        nothing = await page(client, wait_s=0.05)
+        assert (nothing.rollouts, nothing.unfinished) == ((), 1)
+        await client.delete("/rollouts/a")
+
+
+async def test_a_longer_wait_than_allowed_is_refused():
+    async with running_app(max_wait_s=5.0) as client:
+        answer = await client.get("/rollouts", params={"run_id": "r", "wait_s": 6})
+    assert (answer.status_code, answer.json()["where"]) == (422, "wait_s")
+    assert "at most 5" in answer.json()["detail"]
+
+
+async def test_acknowledged_rollouts_are_forgotten_and_others_are_named():
+    (policy,), plug_boards = waiting_boards(1)
+    async with running_app(plug_boards) as client:
+        await accept(client, rollout("a"), rollout("b", run_id="other"))
+        await all_of(client, 1)
+        await all_of(client, 1, run_id="other")
+        await accept(client, rollout("c", **WAITING))
+        answer = await client.post(
+            "/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "b", "c", "nobody"]}
+        )
+        assert answer.json() == {"acked": ["a"], "unknown": ["b", "c", "nobody"]}
+        gone = await client.get("/rollouts/a")
+        assert (gone.status_code, gone.json()["code"]) == (404, "unknown_id")
+        assert (await client.get("/rollouts/c")).json()["status"] == "running"
+
+
+async def test_no_more_is_accepted_than_can_be_held_until_some_are_acknowledged():
+    async with running_app(max_rollouts_held=2) as client:
+        await accept(client, rollout("a"), rollout("b"))
+        await all_of(client, 2)
+        full = await accept(client, rollout("c"))
+        assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
+        assert full.headers["retry-after"] == "1"
+        await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a"]})
+        assert (await accept(client, rollout("c"))).status_code == 202
+
+
+async def test_at_most_so_many_run_at_once_in_order_of_acceptance():
+    policies, plug_boards = waiting_boards(3)
+    async with running_app(plug_boards, max_concurrent_rollouts=2) as client:
+        await accept(client, *(rollout(name, limits={"max_decisions": 1}, **WAITING) for name in "abc"))
+        await policies[0].asked.wait()
+        await policies[1].asked.wait()
+        states = [(await client.get(f"/rollouts/{name}")).json()["status"] for name in "abc"]
+        assert states == ["running", "running", "queued"]
+        policies[1].go.set()
+        await policies[2].asked.wait()
+        policies[0].go.set()
+        policies[2].go.set()
+        assert len(await all_of(client, 3)) == 3
+
+
+async def test_cancelling_before_the_start_while_running_twice_and_after_the_end():
+    policies, plug_boards = waiting_boards(2)
+    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
+        await accept(client, rollout("runs", **WAITING), rollout("waits", **WAITING), rollout("ends"))
+        await policies[0].asked.wait()
+        for name, words in (("waits", "before it started"), ("runs", "while it ran")):
+            for _ in range(2):
+                state = (await client.delete(f"/rollouts/{name}")).json()
+                assert (state["status"], state["failure"]["code"]) == ("cancelled", "cancelled")
+                assert words in state["failure"]["detail"]
+        found = await all_of(client, 3)
+        assert not policies[1].asked.is_set()
+        assert found["ends"].status == "finished", "the place of a cancelled one is free"
+        after = Rollout.model_validate_json((await client.delete("/rollouts/ends")).content)
+        assert (after.status, after.trajectory is None) == ("finished", False)
+        assert (await client.delete("/rollouts/nobody")).status_code == 404
+
+
+async def test_cancelling_in_the_moment_of_acceptance_ends_it_once():
+    async with running_app() as client:
+        answers = await asyncio.gather(
+            accept(client, rollout("a")), *(client.delete("/rollouts/a") for _ in range(3))
+        )
+        assert {answer.status_code for answer in answers[1:]} <= {200, 404}
+        one = await page(client)
+        assert ([ended.rollout_id for ended in one.rollouts], one.unfinished) == (["a"], 0)
+
+
+async def test_one_misbehaving_rollout_is_recorded_and_the_others_finish():
+    plug_boards = boards(
+        broken=lambda: PlannedPolicy(ZeroDivisionError("oh")),
+        down=lambda: PlannedPolicy(add("a"), PolicyUnavailable("gone")),
+    )
+    async with running_app(plug_boards) as client:
+        await accept(
+            client,
+            rollout("broken", policy={"policy_name": "broken"}),
+            rollout("down", policy={"policy_name": "down"}),
+            rollout("boom", policy={"policy_name": "planned", "config": {"names": ["boom"]}}),
+            rollout("good"),
+        )
+        found = await all_of(client, 4)
+    failures = {name: one.failure for name, one in found.items() if one.failure}
+    assert {name: failure.code for name, failure in failures.items()} == {
+        "broken": "critical_error",
+        "down": "inference_unavailable",
+        "boom": "critical_error",
+    }
+    assert failures["down"].decisions_done == 1
+    assert found["good"].status == "finished"
+    assert all(one.trajectory is None for name, one in found.items() if name != "good")
+
+
+async def test_failures_of_the_inference_server_are_recorded_with_their_code():
+    def asking(rollout_id, url, **config):
+        config = {"inference_url": url, "model": "m", "max_attempts": 1, **config}
+        return rollout(rollout_id, policy={"policy_name": "openai", "config": config})
+
+    async with fake_inference() as down:
+        nobody = down.url
+    talk = completion({"content": "I will think about it."})
+    async with (
+        fake_inference(silent=True) as slow,
+        fake_inference(raw("<html>")) as nonsense,
+        fake_inference(talk) as talker,
+        running_app() as client,
+    ):
+        await accept(
+            client,
+            asking("down", nobody),
+            asking("slow", slow.url, request_timeout_s=0.05),
+            {**asking("late", slow.url), "limits": {"timeout_s": 0.1}},
+            asking("nonsense", nonsense.url),
+            {**asking("talker", talker.url), "limits": {"max_invalid_decisions": 3}},
+        )
+        found = await all_of(client, 5)
+    codes = {name: one.failure.code for name, one in found.items() if one.failure}
+    assert codes == {
+        "down": "inference_unavailable",
+        "slow": "inference_unavailable",
+        "late": "deadline_exceeded",
+        "nonsense": "inference_protocol",
+    }
+    talked = found["talker"].trajectory
+    assert talked is not None
+    assert (talked.stop_reason, len(talked.steps)) == ("invalid_action", 3)
+
+
+async def test_the_end_of_the_service_ends_everything_and_answers_who_waits():
+    policies, plug_boards = waiting_boards(2)
+    async with running_app(plug_boards, max_concurrent_rollouts=1) as client, asyncio.timeout(10.0):
+        await accept(client, rollout("a", **WAITING), rollout("b", **WAITING))
+        await policies[0].asked.wait()
+        poll = asyncio.create_task(page(client, wait_s=30.0))
+        runner = client._transport.app.state.services.runner  # the test stands in for a signal
+        await runner.drain()
+        assert (await poll).unfinished <= 2
+        refused = await accept(client, rollout("c"))
+        assert (refused.status_code, refused.json()["code"]) == (503, "shutting_down")
+        states = [(await client.get(f"/rollouts/{name}")).json()["status"] for name in "ab"]
+    assert states == ["cancelled", "cancelled"]
+
+
+async def test_results_that_nobody_fetches_expire():
+    async with running_app(finished_expiry_s=1e-9) as client:
+        await accept(client, rollout("a"))
+        await all_of(client, 1)
+        client._transport.app.state.services.expire()
+        assert (await client.get("/rollouts/a")).status_code == 404

@@ -1,0 +1,73 @@
+"""Why an episode ends: DESIGN.md 4.5, worked by hand."""
+
+import re
+
+import pytest
+
+from shared_schemas.rollouts import RolloutLimits
+from shared_schemas.trajectory import StopReason
+from task_app.termination import EpisodeFacts, ends_by_a_limit, stop_reason
+
+LIMITS = RolloutLimits(max_decisions=3, max_invalid_decisions=2, timeout_s=10.0)
+REGEX = re.compile("I am done")
+
+# Each fact alone, in the order in which the reasons are tested.
+ALONE = {
+    StopReason.CRITICAL_ERROR: {"critical_error": True},
+    StopReason.ENVIRONMENT_DONE: {"environment_done": True},
+    StopReason.TERMINATE_ACTION: {"terminate_action": True},
+    StopReason.TERMINATION_REGEX: {"policy_output": "well, I am done."},
+    StopReason.INVALID_ACTION: {"invalid_decisions": 2},
+    StopReason.CONTEXT_LENGTH: {"context_exceeded": True},
+    StopReason.DEADLINE: {"elapsed_s": 10.0},
+    StopReason.MAX_DECISIONS: {"decisions_done": 3},
+}
+
+
+def reason_for(**facts: object) -> StopReason | None:
+    return stop_reason(EpisodeFacts(**{"decisions_done": 1, **facts}), LIMITS, termination_regex=REGEX)
+
+
+def test_an_episode_goes_on_while_no_reason_holds():
+    assert reason_for(decisions_done=2, invalid_decisions=1, elapsed_s=9.9, policy_output="go on") is None
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_each_reason_ends_an_episode_alone(reason):
+    assert reason_for(**ALONE[reason]) is reason
+
+
+def test_of_two_reasons_the_earlier_one_in_the_published_order_is_given():
+    order = [
+        "critical_error",
+        "environment_done",
+        "terminate_action",
+        "termination_regex",
+        "invalid_action",
+        "context_length",
+        "deadline",
+        "max_decisions",
+    ]
+    assert [reason.value for reason in StopReason] == order
+    for first, second in zip(list(StopReason), list(StopReason)[1:], strict=False):
+        assert reason_for(**ALONE[first], **ALONE[second]) is first
+
+
+def test_all_reasons_at_once_are_a_critical_error():
+    facts = {name: value for fact in ALONE.values() for name, value in fact.items()}
+    assert reason_for(**facts) is StopReason.CRITICAL_ERROR
+
+
+def test_without_a_pattern_no_text_ends_an_episode():
+    facts = EpisodeFacts(decisions_done=1, policy_output="I am done")
+    assert stop_reason(facts, LIMITS) is None
+
+
+def test_only_limits_cut_an_episode_off():
+    cut = {reason for reason in StopReason if ends_by_a_limit(reason)}
+    assert cut == {
+        StopReason.INVALID_ACTION,
+        StopReason.CONTEXT_LENGTH,
+        StopReason.DEADLINE,
+        StopReason.MAX_DECISIONS,
+    }

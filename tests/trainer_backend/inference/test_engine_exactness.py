@@ -1,0 +1,175 @@
+"""What the engine samples equals what a loop over plain forward calls samples, one request at a time."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.protocol import Generation
+from trainer_backend.inference.sampler import sample, stream_key, uniforms
+
+StartEngine = Callable[..., LocalEngine]
+
+
+def naive_generation(
+    model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling
+) -> tuple[list[int], list[float]]:
+    """No cache, no batch, no padding: the whole sequence through the model for every token."""
+    ids, tokens, logprobs = list(prompt), [], []
+    key = np.array([stream_key(sampling.seed or 0, prompt)], dtype=np.uint64)
+    for i in range(sampling.max_tokens):
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[:, -1]
+        token, logprob = sample(
+            logits,
+            temperatures_B=torch.tensor([sampling.temperature]),
+            top_ps_B=torch.tensor([sampling.top_p]),
+            top_ks_B=torch.tensor([sampling.top_k]),
+            uniforms_B=torch.from_numpy(uniforms(key, np.array([i], dtype=np.uint64))),
+        )
+        ids.append(int(token))
+        tokens.append(int(token))
+        logprobs.append(float(logprob))
+    return tokens, logprobs
+
+
+def mixed_requests(count: int, vocabulary: int, seed: int = 0) -> list[tuple[list[int], Sampling]]:
+    draw = random.Random(seed)
+    kinds: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.5},
+        {"top_p": 0.8},
+        {"top_k": 5},
+    ]
+    return [
+        (
+            [draw.randrange(vocabulary) for _ in range(draw.choice([1, 2, 7, 33, 60, 130]))],
+            Sampling(max_tokens=draw.randint(1, 8), seed=i, **kinds[i % len(kinds)]),
+        )
+        for i in range(count)
+    ]
+
+
+async def staggered(engine: LocalEngine, requests: list[tuple[list[int], Sampling]]) -> list[Generation]:
+    """Three callers, each sending its next request when the last was answered: joins at different times."""
+    results: list[Generation | None] = [None] * len(requests)
+
+    async def caller(first: int) -> None:
+        for i in range(first, len(requests), 3):
+            results[i] = await engine.generate(requests[i][0], requests[i][1], request_id=str(i))
+
+    await asyncio.gather(*(caller(k) for k in range(3)))
+    return [result for result in results if result is not None]
+
+
+def assert_equal_to_naive(
+    model: PreTrainedModel, requests: list[tuple[list[int], Sampling]], results: list[Generation]
+) -> None:
+    for (prompt, sampling), result in zip(requests, results, strict=True):
+        tokens, logprobs = naive_generation(model, prompt, sampling)
+        assert list(result.token_ids) == tokens
+        assert result.logprobs == pytest.approx(logprobs, abs=1e-5)
+        assert result.finish_reason == "length"
+
+
+async def test_tokens_and_logprobs_equal_an_unbatched_loop_when_requests_join_at_different_times(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    requests = mixed_requests(25, model.config.vocab_size)
+    results = await staggered(start_engine(), requests)
+    assert_equal_to_naive(model, requests, results)
+
+
+async def test_the_same_holds_when_slots_are_few_and_prefills_are_cut(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    requests = mixed_requests(12, model.config.vocab_size, seed=1)
+    engine = start_engine(slots=3, prefill_tokens=64)
+    results = await asyncio.gather(
+        *(engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
+    )
+    assert_equal_to_naive(model, requests, results)
+
+
+async def test_the_same_holds_for_grouped_query_attention_of_another_family(start_engine: StartEngine):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.1,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config).eval()
+    requests = mixed_requests(10, 300, seed=2)
+    results = await staggered(start_engine(llama), requests)
+    assert_equal_to_naive(llama, requests, results)
+
+
+async def test_greedy_equals_transformers_own_generate(start_engine: StartEngine, model: PreTrainedModel):
+    prompt = list(range(20, 60))
+    sampling = Sampling(temperature=0.0, max_tokens=20)
+    result = await start_engine().generate(prompt, sampling, request_id="a")
+    expected = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 40, dtype=torch.long), do_sample=False,
+        max_new_tokens=20, min_new_tokens=20, eos_token_id=None,
+    )  # fmt: skip
+    assert list(result.token_ids) == expected[0, 40:].tolist()
+
+
+async def test_the_same_seed_gives_the_same_tokens_whatever_the_neighbours(start_engine: StartEngine):
+    prompt, sampling = list(range(30, 70)), Sampling(seed=7, max_tokens=12)
+    alone = await start_engine().generate(prompt, sampling, request_id="alone")
+    crowded = start_engine()
+    neighbours = mixed_requests(20, 300, seed=3)
+    results = await asyncio.gather(
+        *(crowded.generate(ids, s, request_id=str(i)) for i, (ids, s) in enumerate(neighbours)),
+        crowded.generate(prompt, sampling, request_id="alone"),
+    )
+    assert results[-1].token_ids == alone.token_ids
+
+
+async def test_one_seed_for_a_whole_episode_still_draws_other_numbers_for_every_prompt(
+    start_engine: StartEngine,
+):
+    engine, sampling = start_engine(), Sampling(seed=7, max_tokens=6)
+    first = await engine.generate([5, 6, 7, 8], sampling, request_id="a")
+    again = await engine.generate([5, 6, 7, 8], sampling, request_id="b")
+    other = await engine.generate([9, 6, 7, 8], sampling, request_id="c")
+    assert first.token_ids == again.token_ids != other.token_ids
+
+
+async def test_requests_without_a_seed_differ(start_engine: StartEngine):
+    engine = start_engine()
+    a = await engine.generate([5, 6, 7], Sampling(max_tokens=16), request_id="a")
+    b = await engine.generate([5, 6, 7], Sampling(max_tokens=16), request_id="b")
+    assert a.token_ids != b.token_ids
+
+
+async def test_recomputed_logprobs_of_sampled_tokens_differ_by_less_than_a_ten_thousandth(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine()
+    prompt, sampling = list(range(40, 90)), Sampling(temperature=0.7, seed=3, max_tokens=60)
+    result = await engine.generate(prompt, sampling, request_id="a")
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *result.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    recomputed = torch.log_softmax(logits / 0.7, dim=-1).gather(1, torch.tensor(result.token_ids)[:, None])[
+        :, 0
+    ]
+    assert (recomputed - torch.tensor(result.logprobs)).abs().max() < 1e-4
+
+
+async def test_a_stop_token_ends_the_generation_and_is_its_last_token(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    prompt, sampling = list(range(40, 60)), Sampling(seed=5, max_tokens=12)
+    tokens, _ = naive_generation(model, prompt, sampling)
+    stop = tokens[4]
+    result = await start_engine(stop_ids=(stop,)).generate(prompt, sampling, request_id="a")
+    assert list(result.token_ids) == tokens[: tokens.index(stop) + 1]
+    assert result.finish_reason == "stop"

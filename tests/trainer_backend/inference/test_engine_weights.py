@@ -1,0 +1,120 @@
+"""New weights: nothing is lost, each token carries the version that sampled it, misfits are refused."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import InferenceError, WeightsRefused
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.models import build_preset, save_model_folder
+
+StartEngine = Callable[..., LocalEngine]
+PROMPT = [10, 11, 12, 13]
+
+
+def other_model(tokenizer: PreTrainedTokenizerFast, version: int) -> PreTrainedModel:
+    return build_preset("tiny-0.3m", tokenizer, seed=version + 1)
+
+
+def logprobs_under(model: PreTrainedModel, prompt: list[int], tokens: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+async def test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version_it_names(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
+):
+    engine = start_engine(slots=4)
+    models = {version: other_model(tokenizer, version) for version in range(4)}
+    finished: list[tuple[list[int], object]] = []
+
+    async def caller(k: int) -> None:
+        for t in range(12):
+            prompt = [k + 1, t + 1, 20, 21]
+            sampling = Sampling(seed=t, max_tokens=2 + (k + t) % 5)
+            finished.append((prompt, await engine.generate(prompt, sampling, request_id=f"{k}.{t}")))
+
+    async def publisher() -> None:
+        for version in (1, 2, 3):
+            await engine.load_weights(version, models[version].state_dict())
+            # The next swap comes after some more requests were answered: an event, not a time.
+            await engine.generate(PROMPT, Sampling(max_tokens=8), request_id=f"between {version}")
+
+    await asyncio.gather(*(caller(k) for k in range(6)), publisher())
+    assert len(finished) == 72
+    seen = set()
+    for prompt, result in finished:
+        ((first_token, version),) = result.versions  # drained: one version for the whole completion
+        assert first_token == 0
+        seen.add(version)
+        expected = logprobs_under(models[version], prompt, result.token_ids)
+        assert result.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    assert len(seen) > 1 and engine.version == 3
+
+
+async def test_between_pause_and_resume_a_swap_is_immediate_and_the_versions_tell_where(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
+):
+    engine = start_engine()
+    task = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000, seed=1), request_id="a"))
+    await asyncio.sleep(0)
+    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
+    await engine.pause()
+    await engine.load_weights(5, other_model(tokenizer, 5).state_dict())
+    await engine.resume()
+    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="c")
+    await engine.abort("a")
+    (zero, old), (switch, new) = (await task).versions
+    assert (zero, old, new) == (0, 0, 5) and 0 < switch < len((await task).token_ids)
+
+
+async def test_weights_come_from_a_folder_too(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    engine, new = start_engine(), other_model(tokenizer, 9)
+    save_model_folder(tmp_path, new)
+    await engine.load_weights(9, tmp_path)
+    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
+    assert result.versions == ((0, 9),)
+    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
+
+
+async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_keep_serving(
+    start_engine: StartEngine, model: PreTrainedModel, tmp_path: Path
+):
+    engine, good = start_engine(), model.state_dict()
+    norm = "model.norm.weight"
+    with pytest.raises(WeightsRefused, match=rf"missing: {norm}"):
+        await engine.load_weights(1, {name: torch.zeros_like(t) for name, t in good.items() if name != norm})
+    with pytest.raises(WeightsRefused, match="unknown: extra"):
+        await engine.load_weights(1, {**good, "extra": torch.zeros(1)})
+    with pytest.raises(WeightsRefused, match=rf"another shape: {norm} \(3,\) for \(96,\)"):
+        await engine.load_weights(1, {**good, norm: torch.zeros(3)})
+    with pytest.raises(WeightsRefused, match="no safetensors"):
+        await engine.load_weights(1, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(WeightsRefused, match="cannot be read"):
+        await engine.load_weights(1, tmp_path)
+    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
+    assert result.versions == ((0, 0),)
+    assert result.logprobs == pytest.approx(
+        logprobs_under(model, PROMPT, result.token_ids).tolist(), abs=1e-5
+    )
+
+
+async def test_weights_that_are_not_finite_give_an_error_and_not_a_token(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine()
+    await engine.load_weights(1, {name: t * torch.nan for name, t in model.state_dict().items()})
+    with pytest.raises(InferenceError, match="version 1 give logits that are not finite"):
+        await engine.generate(PROMPT, Sampling(), request_id="a")
+    await engine.load_weights(2, model.state_dict())
+    assert (await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="b")).finish_reason == "length"

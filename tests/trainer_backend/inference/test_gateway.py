@@ -1,0 +1,252 @@
+"""The gateway as the official `openai` client sees it, on a real port with a real engine."""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.problem import Problem
+from shared_schemas.trajectory import PolicyLogprobs
+from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.gateway import GatewayLimits, create_gateway
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.server import GatewayServer
+from trainer_backend.models import build_preset
+
+KEY = "key of this job"
+MODEL = "crafter/actor"
+MESSAGES = [{"role": "system", "content": "play"}, {"role": "user", "content": "wood 2 tree 1"}]
+MAX_MODEL_LEN = 256
+
+
+def calling_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """A preset whose likeliest next token is always the one after it in `<|call|> do sleep<|end|>`."""
+    chain = [tokenizer.encode(text)[0] for text in ("<|assistant|>", "<|call|>", " do", " sleep", "<|end|>")]
+    model = build_preset("tiny-0.3m", tokenizer, seed=1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        # With silent layers the logits are embedding of the last token x head: a table of transitions.
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
+        model.model.embed_tokens.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(0))
+        for token, after in pairwise(chain):
+            model.lm_head.weight[after] = model.model.embed_tokens.weight[token]
+    return model
+
+
+@pytest.fixture(scope="module")
+def url(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    engine = LocalEngine(
+        calling_model(tokenizer),
+        stop_ids=[tokenizer.eos_token_id],
+        version=4,
+        limits=EngineLimits(max_model_len=MAX_MODEL_LEN),
+    )
+    limits = GatewayLimits(max_body_bytes=100_000, default_max_tokens=16)
+    app = create_gateway(engine, tokenizer, model=MODEL, key=KEY, limits=limits, clock=lambda: 1000.0)
+    engine.start()
+    with GatewayServer(app, "127.0.0.1", 0) as base:
+        yield base
+    engine.stop()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=20) as client:
+        yield client
+
+
+def ask(http: httpx.Client, *, rollout: str = "", **changes: object) -> httpx.Response:
+    body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, **changes}
+    return http.post("/v1/chat/completions", json=body, headers={ROLLOUT_HEADER: rollout} if rollout else {})
+
+
+def test_the_openai_client_gets_tool_calls_and_logprobs(
+    client: openai.OpenAI, tools: list[dict[str, object]]
+):
+    reply = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=tools, temperature=0, logprobs=True, tool_choice="required"
+    )
+    (choice,) = reply.choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("interact_many", '{"actions": ["do", "sleep"]}')
+    assert (choice.finish_reason, choice.message.content, reply.created) == ("tool_calls", None, 1000)
+    assert [entry.token for entry in choice.logprobs.content] == ["<|call|>", " do", " sleep", "<|end|>"]
+    assert [entry.logprob for entry in choice.logprobs.content] == choice.token_logprobs
+    assert reply.usage.completion_tokens == 4
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 4
+
+
+def test_the_reply_holds_the_exact_tokens_their_version_and_the_raw_end(
+    http: httpx.Client, tools: list[dict[str, object]], tokenizer: PreTrainedTokenizerFast
+):
+    body = ask(http, rollout="r", tools=tools).json()
+    (choice,) = body["choices"]
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.decode(choice["token_ids"]) == "<|call|> do sleep<|end|>"
+    assert renderer.decode(body["prompt_token_ids"]) == renderer.prompt_text(MESSAGES, tools)
+    assert choice["sampling_finish_reason"] == "stop" and choice["logprobs"] is None
+    PolicyLogprobs(
+        prompt_ids_reused=body["prompt_ids_reused"], prompt_token_ids=body["prompt_token_ids"],
+        token_ids=choice["token_ids"], logprobs=choice["token_logprobs"], finish_reason="stop",
+        versions=choice["versions"],
+    )  # fmt: skip
+    assert choice["versions"] == [[0, 4]]
+
+
+def test_equal_rollouts_have_equal_replies(http: httpx.Client, tools: list[dict[str, object]]):
+    first, second = (ask(http, rollout=name, tools=tools).json() for name in ("x", "y"))
+    assert first["choices"] == second["choices"]
+
+
+def test_prompt_ids_are_sent_only_when_asked_for(http: httpx.Client):
+    assert "prompt_token_ids" not in ask(http).json()
+    assert len(ask(http, return_token_ids=True).json()["prompt_token_ids"]) > 0
+
+
+def test_a_prompt_that_continues_the_conversation_sends_only_what_is_new(
+    http: httpx.Client, tools: list[dict[str, object]]
+):
+    first = ask(http, rollout="c", tools=tools).json()
+    message = first["choices"][0]["message"]
+    longer = [*MESSAGES, message, {"role": "tool", "tool_call_id": "1", "content": "tree 3"}]
+    second = ask(http, rollout="c", tools=tools, messages=longer).json()
+    seen = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    assert (first["prompt_ids_reused"], second["prompt_ids_reused"]) == (0, len(seen))
+    full = ask(http, rollout="c", tools=tools, messages=longer, return_token_ids=True).json()
+    assert full["prompt_token_ids"] == seen + second["prompt_token_ids"] and full["prompt_ids_reused"] == 0
+    # the same prompt once more does not continue the last answer
+    assert ask(http, rollout="c", tools=tools, messages=longer).json()["prompt_ids_reused"] == 0
+    assert ask(http, rollout="another", tools=tools, messages=longer).json()["prompt_ids_reused"] == 0
+
+
+def test_a_call_that_cannot_be_read_comes_back_as_text_with_the_reason(http: httpx.Client):
+    choice = ask(http).json()["choices"][0]  # no tools are offered, so the short form means nothing
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "<|call|> do sleep"
+    assert "expected a tool's name" in choice["message"]["tool_call_error"]
+
+
+def test_tool_choice_none_hides_the_tools(http: httpx.Client, tools: list[dict[str, object]]):
+    assert "tool_calls" not in ask(http, tools=tools, tool_choice="none").json()["choices"][0]["message"]
+
+
+def test_models_are_listed_with_the_version_that_serves(client: openai.OpenAI):
+    (model,) = client.models.list().data
+    assert (model.id, model.policy_version, model.max_model_len) == (MODEL, 4, MAX_MODEL_LEN)
+
+
+def test_health_needs_no_key(url: str):
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/chat/completions")])
+def test_without_the_key_nothing_is_served(url: str, header: dict[str, str], method: str, path: str):
+    reply = httpx.request(method, f"{url}{path}", headers=header)
+    assert reply.status_code == 401 and KEY not in reply.text
+    assert reply.headers["content-type"] == "application/problem+json"
+    assert reply.json()["error"]["code"] == reply.json()["code"] == "invalid_api_key"
+
+
+def test_the_openai_client_understands_a_refusal(url: str):
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError, match="another key was given"),
+    ):
+        stranger.models.list()
+
+
+def test_a_full_context_is_refused_with_the_counts(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=MAX_MODEL_LEN)
+    assert caught.value.code == "context_length_exceeded"
+    long = [{"role": "user", "content": "wood " * 300}]
+    with pytest.raises(openai.BadRequestError, match=f"but the model holds {MAX_MODEL_LEN}"):
+        client.chat.completions.create(model=MODEL, messages=long)
+
+
+def test_the_counts_of_a_full_context_are_fields(http: httpx.Client):
+    problem = ask(http, max_tokens=MAX_MODEL_LEN).json()
+    assert problem["max_tokens"] == problem["max_model_len"] == MAX_MODEL_LEN and problem["prompt_tokens"] > 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "where"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": None}, 400, "messages"),
+        ({"messages": ["hello"]}, 400, "messages.0"),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content"),
+        ({"model": "crafter/actr"}, 404, "model"),
+        ({"n": 2}, 400, "n"),
+        ({"stream": True}, 400, "stream"),
+        ({"stop": ["x"]}, 400, "stop"),
+        ({"top_logprobs": 5}, 400, "top_logprobs"),
+        ({"frequency_penalty": 1}, 400, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": -5}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": 1e-9}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"top_k": -2}, 400, "top_k"),
+        ({"seed": "x"}, 400, "seed"),
+        ({"tools": {}}, 400, "tools"),
+        ({"padding": "x" * 200_000}, 413, "body"),
+    ],
+)
+def test_bad_input_is_refused_with_its_place(
+    http: httpx.Client, changes: dict[str, object], status: int, where: str
+):
+    reply = ask(http, **changes)
+    problem = reply.json()
+    assert (reply.status_code, problem["status"], problem["where"]) == (status, status, where)
+    Problem.model_validate({key: value for key, value in problem.items() if key != "error"})
+    assert problem["detail"] in problem["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"temperature": NaN}', b'"\\ud800"'])
+def test_a_body_that_is_no_request_is_refused(http: httpx.Client, body: bytes):
+    assert http.post("/v1/chat/completions", content=body).status_code == 400
+
+
+def test_a_body_without_a_declared_length_is_bounded_too(http: httpx.Client):
+    chunks = (b"x" * 10_000 for _ in range(20))
+    assert http.post("/v1/chat/completions", content=chunks).json()["code"] == "body_too_large"
+
+
+def test_unknown_routes_and_methods_answer_in_the_same_shape(http: httpx.Client):
+    assert http.get("/v1/nothing").json()["code"] == "not_found"
+    refused = http.get("/v1/chat/completions")
+    assert refused.status_code == 405 and refused.json()["code"] == "method_not_allowed"
+    assert refused.headers["content-type"] == "application/problem+json"
+
+
+def test_a_negative_seed_as_openai_allows_it_is_taken(http: httpx.Client):
+    replies = [ask(http, temperature=1, seed=-1).json()["choices"] for _ in range(2)]
+    assert replies[0] == replies[1]
+
+
+def test_a_gateway_without_a_key_cannot_be_made(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel):
+    with pytest.raises(ValueError, match="needs a key"):
+        create_gateway(LocalEngine(model, stop_ids=[]), tokenizer, model=MODEL, key="")
+
+
+def test_the_reply_is_compact_json(http: httpx.Client):
+    text = ask(http).text
+    assert text == json.dumps(json.loads(text), separators=(",", ":"))

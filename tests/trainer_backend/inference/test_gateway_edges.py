@@ -1,0 +1,137 @@
+"""Disconnects and failures, where a stand-in engine and a hand-driven connection say more than a port."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from starlette.types import Message
+from transformers import PreTrainedTokenizerFast
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import EngineStopped, PortTaken
+from trainer_backend.inference.conversations import Conversations
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.protocol import Generation, WeightSource
+from trainer_backend.inference.server import GatewayServer
+
+
+class StandInEngine:
+    """An `InferenceEngine` that waits for ever, or raises `error`."""
+
+    version = 0
+    max_model_len = 1000
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.asked = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
+        if self.error is not None:
+            raise self.error
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        raise AssertionError
+
+    async def load_weights(self, version: int, source: WeightSource | Path) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def abort(self, request_id: str) -> bool:
+        return False
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Connection:
+    """One POST /v1/chat/completions, its messages under the test's control."""
+
+    def __init__(self, engine: StandInEngine, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.app = create_gateway(engine, tokenizer, model="job/actor", key="k")
+        self.incoming: asyncio.Queue[Message] = asyncio.Queue()
+        self.sent: list[Message] = []
+
+    async def run(self) -> None:
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "root_path": "",
+            "query_string": b"", "headers": [(b"authorization", b"Bearer k")],
+        }  # fmt: skip
+
+        async def send(message: Message) -> None:
+            self.sent.append(message)
+
+        await self.app(scope, self.incoming.get, send)
+
+
+BODY = json.dumps({"model": "job/actor", "messages": [{"role": "user", "content": "a"}]}).encode()
+
+
+async def test_a_client_that_leaves_while_waiting_cancels_its_generation(tokenizer: PreTrainedTokenizerFast):
+    engine = StandInEngine()
+    connection = Connection(engine, tokenizer)
+    serving = asyncio.ensure_future(connection.run())
+    await connection.incoming.put({"type": "http.request", "body": BODY, "more_body": False})
+    await engine.asked.wait()
+    await connection.incoming.put({"type": "http.disconnect"})
+    await serving
+    await engine.cancelled.wait()
+    assert connection.sent == []
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    connection = Connection(StandInEngine(), tokenizer)
+    await connection.incoming.put({"type": "http.request", "body": BODY[:10], "more_body": True})
+    await connection.incoming.put({"type": "http.disconnect"})
+    await connection.run()
+    assert connection.sent == []
+
+
+async def answer_to(error: Exception, tokenizer: PreTrainedTokenizerFast) -> tuple[int, dict[str, object]]:
+    connection = Connection(StandInEngine(error), tokenizer)
+    await connection.incoming.put({"type": "http.request", "body": BODY})
+    await connection.run()
+    start, body = connection.sent
+    return start["status"], json.loads(body["body"])
+
+
+async def test_a_stopped_engine_is_a_503_with_its_reason(tokenizer: PreTrainedTokenizerFast):
+    status, body = await answer_to(EngineStopped("out of memory"), tokenizer)
+    assert (status, body["code"], body["detail"]) == (503, "engine_stopped", "out of memory")
+
+
+async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
+    tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+):
+    status, body = await answer_to(KeyError("secret"), tokenizer)
+    assert status == 500 and "secret" not in json.dumps(body)
+    assert "secret" in capsys.readouterr().out, "the log says it"
+
+
+def test_a_taken_port_is_an_error_that_names_it():
+    async def app(scope: object, receive: object, send: object) -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"port {port} cannot be bound"):
+            GatewayServer(app, "127.0.0.1", port).start()
+
+
+def test_the_memory_of_conversations_is_bounded_and_forgets_the_oldest_first():
+    memory = Conversations(most=2)
+    memory.remember("a", [1, 2], [3])
+    memory.remember("b", [1, 2], [3])
+    assert memory.reused("a", [1, 2, 3, 4]) == 3
+    assert memory.reused("a", [1, 2, 3]) == 3
+    assert memory.reused("a", [1, 2]) == memory.reused("a", [9, 2, 3, 4]) == memory.reused("new", [1]) == 0
+    memory.remember("a", [5], [6])
+    memory.remember("c", [1], [2])
+    assert (memory.reused("a", [5, 6]), memory.reused("b", [1, 2, 3])) == (2, 0)

@@ -1,0 +1,90 @@
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from trainer_backend.errors import BadChatRequest, ModelFolderError
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.tool_parsing import parse_turnwise
+
+USER = {"role": "user", "content": "wood 2 tree"}
+
+
+def called(arguments: object) -> dict[str, object]:
+    function = {"name": "interact_many", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+
+
+def test_a_prompt_costs_one_token_of_template_on_each_side(tokenizer: PreTrainedTokenizerFast):
+    renderer = ChatRenderer(tokenizer)
+    text = renderer.prompt_text([USER], [])
+    assert text == "<|user|>wood 2 tree<|assistant|>"
+    assert renderer.decode(renderer.encode(text)) == text
+    assert len(renderer.encode(text)) == len(renderer.encode("wood 2 tree")) + 2
+
+
+def test_a_call_is_written_as_the_parser_reads_it(
+    tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, object]]
+):
+    renderer = ChatRenderer(tokenizer)
+    message = called('{"actions": ["do", "sleep"]}')
+    whole = renderer.prompt_text([USER, message], tools, add_generation_prompt=False)
+    answer = whole.removeprefix(renderer.prompt_text([USER], tools))
+    assert answer == "<|call|> do sleep<|end|>"
+    assert len(renderer.encode(answer)) == 4, "an action is one token, a call costs two more"
+    (call,) = parse_turnwise(answer.removesuffix("<|end|>"), tools).tool_calls
+    assert call.arguments == '{"actions": ["do", "sleep"]}'
+
+
+def test_without_the_short_form_a_call_is_its_name_and_json(tokenizer: PreTrainedTokenizerFast):
+    text = ChatRenderer(tokenizer).prompt_text(
+        [called('{"actions": ["do"]}')], [], add_generation_prompt=False
+    )
+    assert text == '<|assistant|><|call|> interact_many {"actions": ["do"]}<|end|>'
+
+
+def test_arguments_that_are_no_json_object_stay_as_they_were_written(tokenizer: PreTrainedTokenizerFast):
+    renderer = ChatRenderer(tokenizer)
+    for raw in ('{"actions": ', "[1]", "[" * 100_000):
+        assert raw in renderer.prompt_text([called(raw)], [])
+
+
+def test_content_may_be_null_or_a_list_of_texts(tokenizer: PreTrainedTokenizerFast):
+    renderer = ChatRenderer(tokenizer)
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert renderer.prompt_text([parts], []) == "<|user|>ab<|assistant|>"
+    assert renderer.prompt_text([{"role": "user", "content": None}], []) == "<|user|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"content": "x"}, "messages.0.role"),
+        ({"role": 3, "content": "x"}, "messages.0.role"),
+        ({"role": "user", "content": 3}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages.0.tool_calls.0"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages.0.tool_calls.0"),
+        ({"role": "assistant", "tool_calls": 3}, "messages.0.tool_calls"),
+    ],
+)
+def test_a_message_of_another_shape_is_refused_with_its_place(
+    tokenizer: PreTrainedTokenizerFast, message: dict[str, object], where: str
+):
+    with pytest.raises(BadChatRequest) as caught:
+        ChatRenderer(tokenizer).prompt_text([message], [])
+    assert caught.value.where == where
+
+
+def test_what_a_template_refuses_is_the_callers_mistake(tokenizer: PreTrainedTokenizerFast):
+    strict = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(BadChatRequest, match="roles must alternate"):
+        ChatRenderer(strict).prompt_text([USER], [])
+
+
+def test_a_tokenizer_without_a_template_cannot_be_served(tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ModelFolderError, match="no chat template"):
+        ChatRenderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer))

@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_backend.inference.sampler import inverse_cdf, kept_tokens, sample, stream_key, uniforms
+
+
+def splitmix64(seed: int, steps: int) -> int:
+    """The published generator, in plain integers."""
+    mask = 2**64 - 1
+    state = (seed + steps * 0x9E3779B97F4A7C15) & mask
+    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def drawn(logits: Tensor, uniform: float, **options: float) -> tuple[int, float]:
+    token, logprob = sample(
+        logits[None],
+        temperatures_B=torch.tensor([options.get("temperature", 1.0)]),
+        top_ps_B=torch.tensor([options.get("top_p", 1.0)]),
+        top_ks_B=torch.tensor([int(options.get("top_k", 0))]),
+        uniforms_B=torch.tensor([uniform], dtype=torch.float64),
+    )
+    return int(token), float(logprob)
+
+
+def test_the_streams_are_those_of_splitmix64():
+    # 1234567 gives 6457827717110365317 first: the known answer of the reference implementation
+    assert splitmix64(1234567, 1) == 6457827717110365317
+    keys = np.array([1234567, 0, 2**64 - 1], dtype=np.uint64)
+    counters = np.array([0, 5, 99], dtype=np.uint64)
+    expected = [(splitmix64(int(k), int(c) + 1) >> 11) / 2**53 for k, c in zip(keys, counters, strict=True)]
+    assert uniforms(keys, counters).tolist() == expected
+
+
+def test_uniforms_are_in_the_unit_interval_and_even():
+    numbers = uniforms(np.full(100_000, 42, dtype=np.uint64), np.arange(100_000, dtype=np.uint64))
+    assert numbers.min() >= 0.0 and numbers.max() < 1.0
+    shares = np.histogram(numbers, bins=10, range=(0, 1))[0] / 100_000
+    assert np.abs(shares - 0.1).max() < 0.005  # 5 standard deviations are 0.0047
+
+
+def test_a_stream_depends_on_the_seed_and_on_the_prompt():
+    assert len({stream_key(s, p) for s in (0, 1, 2**63) for p in ([1], [1, 2], [2, 1])}) == 9
+    assert stream_key(-1, [1]) == stream_key(2**128 - 1, [1])
+
+
+def test_a_token_is_drawn_where_the_cumulated_probability_exceeds_the_uniform():
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]])
+    draws = {0.0: 0, 0.24: 0, 0.25: 2, 0.74: 2, 0.75: 3, 0.999: 3, 1.0 - 2**-53: 3}
+    for uniform, token in draws.items():
+        assert int(inverse_cdf(probs, torch.tensor([uniform], dtype=torch.float64))) == token
+
+
+def test_a_token_of_probability_zero_is_never_drawn_at_the_edges():
+    probs = torch.tensor([[0.0, 0.1, 0.0]])
+    for uniform in (0.0, 0.5, 1.0 - 2**-53):
+        assert int(inverse_cdf(probs, torch.tensor([uniform], dtype=torch.float64))) == 1
+
+
+def test_temperature_zero_takes_the_likeliest_token_with_its_untempered_logprob():
+    logits = torch.tensor([0.0, 2.0, 1.0])
+    assert drawn(logits, 0.0, temperature=0.0) == (1, pytest.approx(float(torch.log_softmax(logits, 0)[1])))
+
+
+def test_the_logprob_is_that_of_the_tempered_distribution_before_truncation():
+    logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
+    token, logprob = drawn(logits, 0.9, temperature=2.0, top_k=2, top_p=0.99)
+    assert token == 2  # of tokens 1 and 2, with masses 0.62 and 0.38 among themselves
+    assert logprob == pytest.approx(float(torch.log_softmax(logits / 2.0, 0)[2]))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "kept"),
+    [
+        (1.0, 0, [True, True, True, True]),
+        (1.0, 2, [True, False, True, False]),
+        (0.49, 0, [True, False, False, False]),  # the likeliest alone has more
+        (0.51, 0, [True, False, True, False]),
+        (1e-9, 0, [True, False, False, False]),  # one always stays
+        (0.9, 3, [True, True, True, False]),  # 0.9 of the 0.95 that top_k left is 0.855
+    ],
+)
+def test_truncation_keeps_the_smallest_set_that_reaches_the_mass(top_p: float, top_k: int, kept: list[bool]):
+    probs = torch.tensor([[0.5, 0.15, 0.3, 0.05]])
+    assert kept_tokens(probs, torch.tensor([top_p]), torch.tensor([top_k])).tolist() == [kept]
+
+
+def test_frequencies_follow_the_probabilities():
+    logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    numbers = torch.from_numpy(
+        uniforms(np.full(20_000, 9, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
+    )
+    tokens, _ = sample(
+        logits.expand(20_000, 4), temperatures_B=torch.ones(20_000), top_ps_B=None, top_ks_B=None,
+        uniforms_B=numbers,
+    )  # fmt: skip
+    shares = torch.bincount(tokens, minlength=4) / 20_000
+    assert (shares - logits.softmax(0)).abs().max() < 0.015
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_show_as_a_nan_logprob(bad: float):
+    token, logprob = drawn(torch.tensor([0.0, bad, 1.0]), 0.99)
+    assert 0 <= token < 3 and logprob != logprob
+
+
+def test_each_row_has_its_own_settings():
+    logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    tokens, _ = sample(
+        logits, temperatures_B=torch.tensor([0.0, 1.0]), top_ps_B=None, top_ks_B=None,
+        uniforms_B=torch.tensor([0.0, 0.0], dtype=torch.float64),
+    )  # fmt: skip
+    assert tokens.tolist() == [1, 0]

@@ -1,0 +1,173 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from trainer_backend.errors import ModelFolderError
+from trainer_backend.inference.tool_parsing import (
+    TOOL_PARSERS,
+    ParsedCall,
+    ParsedReply,
+    lone_list_argument,
+    parse_hermes,
+    parse_text,
+    parse_turnwise,
+    tool_parser_of,
+)
+from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
+
+
+def tool(**properties: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "act", "parameters": {"properties": properties}}}
+
+
+LIST = {"type": "array", "items": {"type": "string", "enum": ["do", "sleep"]}}
+ONE_LIST = [tool(actions=LIST)]
+
+
+def test_hermes_calls_are_found_with_text_around_them():
+    text = (
+        'Two things.\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\nand'
+        '<tool_call>{"name": "b", "arguments": {}}</tool_call>'
+    )
+    assert parse_hermes(text, []) == ParsedReply(
+        "Two things.\n\nand", (ParsedCall("a", '{"x": 1}'), ParsedCall("b", "{}"))
+    )
+
+
+def test_a_hermes_argument_may_contain_the_closing_tag():
+    arguments = {"text": "</tool_call> and <tool_call>"}
+    reply = parse_hermes(f"<tool_call>{json.dumps({'name': 'a', 'arguments': arguments})}</tool_call>", [])
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == [arguments]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('<tool_call>{"name": "a", "arguments": {}}', "</tool_call> is missing"),
+        ('<tool_call>{"name": "a", "argum', "cannot be read"),
+        ('<tool_call>["a"]</tool_call>', 'expected {"name"'),
+        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', 'expected {"name"'),
+        ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON"),
+        ("<tool_call>" + "[" * 100_000, "cannot be read"),
+        ('<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>x</tool_call>', "tool call 2"),
+    ],
+)
+def test_a_hermes_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
+    reply = parse_hermes(text, [])
+    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
+
+
+def test_the_short_form_lists_the_items_of_the_only_argument():
+    assert parse_turnwise("<|call|> do sleep do", ONE_LIST) == ParsedReply(
+        "", (ParsedCall("act", '{"actions": ["do", "sleep", "do"]}'),)
+    )
+
+
+def test_an_unknown_item_is_left_for_the_environment_to_refuse():
+    (call,) = parse_turnwise("thinking<|call|> fly", ONE_LIST).tool_calls
+    assert json.loads(call.arguments) == {"actions": ["fly"]}
+
+
+def test_the_general_form_names_the_tool_and_gives_json():
+    text = 'so<|call|> find {"query": "a b"}<|call|> act {"actions": ["do"]}'
+    assert parse_turnwise(text, [*ONE_LIST, tool(query={"type": "string"})]) == ParsedReply(
+        "so", (ParsedCall("find", '{"query": "a b"}'), ParsedCall("act", '{"actions": ["do"]}'))
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "says"),
+    [
+        ("<|call|>", ONE_LIST, "it names nothing"),
+        ("<|call|> do sleep", [], "expected a tool's name and a JSON object"),
+        ('<|call|> act {"actions": ', ONE_LIST, "cannot be read"),
+        ("<|call|> do<|call|>", ONE_LIST, "tool call 2"),
+    ],
+)
+def test_a_preset_call_that_cannot_be_read_is_text_with_the_reason(
+    text: str, tools: list[dict[str, object]], says: str
+):
+    reply = parse_turnwise(text, tools)
+    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
+
+
+def test_text_without_a_call_is_text():
+    for parse in TOOL_PARSERS.values():
+        assert parse(" just text \n", ONE_LIST) == ParsedReply(" just text \n")
+    assert parse_text("<tool_call>{}</tool_call>", ONE_LIST).tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [],
+        ONE_LIST * 2,
+        [tool(actions=LIST, other=LIST)],
+        [tool(actions={"type": "string"})],
+        [tool(actions={"type": "array", "items": {"type": "string"}})],
+        [{"type": "function"}],
+        [{"function": {"name": "a", "parameters": None}}],
+        [tool(actions=None)],
+    ],
+)
+def test_the_short_form_needs_one_tool_with_one_list_of_named_items(tools: list[dict[str, object]]):
+    assert lone_list_argument(tools) is None
+
+
+pieces = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<|call|>",
+        ' {"name": "a", "arguments": {}}',
+        "{",
+        "}",
+        '"\\ud800"',
+        " act ",
+        "\n",
+    ]
+)
+
+
+@given(st.lists(pieces | st.text(max_size=5)).map("".join), st.sampled_from([[], ONE_LIST, [{}]]))
+def test_no_text_makes_a_parser_raise_and_every_call_is_json_that_utf8_can_carry(
+    text: str, tools: list[dict[str, object]]
+):
+    for parse in TOOL_PARSERS.values():
+        reply = parse(text, tools)
+        assert not (reply.tool_calls and reply.error)
+        for call in reply.tool_calls:
+            assert isinstance(json.loads(call.arguments), dict)
+            call.name.encode()
+            call.arguments.encode()
+
+
+arguments = st.dictionaries(st.text(max_size=5), st.text(max_size=5) | st.integers() | st.none(), max_size=3)
+calls = st.lists(st.tuples(st.text(min_size=1, max_size=8), arguments), min_size=1, max_size=3)
+
+
+@given(calls)
+def test_written_hermes_calls_are_read_back(written: list[tuple[str, dict[str, object]]]):
+    text = "\n".join(
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': args})}\n</tool_call>"
+        for name, args in written
+    )
+    read = parse_hermes(text, []).tool_calls
+    assert [(call.name, json.loads(call.arguments)) for call in read] == written
+
+
+def test_the_tokenizer_says_which_format_it_is(tokenizer: PreTrainedTokenizerFast):
+    assert tool_parser_of(tokenizer) is parse_turnwise
+
+    def with_settings(template: str, **settings: str) -> PreTrainedTokenizerFast:
+        other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **settings)
+        other.chat_template = template
+        return other
+
+    assert tool_parser_of(with_settings("... <tool_call> ...")) is parse_hermes
+    assert tool_parser_of(with_settings("{{ messages }}")) is parse_text
+    with pytest.raises(ModelFolderError, match="Did you mean 'hermes'"):
+        tool_parser_of(with_settings("", **{TOOL_CALL_FORMAT_KEY: "hermse"}))

@@ -1,0 +1,135 @@
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from trainer_backend.errors import ModelFolderError
+from trainer_backend.models import (
+    PRESETS,
+    build_preset,
+    load_model_folder,
+    save_model_folder,
+    train_tokenizer,
+)
+from trainer_backend.models.tokenizer import SPECIAL_TOKENS
+
+torch.set_num_threads(1)
+
+ACTIONS = (
+    "noop", "move_left", "move_right", "move_up", "move_down", "do", "sleep", "place_stone", "place_table",
+    "place_furnace", "place_plant", "make_wood_pickaxe", "make_stone_pickaxe", "make_iron_pickaxe",
+    "make_wood_sword", "make_stone_sword", "make_iron_sword",
+)  # fmt: skip
+TEXTS = [f"hp {i % 10} wood {i % 7} stone {i % 5}\ntree 2,{i % 4} zombie" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, 1024, whole_words=ACTIONS)
+
+
+def test_every_action_and_every_frequent_word_is_one_token(tokenizer: PreTrainedTokenizerFast):
+    for word in [*ACTIONS, "wood", "stone", "zombie"]:
+        assert len(tokenizer.encode(f" {word}")) == 1, word
+    assert len(tokenizer.encode("<|call|> move_left do<|end|>")) == 4
+    assert len(tokenizer) <= 1024
+
+
+def test_every_special_token_is_one_token_and_never_part_of_a_merge():
+    tokenizer = train_tokenizer(["<|user|>wood 1<|end|>"] * 50, 400)
+    for special in SPECIAL_TOKENS:
+        assert len(tokenizer.encode(special)) == 1
+    merged = [token for token in tokenizer.get_vocab() if "<|" in token]
+    assert sorted(merged) == sorted(SPECIAL_TOKENS)
+
+
+@given(st.text())
+def test_any_text_decodes_to_exactly_what_was_encoded(text: str):
+    backend = TOKENIZER.backend_tokenizer
+    assert (
+        backend.decode(backend.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+    )
+
+
+TOKENIZER = train_tokenizer(TEXTS, 400)
+
+
+def test_training_is_deterministic(tokenizer: PreTrainedTokenizerFast):
+    again = train_tokenizer(TEXTS, 1024, whole_words=ACTIONS)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_a_vocabulary_too_small_for_the_whole_words_is_an_error_that_names_them():
+    with pytest.raises(ModelFolderError, match=r"a vocabulary of 270 splits .*move_left"):
+        train_tokenizer(TEXTS, 270, whole_words=ACTIONS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_under_a_million_parameters_and_depends_only_on_its_seed(
+    name: str, tokenizer: PreTrainedTokenizerFast
+):
+    before = torch.random.get_rng_state()
+    first, same, other = (build_preset(name, tokenizer, seed=seed).state_dict() for seed in (3, 3, 4))
+    assert sum(p.numel() for p in build_preset(name, tokenizer).parameters()) < 1_000_000
+    assert all(torch.equal(first[key], same[key]) for key in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are not touched"
+
+
+def test_an_unknown_preset_gets_a_suggestion(tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ModelFolderError, match=r"Did you mean 'tiny-0\.3m'"):
+        build_preset("tiny-0.3", tokenizer)
+
+
+def test_a_saved_folder_gives_the_same_model_tokenizer_and_template(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    model = build_preset("tiny-0.3m", tokenizer, seed=2)
+    save_model_folder(tmp_path, model, tokenizer)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    loaded, loaded_tokenizer = load_model_folder(tmp_path)
+    ids = torch.tensor([tokenizer.encode("wood 1 stone 2")])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert not loaded.training
+    assert loaded_tokenizer.chat_template == tokenizer.chat_template
+    assert loaded_tokenizer.init_kwargs["turnwise_tool_call_format"] == "turnwise"
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_folder_that_cannot_be_loaded_says_why(tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        load_model_folder(tmp_path / "nowhere")
+    with pytest.raises(ModelFolderError, match=r"no config\.json"):
+        load_model_folder(tmp_path)
+    model = build_preset("tiny-0.3m", TOKENIZER)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ModelFolderError, match="no weights"):
+        load_model_folder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(ModelFolderError, match="only pickled weights, which are refused"):
+        load_model_folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ModelFolderError, match="the model cannot be loaded"):
+        load_model_folder(tmp_path)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
+    save_model_folder(tmp_path, build_preset("tiny-0.3m", TOKENIZER), tokenizer)
+    with pytest.raises(
+        ModelFolderError, match=rf"{len(tokenizer)} tokens but the model only {len(TOKENIZER)}"
+    ):
+        load_model_folder(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
+    save_model_folder(tmp_path, build_preset("tiny-0.3m", TOKENIZER))
+    with pytest.raises(ModelFolderError, match="the tokenizer"):
+        load_model_folder(tmp_path)
