@@ -7,6 +7,11 @@ Request header ROLLOUT_HEADER names the conversation; the reply then carries the
     token_ids, token_logprobs, versions      in choices[0]
 
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
+
+With or without the header: `sampling_finish_reason` in choices[0], how sampling itself ended ("stop",
+"length" or "abort"), since OpenAI's `finish_reason` reads "tool_calls" wherever a call was parsed; and, where
+a tool call in the text could not be read, the reason as `tool_call_error` in the message, whose content is
+the raw text.
 """
 
 ROLLOUT_HEADER = "X-Turnwise-Rollout"

@@ -15,6 +15,7 @@ import uvloop
 
 from task_app.app import create_app
 from task_app.errors import SettingsError
+from task_app.logs import configure_logs
 from task_app.server import PortTaken, Server, address_of, bound_socket
 from task_app.settings import KEY_VARIABLE, settings_from_environ
 
@@ -23,9 +24,9 @@ log = structlog.get_logger("task_app")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         settings = settings_from_environ(os.environ)
+        configure_logs(settings.log_level)
         sock = bound_socket(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
         print(f"task_app: {exc}", file=sys.stderr)

@@ -9,8 +9,9 @@ from fastapi import FastAPI
 
 from task_app.auth import Keys
 from task_app.gate import Gate
+from task_app.openapi import describe, problem_responses
 from task_app.plugins import PlugBoards, default_plug_boards
-from task_app.routes import env, info, policy, rollouts, service
+from task_app.routes import env, frames, info, policy, rollouts, service
 from task_app.routes.problems import install_problem_handlers
 from task_app.services import Services
 from task_app.settings import Settings
@@ -30,12 +31,14 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
         version=version("turnwise"),
         docs_url=None,
         redoc_url=None,
+        responses=problem_responses(),
         lifespan=_lifespan,
     )
     app.state.services = services
-    for topic in (service, info, env, policy, rollouts):
+    for topic in (service, info, env, frames, policy, rollouts):
         app.include_router(topic.router)
     install_problem_handlers(app)
+    describe(app)
     app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes)
     return app
 

@@ -1,5 +1,6 @@
 """uvicorn around the task app: a port that may be taken or free, a stop that leaves nothing waiting."""
 
+import os
 import socket
 import sys
 import threading
@@ -57,6 +58,8 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                # Longer than clients keep idle connections: whoever closes first should be they.
+                timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,
             )
         )
@@ -80,7 +83,8 @@ class Server(uvicorn.Server):
         """Stop when stdin closes: the process that holds its other end has ended, however it ended."""
 
         def watch() -> None:
-            while sys.stdin.buffer.read(65_536):
+            # The descriptor itself: a thread inside sys.stdin would hold its lock when the interpreter ends.
+            while os.read(sys.stdin.fileno(), 65_536):
                 pass
             self.should_exit = True
 

@@ -5,7 +5,7 @@ that task apps have always used: `ENVIRONMENT_API_KEY`, and `ENVIRONMENT_API_KEY
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError
 
@@ -36,14 +36,15 @@ class Settings(Body):
     max_concurrent_rollouts: int = Field(default=64, ge=1, le=10_000)
     max_page_rollouts: int = Field(default=256, ge=1, le=10_000)
     finished_expiry_s: float = Field(
-        default=21_600.0, gt=0.0, description="an unacknowledged result is forgotten after this"
+        default=21_600.0, gt=0.0, le=1e9, description="an unacknowledged result is forgotten after this"
     )
     max_sessions: int = Field(default=1_024, ge=1, le=1_000_000, description="environments, and policies")
-    session_idle_s: float = Field(default=1_800.0, gt=0.0)
-    sweep_every_s: float = Field(default=30.0, gt=0.0, description="how often expiry is looked at")
+    session_idle_s: float = Field(default=1_800.0, gt=0.0, le=1e9)
+    sweep_every_s: float = Field(default=30.0, gt=0.0, le=1e6, description="how often expiry is looked at")
     max_wait_s: float = Field(default=30.0, ge=0.0, le=600.0, description="of one long poll")
     max_calls_per_step: int = Field(default=16, ge=1, le=1_000)
     max_seeds_per_request: int = Field(default=64, ge=1, le=10_000)
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     drain_s: float = Field(default=5.0, ge=0.0, le=600.0, description="for running rollouts to end at a stop")
 
     def limits(self) -> dict[str, Any]:

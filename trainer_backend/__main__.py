@@ -1,12 +1,8 @@
 """The `turnwise` command. Each command is a thin shell; torch is imported only by those that need it."""
 
-import os
-
-# Before torch is imported anywhere: with another busy process beside it, OpenMP's spinning makes torch ten
-# to a hundred times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import asyncio
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -76,8 +72,6 @@ def check(job: JobPath, overrides: Overrides = None) -> None:
 @app.command("task-app", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def task_app(context: typer.Context) -> None:
     """Serve a task app alone (see `turnwise task-app --help`)."""
-    import sys
-
     os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
 
 

@@ -6,6 +6,7 @@
     ├── CheckpointError            a checkpoint cannot be written or read
     ├── RunDirectoryError          a run's folder cannot be made, or is not one
     ├── NothingToLearnFrom         no rollout of a stage was finished
+    ├── CreditError                a trajectory cannot be credited (leaves in core/errors.py)
     ├── NonFiniteLoss              an update met NaN or infinity and stopped
     ├── TaskAppError               a task app refused, or could not be reached in time
     │   └── RolloutFailed          a rollout came back without a trajectory

@@ -6,13 +6,19 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
 
 
-class JobTable(Body):
+class Table(Body):
+    """A table of the job; no number in it may be infinite or NaN."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class JobTable(Table):
     """[job]"""
 
     name: str = Field(
@@ -24,7 +30,7 @@ class JobTable(Body):
     runs_dir: Path = Field(default=Path("runs"), description="where run directories are made")
 
 
-class ServicesTable(Body):
+class ServicesTable(Table):
     """[services]"""
 
     task_url: tuple[str, ...] = Field(
@@ -41,7 +47,7 @@ class ServicesTable(Body):
     iteration_timeout_s: float = Field(default=1800.0, gt=0, description="of collecting one iteration")
 
 
-class ModelTable(Body):
+class ModelTable(Table):
     """[model]"""
 
     preset: str | None = Field(default=None, description="a small model built from its config: see docs")
@@ -60,7 +66,7 @@ class ModelTable(Body):
         return self
 
 
-class InferenceTable(Body):
+class InferenceTable(Table):
     """[inference]"""
 
     threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
@@ -68,7 +74,7 @@ class InferenceTable(Body):
     max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
 
 
-class RolloutTable(Body):
+class RolloutTable(Table):
     """[rollout]"""
 
     env_name: str = Field(
@@ -94,7 +100,7 @@ class RolloutTable(Body):
     )
 
 
-class TrainingTable(Body):
+class TrainingTable(Table):
     """[training]"""
 
     iterations: int = Field(default=20, ge=0)
@@ -147,7 +153,7 @@ class TrainingTable(Body):
         )
 
 
-class AlgorithmTable(Body):
+class AlgorithmTable(Table):
     """[algorithm]"""
 
     advantage: str = Field(default="stepwise", description="an estimator of the plug board")
@@ -155,7 +161,7 @@ class AlgorithmTable(Body):
     gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
 
 
-class WarmupTable(Body):
+class WarmupTable(Table):
     """[warmup]: supervised steps on a teacher's rollouts before RL."""
 
     policy_name: str = "crafter_teacher"
@@ -169,7 +175,7 @@ class WarmupTable(Body):
     max_grad_norm: float = Field(default=1.0, gt=0)
 
 
-class EvaluationTable(Body):
+class EvaluationTable(Table):
     """[evaluation]"""
 
     every_n_iters: int = Field(default=10, ge=1)
@@ -180,7 +186,7 @@ class EvaluationTable(Body):
     temperature: float | None = Field(default=None, gt=0, description="absent: that of [rollout]")
 
 
-class JobConfig(Body):
+class JobConfig(Table):
     """A whole job. A table that is absent has its defaults; [warmup] absent means no warm-up."""
 
     job: JobTable = JobTable()

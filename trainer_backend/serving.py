@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pydantic import SecretStr
 
 from trainer_backend.collect.plan import Inference
-from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import ServedPolicy, create_gateway
 from trainer_backend.inference.server import GatewayServer
 from trainer_backend.job_schema import JobConfig
@@ -40,12 +40,12 @@ async def serving(job: JobConfig, learner: LocalLearner) -> AsyncIterator[LocalS
     model = f"{job.job.name}/{ACTOR}"
     engine = LocalEngine(
         copy.deepcopy(learner.model).requires_grad_(False),
-        stop_ids=[learner.tokenizer.eos_token_id],
+        stop_ids=stop_token_ids(learner.model, learner.tokenizer),
         limits=EngineLimits(
             slots=table.max_running, max_model_len=table.max_model_len, torch_threads=table.threads
         ),
     )
-    app = create_gateway({model: ServedPolicy(engine, learner.tokenizer)}, key=key.get_secret_value())
+    app = create_gateway({model: ServedPolicy(engine, learner.tokenizer)}, key=key)
     server = GatewayServer(app, job.services.gateway_host, job.services.gateway_port)
     engine.start()
     try:

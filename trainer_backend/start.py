@@ -102,6 +102,9 @@ class _Beginning:
         metrics = await until(self._stop, work)
         if metrics is None:
             raise Stopped("stopped in the warm-up; nothing to save yet")
+        # Minutes of work: on disk before anything else can fail.
+        folder = self._directory.checkpoints / "iteration_0"
+        await asyncio.to_thread(learner.save, folder, Progress())
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
         self._directory.append_metrics(row)
         self._reporter.say(

@@ -5,7 +5,7 @@ to do the same. It is a list of rules tried in order; each returns the actions o
 Walks are executed as they are written (`tree L2 U1` -> left, left, up), then acted upon.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from task_app.environments.crafter.landmarks import PLACES, Facts
 from task_app.environments.crafter.rules import RULES
@@ -86,10 +86,6 @@ def _held(facts: Facts, name: str) -> int:
 
 def _todo(facts: Facts, name: str) -> bool:
     return name not in facts.achievements
-
-
-def _can_pay(facts: Facts, uses: Mapping[str, int]) -> bool:
-    return all(_held(facts, name) >= count for name, count in uses.items())
 
 
 def _hits(facts: Facts, creature: str) -> int:

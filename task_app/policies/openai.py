@@ -173,7 +173,7 @@ class OpenAIAgentPolicy:
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self.config.request_timeout_s:g} s") from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
-            raise TryAgain(type(exc).__name__) from exc
+            raise TryAgain(f"{type(exc).__name__}: {exc}"[:200]) from exc
         except (aiohttp.ClientError, ValueError) as exc:
             raise protocol_error(type(exc).__name__) from exc
 

@@ -47,10 +47,10 @@ def read_reply(body: bytes) -> Reply:
     raw_usage = reply.get("usage")
     usage = raw_usage if isinstance(raw_usage, dict) else {}
     return Reply(
-        action=_action(message, choice),
+        action=_action(message),
         text=_text(message),
         tokens=_tokens(reply, choice),
-        finish_reason=_string(choice.get("finish_reason")),
+        finish_reason=_finish_reason(choice),
         model=_string(reply.get("model")),
         prompt_tokens=_count(usage.get("prompt_tokens")),
         completion_tokens=_count(usage.get("completion_tokens")),
@@ -96,12 +96,12 @@ def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:
     return choices[0]
 
 
-def _action(message: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+def _action(message: Mapping[str, Any]) -> dict[str, Any]:
     """All calls of a message are one action; a message without one is text with a reason."""
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         return {"type": "tool_call", "tool_calls": [_call(call, index) for index, call in enumerate(calls)]}
-    reason = _string(choice.get("invalid_reason")) or NO_TOOL_CALL
+    reason = _string(message.get("tool_call_error")) or NO_TOOL_CALL
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
 
 
@@ -133,7 +133,7 @@ def _tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogpro
         "token_ids": choice.get("token_ids"),
         "logprobs": choice.get("token_logprobs"),
         "versions": choice.get("versions"),
-        "finish_reason": choice.get("finish_reason"),
+        "finish_reason": _finish_reason(choice),
     }
     if any(value is None for value in found.values()):
         return None
@@ -150,6 +150,11 @@ def _tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogpro
     if not all(map(math.isfinite, tokens.logprobs)):
         raise protocol_error("a log-prob is not finite")
     return tokens
+
+
+def _finish_reason(choice: Mapping[str, Any]) -> str | None:
+    """How sampling ended, where the server tells that apart from "a call was parsed"."""
+    return _string(choice.get("sampling_finish_reason")) or _string(choice.get("finish_reason"))
 
 
 def _string(value: Any) -> str | None:

@@ -68,7 +68,7 @@ class CrafterTeacher:
         return _answer(self.actions(observation.data, max_actions=limit))
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
-        """The decision as plain action names, at most `max_actions` (the configured number when not given)."""
+        """The decision as plain action names, at most `max_actions` (else the configured number)."""
         limit = self.config.max_actions if max_actions is None else max_actions
         if self.config.epsilon and self._random.random() < self.config.epsilon:
             return random_actions(self._random, limit)

@@ -51,7 +51,7 @@ async def create(request: Request, body: EnvCreate) -> Response:
     config, switches = take_step_rewards(body.config, where="config")
     session = EnvironmentSession(
         environment=services.boards.environment(body.env_name, config),
-        switches=switches,
+        switches={f"the environment's {place}": found for place, found in switches.items()},
         step_rewards=agreed_step_rewards(switches),
     )
     observation = await session.reset(body.seed)

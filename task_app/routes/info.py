@@ -20,7 +20,7 @@ router = APIRouter(tags=["info"])
 
 SEED_RANGE = [0, 2**31 - 2]
 ENDPOINTS = {
-    "env": ["/env/create", "/env/reset", "/env/step", "/env/terminate"],
+    "env": ["/env/create", "/env/reset", "/env/step", "/env/terminate", "/env/{env_id}/frame"],
     "policy": ["/policy/create", "/policy/step", "/policy/terminate"],
     "rollouts": ["/rollouts", "/rollouts/ack", "/rollouts/{rollout_id}"],
     "info": ["/", "/health", "/info", "/task_info"],

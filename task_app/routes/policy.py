@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from shared_schemas.base import OpenBody
 from shared_schemas.messages import Message
+from shared_schemas.rollouts import EnvSpec
 from shared_schemas.trajectory import StepMetadata
 from task_app.actions import ReadAction, read_action
 from task_app.complaints import invalid
@@ -29,8 +30,7 @@ class PolicyCreate(OpenBody):
     config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     inference_key: SecretStr | None = Field(default=None, description="for config.inference_url alone")
     bound_env_id: str | None = Field(default=None, max_length=200)
-    env_name: str | None = Field(default=None, description="words the prompts of an unbound policy")
-    env_config: dict[str, Any] = Field(default_factory=dict)
+    env: EnvSpec | None = Field(default=None, description="words the prompts of an unbound policy")
     rl_run_id: str | None = Field(default=None, max_length=200)
 
 
@@ -60,14 +60,14 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
         environment = services.environments.get(body.bound_env_id, where="bound_env_id")
         found = environment.switches | switches
         environment.step_rewards, environment.switches = agreed_step_rewards(found), found
-    elif body.env_name is not None:
-        session.environment = services.boards.environment(body.env_name, body.env_config)
+    elif body.env is not None:
+        session.environment = services.boards.environment(body.env.env_name, body.env.config, where="env.")
     return {"policy_id": services.policies.add(session), "bound_env_id": body.bound_env_id}
 
 
 @router.post("/step")
 async def step(request: Request, body: PolicyStep) -> Response:
-    """Choose the next tool calls; `meta.decision_rewards` is what the last decision in the bound env earned."""
+    """Choose tool calls; `meta.decision_rewards` is what the last decision in the bound env earned."""
     services = services_of(request)
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock:

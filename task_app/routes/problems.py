@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.complaints import invalid, most_telling
-from task_app.errors import CriticalError, TaskAppError
+from task_app.errors import BodyTooLarge, CriticalError, TaskAppError
 
 log = structlog.get_logger("task_app")
 
@@ -84,11 +84,12 @@ async def _http(request: Request, exc: Exception) -> Response:
     """404 and 405 of the router, 400 of the body reader, 413 of the gate."""
     assert isinstance(exc, HTTPException)
     status = HTTPStatus(exc.status_code)
+    if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        return problem_response(BodyTooLarge(exc.detail, where="body"))
     detail = {
         HTTPStatus.NOT_FOUND: "there is no such route",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{request.method} is not possible here",
     }.get(status, str(exc.detail))
-    allowed = (exc.headers or {}).get("Allow")
     return _reply(
         Problem(
             title=status.phrase,
@@ -96,7 +97,6 @@ async def _http(request: Request, exc: Exception) -> Response:
             code=status.name.lower(),
             detail=detail,
             where=request.url.path,
-            hint=f"possible: {allowed}" if allowed else None,
         )
     )
 

@@ -1,4 +1,4 @@
-"""Test doubles: an environment that counts what it is told, policies that do what a test says, their plug boards."""
+"""Test doubles: an environment that counts what it is told, policies that do what a test says."""
 
 import asyncio
 import json
@@ -182,7 +182,9 @@ def rollout(rollout_id: str, **changes: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_app(plug_boards: PlugBoards | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def running_app(
+    plug_boards: PlugBoards | None = None, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a started app, without a socket; it sends the key."""
     app = create_app(Settings(api_keys=(KEY,), **settings), boards=plug_boards or boards())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -78,6 +78,7 @@ def tokens(prompt: list[int], reused: int, sampled: list[int]) -> dict[str, Any]
             "token_ids": sampled,
             "token_logprobs": [-0.5] * len(sampled),
             "versions": [[0, 3]],
+            "sampling_finish_reason": "length",
         },
     }
 

@@ -96,7 +96,14 @@ async def test_at_most_three_past_decisions_reach_the_prompt():
 
 async def test_the_conversation_holds_prompt_answer_and_result_of_each_decision():
     _, messages, ground_truth = await worker(add("a"), TEXT, max_decisions=2).run_episode()
-    assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "user", "assistant"]
+    assert [message.role for message in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "user",
+        "assistant",
+    ]
     assert messages[-1].content == "I think."
     assert ground_truth is None
 

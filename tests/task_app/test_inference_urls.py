@@ -38,7 +38,7 @@ def test_a_base_url_is_completed_and_its_query_kept(given, full):
     ],
 )
 def test_a_host_that_is_not_listed_is_refused(given):
-    with pytest.raises(HostNotAllowed, match="TURNWISE_ALLOWED_INFERENCE_HOSTS|not on this task app's list"):
+    with pytest.raises(HostNotAllowed, match="not on this task app's list"):
         chat_completions_url(given, allowed_hosts=HERE)
 
 

@@ -26,13 +26,16 @@ QUICK = {"max_attempts": 2, "retry_budget_s": 2.0}
 async def asking(*answers, key=None, silent=False, path="", max_reply_bytes=1 << 20, **config):
     """A policy and the server that it asks."""
     async with fake_inference(*answers, silent=silent) as fake, aiohttp.ClientSession() as session:
-        yield fake, OpenAIAgentPolicy(
-            OpenAIConfig(inference_url=fake.url + path, model="job/actor", **{**QUICK, **config}),
-            session=session,
-            allowed_hosts=["127.0.0.1"],
-            rollout_id="run/train/0/1/2",
-            inference_key=key and SecretStr(key),
-            max_reply_bytes=max_reply_bytes,
+        yield (
+            fake,
+            OpenAIAgentPolicy(
+                OpenAIConfig(inference_url=fake.url + path, model="job/actor", **{**QUICK, **config}),
+                session=session,
+                allowed_hosts=["127.0.0.1"],
+                rollout_id="run/train/0/1/2",
+                inference_key=key and SecretStr(key),
+                max_reply_bytes=max_reply_bytes,
+            ),
         )
 
 
@@ -42,7 +45,10 @@ async def answer_to(*answers, **options):
 
 
 async def test_what_is_sent():
-    async with asking(calling("a"), key="k-1", path="/v1?cid=3", temperature=0.7, top_k=5, seed=4) as (fake, policy):
+    async with asking(calling("a"), key="k-1", path="/v1?cid=3", temperature=0.7, top_k=5, seed=4) as (
+        fake,
+        policy,
+    ):
         await policy.get_action(SEEN, TOOLS)
     assert fake.paths == ["/v1/chat/completions?cid=3"]
     assert fake.bodies == [
@@ -102,7 +108,7 @@ async def test_the_exact_tokens_of_our_gateway_are_read():
         "prompt_token_ids": (9,),
         "token_ids": (7,),
         "logprobs": (-0.5,),
-        "finish_reason": "stop",
+        "finish_reason": "length",
         "versions": ((0, 3),),
         "sampling": Sampling(seed=decision_seed(1, 2)),
         "model": "job/actor",
@@ -128,7 +134,10 @@ async def test_several_calls_of_a_message_are_one_action():
     def call(name, arguments):
         return {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    message = {"content": "ok", "tool_calls": [call("add", "{"), call("other", "{}"), call("add", {"n": 1}), 3]}
+    message = {
+        "content": "ok",
+        "tool_calls": [call("add", "{"), call("other", "{}"), call("add", {"n": 1}), 3],
+    }
     action, raw_output, _, _ = await answer_to(completion(message))
     assert [(one["name"], one["arguments"]) for one in action["tool_calls"]] == [
         ("add", "{"), ("other", "{}"), ("add", '{"n": 1}'), ("", "")
@@ -155,11 +164,18 @@ async def test_a_message_without_a_call_is_text_with_a_reason(message, text):
 
 
 async def test_the_reason_of_a_server_that_could_not_parse_a_call_is_kept():
-    action, _, _, _ = await answer_to(completion({"content": "<tool"}, choice={"invalid_reason": "no end tag"}))
+    action, _, _, _ = await answer_to(completion({"content": "<tool", "tool_call_error": "no end tag"}))
     assert action["invalid_reason"] == "no end tag"
 
 
-BAD_TOKENS = tokens([1], 0, [7, 8])
+GOOD = tokens([1], 0, [7, 8])
+
+
+def spoilt(level, **changes):
+    """A reply with exact tokens, but for what a test spoils in it."""
+    return calling("a", **{**GOOD, level: {**GOOD[level], **changes}})
+
+
 NONSENSE = {
     "no JSON": raw("<html>"),
     "JSON, but no object": raw("[]"),
@@ -167,13 +183,11 @@ NONSENSE = {
     "no choices": raw("{}"),
     "empty choices": raw('{"choices": []}'),
     "no message": raw('{"choices": [{}]}'),
-    "lists of different length": calling(
-        "a", reply=BAD_TOKENS["reply"], choice={**BAD_TOKENS["choice"], "token_logprobs": [-1.0]}
-    ),
-    "NaN": calling("a", reply=BAD_TOKENS["reply"], choice={**BAD_TOKENS["choice"], "token_logprobs": [0, float("nan")]}),
-    "strings for ids": calling("a", reply=BAD_TOKENS["reply"], choice={**BAD_TOKENS["choice"], "token_ids": ["x", "y"]}),
-    "negative reuse": calling("a", reply={**BAD_TOKENS["reply"], "prompt_ids_reused": -1}, choice=BAD_TOKENS["choice"]),
-}  # fmt: skip
+    "lists of different length": spoilt("choice", token_logprobs=[-1.0]),
+    "NaN": spoilt("choice", token_logprobs=[0, float("nan")]),
+    "strings for ids": spoilt("choice", token_ids=["x", "y"]),
+    "negative reuse": spoilt("reply", prompt_ids_reused=-1),
+}
 
 
 @pytest.mark.parametrize("name", NONSENSE)

@@ -58,7 +58,8 @@ async def test_the_likely_intent_is_said(request_body, words):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"{nope", "no JSON"), (b"", "body"), (b"[]", "body"), (b'{"rollouts": []}', "rollouts")]
+    ("content", "words"),
+    [(b"{nope", "no JSON"), (b"", "body"), (b"[]", "body"), (b'{"rollouts": []}', "rollouts")],
 )
 async def test_a_body_that_is_no_batch_is_refused(content, words):
     async with running_app() as client:

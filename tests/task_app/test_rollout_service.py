@@ -148,7 +148,7 @@ async def test_a_long_poll_wakes_when_a_rollout_ends():
 
 
 async def test_a_long_poll_ends_with_its_time():
-    (policy,), plug_boards = waiting_boards(1)
+    _, plug_boards = waiting_boards(1)
     async with running_app(plug_boards) as client:
         await accept(client, rollout("a", **WAITING))
         nothing = await page(client, wait_s=0.05)
@@ -164,7 +164,7 @@ async def test_a_longer_wait_than_allowed_is_refused():
 
 
 async def test_acknowledged_rollouts_are_forgotten_and_others_are_named():
-    (policy,), plug_boards = waiting_boards(1)
+    _, plug_boards = waiting_boards(1)
     async with running_app(plug_boards) as client:
         await accept(client, rollout("a"), rollout("b", run_id="other"))
         await all_of(client, 1)

@@ -37,13 +37,13 @@ class TaskAppClient:
 
     def __init__(self, url: str, api_key: SecretStr, *, timeout_s: float) -> None:
         self.url = url.rstrip("/")
-        self._api_key = api_key
+        self.api_key = api_key
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            headers={"X-API-Key": self._api_key.get_secret_value()},
+            headers={"X-API-Key": self.api_key.get_secret_value()},
             connector=aiohttp.TCPConnector(limit=16),
         )
         return self

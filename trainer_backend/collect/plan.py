@@ -153,8 +153,8 @@ class Planner:
 def retried(request: RolloutRequest) -> RolloutRequest:
     """The same episode once more, after an infrastructure failure: same seeds, another id."""
     attempt = request.attempt + 1
-    base = request.rollout_id.partition("~")[0]
-    return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}~{attempt}"})
+    base = request.rollout_id.partition(":")[0]
+    return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}:{attempt}"})
 
 
 def shared_out(requests: Sequence[RolloutRequest], parts: int) -> list[list[RolloutRequest]]:

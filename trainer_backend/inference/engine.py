@@ -31,7 +31,9 @@ LOWEST_TEMPERATURE = 1e-3
 class EngineLimits:
     """What bounds the engine. `prefill_tokens` is per turn, padding included; one prompt always fits.
 
-    `max_model_len` None takes the model's `max_position_embeddings`.
+    `max_model_len` None takes the model's `max_position_embeddings`. `torch_threads` is set on the engine's
+    thread; torch hands the last such number to threads that start computing later, so a learner on a thread
+    of its own sets its own.
     """
 
     slots: int = 64

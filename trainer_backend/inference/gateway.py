@@ -31,10 +31,16 @@ from trainer_backend.inference.asgi import (
     trainer_error_response,
 )
 from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
-from trainer_backend.inference.conversations import Conversations
+from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.protocol import InferenceEngine
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.reply import Answer, assistant_message, completion_body, openai_logprobs
+from trainer_backend.inference.reply import (
+    Answer,
+    assistant_message,
+    completion_body,
+    openai_logprobs,
+    split_stop,
+)
 from trainer_backend.inference.tool_parsing import ToolParser, tool_parser_of
 
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
@@ -59,19 +65,6 @@ class ServedPolicy:
 
 
 def create_gateway(
-    engine: InferenceEngine,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    model: str,
-    key: str | SecretStr,
-    limits: GatewayLimits | None = None,
-    clock: Callable[[], float] = time.time,
-) -> Starlette:
-    """The gateway of a single policy, `model` being its `{job}/{policy}`; see `gateway_of`."""
-    return gateway_of({model: ServedPolicy(engine, tokenizer)}, key=key, limits=limits, clock=clock)
-
-
-def gateway_of(
     policies: Mapping[str, ServedPolicy],
     *,
     key: str | SecretStr,
@@ -146,27 +139,27 @@ class ChatEndpoint:
         body = await read_body(scope, receive, most=self._limits.max_body_bytes)
         request = read_chat_request(body)
         policy = self._policy(request.model)
-        prompt_ids = policy.renderer.encode(
-            policy.renderer.prompt_text(request.messages, request.offered_tools)
+        rollout_id = _rollout_id(scope)
+        prompt = self._conversations.prompt(
+            rollout_id, request.messages, request.offered_tools, policy.renderer
         )
-        sampling = request.sampling(max_tokens=self._max_tokens(request, prompt_ids, policy.engine))
+        sampling = request.sampling(max_tokens=self._max_tokens(request, prompt, policy.engine))
         completion_id = f"chatcmpl-{next(self._numbers)}"
         generation = await generate_while_connected(
-            policy.engine.generate(prompt_ids, sampling, request_id=completion_id), receive
+            policy.engine.generate(prompt.ids, sampling, request_id=completion_id), receive
         )
-        message = assistant_message(
-            prompt_ids,
-            generation,
-            renderer=policy.renderer,
-            parse=policy.parse,
-            tools=request.offered_tools,
-        )
+        raw_text, stop_text = split_stop(generation, policy.renderer)
+        parsed = policy.parse(raw_text, request.offered_tools)
+        message = assistant_message(parsed, prompt_ids=prompt.ids, token_ids=generation.token_ids)
+        if rollout_id:
+            ids = [*prompt.ids, *generation.token_ids]
+            turn = Turn(prompt.text, ids, len(request.messages), message, raw_text, stop_text)
+            self._conversations.remember(rollout_id, turn)
         created = int(self._clock())
-        answer = Answer(completion_id, request.model, created, prompt_ids, generation, message)
         reply = completion_body(
-            answer,
-            prompt_ids_reused=self._prompt_ids_reused(scope, request, answer),
-            openai_logprobs=openai_logprobs(generation, policy.renderer) if request.logprobs else None,
+            Answer(completion_id, request.model, created, prompt.ids, generation, message),
+            prompt_ids_reused=_ids_left_out(request, rollout_id, prompt),
+            logprobs_content=openai_logprobs(generation, policy.renderer) if request.logprobs else None,
         )
         await json_response(send, reply)
 
@@ -175,21 +168,23 @@ class ChatEndpoint:
             raise UnknownModel(f"model is {model!r:.200}{did_you_mean(model, self._policies)}", where="model")
         return self._policies[model]
 
-    def _max_tokens(self, request: ChatRequest, prompt_ids: list[int], engine: InferenceEngine) -> int:
-        room = engine.max_model_len - len(prompt_ids)
+    def _max_tokens(self, request: ChatRequest, prompt: Prompt, engine: InferenceEngine) -> int:
+        room = engine.max_model_len - len(prompt.ids)
         wanted = request.wanted_tokens or max(1, min(self._limits.default_max_tokens, room))
         if wanted > room:
             raise ContextLengthExceeded(
-                prompt_tokens=len(prompt_ids), max_tokens=wanted, max_model_len=engine.max_model_len
+                prompt_tokens=len(prompt.ids), max_tokens=wanted, max_model_len=engine.max_model_len
             )
         return wanted
 
-    def _prompt_ids_reused(self, scope: Scope, request: ChatRequest, answer: Answer) -> int | None:
-        """How much of the prompt the caller has already; None when it asked for no ids at all."""
-        rollout = next((value for name, value in scope["headers"] if name == _ROLLOUT_HEADER), b"")
-        if not rollout:
-            return 0 if request.return_token_ids else None
-        rollout_id = rollout.decode("latin-1")
-        reused = self._conversations.reused(rollout_id, answer.prompt_ids)
-        self._conversations.remember(rollout_id, answer.prompt_ids, answer.generation.token_ids)
-        return 0 if request.return_token_ids else reused
+
+def _rollout_id(scope: Scope) -> str:
+    value: bytes = next((value for name, value in scope["headers"] if name == _ROLLOUT_HEADER), b"")
+    return value.decode("latin-1")
+
+
+def _ids_left_out(request: ChatRequest, rollout_id: str, prompt: Prompt) -> int | None:
+    """How many prompt ids the caller has already; None when it wants to see none."""
+    if request.return_token_ids:
+        return 0
+    return prompt.reused if rollout_id else None

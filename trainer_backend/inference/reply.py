@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_parsing import ToolParser
+from trainer_backend.inference.tool_parsing import ParsedReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +23,21 @@ class Answer:
     message: Mapping[str, Any]
 
 
-def assistant_message(
-    prompt_ids: Sequence[int],
-    generation: Generation,
-    *,
-    renderer: ChatRenderer,
-    parse: ToolParser,
-    tools: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """The sampled ids as an assistant message; `tool_call_error` says why a call in it is only text."""
+def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str]:
+    """The sampled text, and the text of the stop token behind it ("" when none was sampled)."""
     ids = generation.token_ids
-    text = renderer.decode(ids[:-1] if generation.finish_reason == "stop" else ids)
-    parsed = parse(text, tools)
+    if generation.finish_reason != "stop":
+        return renderer.decode(ids), ""
+    return renderer.decode(ids[:-1]), renderer.decode(ids[-1:])
+
+
+def assistant_message(
+    parsed: ParsedReply, *, prompt_ids: Sequence[int], token_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The parsed text as a message; `tool_call_error` says why a call in it is only text."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.tool_calls:
-        tag = _tag(prompt_ids, ids)
+        tag = _tag(prompt_ids, token_ids)
         message["content"] = parsed.content or None
         message["tool_calls"] = [
             {
@@ -59,7 +59,7 @@ def _tag(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
 
 
 def completion_body(
-    answer: Answer, *, prompt_ids_reused: int | None, openai_logprobs: list[dict[str, Any]] | None
+    answer: Answer, *, prompt_ids_reused: int | None, logprobs_content: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     """The reply. `prompt_ids_reused` None leaves the prompt's ids out: nobody asked for them."""
     generation, message = answer.generation, answer.message
@@ -68,7 +68,7 @@ def completion_body(
         "message": message,
         "finish_reason": "tool_calls" if "tool_calls" in message else generation.finish_reason,
         "sampling_finish_reason": generation.finish_reason,
-        "logprobs": None if openai_logprobs is None else {"content": openai_logprobs, "refusal": None},
+        "logprobs": None if logprobs_content is None else {"content": logprobs_content, "refusal": None},
         "token_ids": generation.token_ids,
         "token_logprobs": generation.logprobs,
         "versions": generation.versions,
@@ -87,7 +87,7 @@ def completion_body(
     }
     if prompt_ids_reused is not None:
         body["prompt_ids_reused"] = prompt_ids_reused
-        body["prompt_token_ids"] = list(answer.prompt_ids[prompt_ids_reused:])
+        body["prompt_token_ids"] = answer.prompt_ids[prompt_ids_reused:]
     return body
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shared_schemas.trajectory import Sampling
@@ -63,8 +64,8 @@ def deliver(outcomes: Iterable[tuple[Request, Outcome]]) -> None:
     for request, outcome in outcomes:
         by_loop.setdefault(request.loop, []).append((request, outcome))
     for loop, pairs in by_loop.items():
-        # A closed loop has nobody left who waits.
-        if not loop.is_closed():
+        # A loop that was closed has nobody left who waits, and must not end the engine thread.
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, pairs)
 
 

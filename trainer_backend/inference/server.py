@@ -5,6 +5,7 @@ import socket
 import threading
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from trainer_backend.errors import InferenceError, PortTaken
@@ -67,7 +68,7 @@ class GatewayServer:
         self.stop()
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve_async())
 
     async def _serve_async(self) -> None:

@@ -15,6 +15,7 @@ from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint
+from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
@@ -41,6 +42,7 @@ class LocalLearner:
         *,
         reference: PreTrainedModel | None = None,
     ) -> None:
+        refuse_unsupported(model)
         self.job, self.model, self.tokenizer = job, model, tokenizer
         self._reference = reference
         self._optimizer = torch.optim.AdamW(

@@ -142,15 +142,21 @@ class PolicyUpdate:
 
 
 def _in_steps(order: Sequence[_Scored], batch_decisions: int) -> Iterator[list[_Scored]]:
-    """Cut into steps of `batch_decisions` decisions at least, but for the last; segments stay whole."""
+    """Cut into steps of about `batch_decisions` decisions, as equal as whole segments allow.
+
+    A step of a few left-over decisions would move the weights as far as a full one: so no left-overs.
+    """
+    decisions = [len(set(item.segment.decision) - {CONTEXT}) for item in order]
+    count = max(1, round(sum(decisions) / batch_decisions))
+    share = sum(decisions) / count
     step: list[_Scored] = []
-    decisions = 0
-    for item in order:
+    done = 0.0
+    for item, number in zip(order, decisions, strict=True):
         step.append(item)
-        decisions += len(set(item.segment.decision) - {CONTEXT})
-        if decisions >= batch_decisions:
+        done += number
+        if done >= share:
             yield step
-            step, decisions = [], 0
+            step, done = [], done - share
     if step:
         yield step
 

@@ -26,9 +26,9 @@ WHOLE_WORD_COUNT = 20_000
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(short=false) -%}
 {%- if tools and tools|length == 1 -%}
-  {%- set args = tools[0].function.parameters.properties or {} -%}
-  {%- for value in args.values() if args|length == 1 and value.type == 'array' and value['items'].enum -%}
-    {%- set ns.short = true -%}
+  {%- set args = (tools[0].function.parameters or {}).properties or {} -%}
+  {%- for value in args.values() if args|length == 1 and value.type == 'array' -%}
+    {%- set ns.short = true if (value['items'] or {}).enum else false -%}
   {%- endfor -%}
 {%- endif -%}
 {%- for message in messages -%}

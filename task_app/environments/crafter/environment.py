@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from shared_schemas.base import Body
@@ -72,6 +74,17 @@ class CrafterEnvironment:
             Message(role="system", content=prompt.system_prompt(self.config.max_actions)),
             Message(role="user", content=prompt.user_text(observation.text, past)),
         )
+
+    def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
+        """[height, width, 3] picture of the game now, as stock draws it; for people, never for a policy.
+
+        Raises:
+            EpisodeOver: no episode was started.
+            ValueError: a side shorter than 9 pixels.
+        """
+        if self._engine is None:
+            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
+        return self._engine.frame(width, height)
 
     def outcome_reward(self) -> float:
         """Unique achievements so far; 0 before the first reset."""

@@ -48,6 +48,7 @@ def _cost_lines() -> list[str]:
         f"- do on {material}: {_amounts(rule.receives)}"
         + (f", needs {_amounts(rule.requires)}" if rule.requires else "")
         + (f", with probability {rule.probability:g}" if rule.probability < 1 else "")
+        + (f"; leaves {rule.leaves}" if rule.leaves != material else "")
         for material, rule in RULES.collect.items()
     ]
     lines += [

@@ -29,8 +29,8 @@ def loss_and_gradient(new, old, advantages, weights, config=CLIP):
 
 
 def test_the_loss_and_its_gradient_by_hand():
-    # ratios e^.5, e^-.5, e^1.5, e^-.1. The first is held at 1.28; the others are free: a good token that became
-    # unlikelier and a bad one that became likelier are never held, and e^-.1 = 0.905 is inside the range
+    # ratios e^.5, e^-.5, e^1.5, e^-.1. The first is held at 1.28; the others are free: a good token that
+    # became unlikelier and a bad one that became likelier are never held, and e^-.1 is inside the range
     loss, gradient = loss_and_gradient(NEW, OLD, ADVANTAGES, WEIGHTS)
     expected = -(1.28 + 2 * math.exp(-0.5) - math.exp(1.5) - 3 * math.exp(-0.1)) / 4
     assert loss.item() == pytest.approx(expected, rel=1e-6)
@@ -131,13 +131,13 @@ def test_a_cap_that_truncates_nothing_or_everything_is_refused(cap):
     ("low", "high", "message"),
     [(-0.1, 0.2, "clip_low"), (1.1, 0.2, "clip_low"), (0.2, -0.1, "clip_high"), (0.2, math.inf, "clip_high")],
 )
-def test_the_widest_and_the_narrowest_clip_range_are_allowed():
-    assert LossConfig(0.0, 0.0) != LossConfig(1.0, 9.0)
-
-
 def test_a_clip_range_without_a_meaning_is_refused(low, high, message):
     with pytest.raises(ValueError, match=message):
         LossConfig(low, high)
+
+
+def test_the_widest_and_the_narrowest_clip_range_are_allowed():
+    assert LossConfig(0.0, 0.0) != LossConfig(1.0, 9.0)
 
 
 def test_metrics_say_what_was_held_and_how_far_the_policy_moved():

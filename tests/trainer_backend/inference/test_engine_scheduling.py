@@ -106,6 +106,20 @@ async def test_a_cancelled_call_leaves_the_engine(start_engine: StartEngine):
     assert len((await generation(engine, "b")).token_ids) == 3
 
 
+def test_a_caller_whose_event_loop_is_gone_does_not_harm_the_engine(start_engine: StartEngine):
+    engine = start_engine(slots=1)
+
+    async def leave_without_waiting() -> None:
+        generation(engine, "left behind", tokens=2000).add_done_callback(lambda task: task.cancelled())
+        await asyncio.sleep(0)
+
+    async def ask() -> Generation:
+        return await generation(engine, "next")
+
+    asyncio.run(leave_without_waiting())
+    assert asyncio.run(ask()).finish_reason == "length"
+
+
 async def test_an_id_in_use_is_refused(start_engine: StartEngine):
     engine = start_engine()
     await engine.pause()

@@ -14,7 +14,7 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import PolicyLogprobs
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
-from trainer_backend.inference.gateway import GatewayLimits, create_gateway
+from trainer_backend.inference.gateway import GatewayLimits, ServedPolicy, create_gateway
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.server import GatewayServer
 from trainer_backend.models import build_preset
@@ -51,7 +51,9 @@ def url(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         limits=EngineLimits(max_model_len=MAX_MODEL_LEN),
     )
     limits = GatewayLimits(max_body_bytes=100_000, default_max_tokens=16)
-    app = create_gateway(engine, tokenizer, model=MODEL, key=KEY, limits=limits, clock=lambda: 1000.0)
+    app = create_gateway(
+        {MODEL: ServedPolicy(engine, tokenizer)}, key=KEY, limits=limits, clock=lambda: 1000.0
+    )
     engine.start()
     with GatewayServer(app, "127.0.0.1", 0) as base:
         yield base
@@ -244,7 +246,7 @@ def test_a_negative_seed_as_openai_allows_it_is_taken(http: httpx.Client):
 
 def test_a_gateway_without_a_key_cannot_be_made(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel):
     with pytest.raises(ValueError, match="needs a key"):
-        create_gateway(LocalEngine(model, stop_ids=[]), tokenizer, model=MODEL, key="")
+        create_gateway({MODEL: ServedPolicy(LocalEngine(model, stop_ids=[]), tokenizer)}, key="")
 
 
 def test_the_reply_is_compact_json(http: httpx.Client):

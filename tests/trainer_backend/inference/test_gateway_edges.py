@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 from starlette.types import Message
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineStopped, PortTaken
-from trainer_backend.inference.conversations import Conversations
-from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.gateway import ServedPolicy, create_gateway
 from trainer_backend.inference.protocol import Generation, WeightSource
 from trainer_backend.inference.server import GatewayServer
 
@@ -54,7 +54,7 @@ class Connection:
     """One POST /v1/chat/completions, its messages under the test's control."""
 
     def __init__(self, engine: StandInEngine, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.app = create_gateway(engine, tokenizer, model="job/actor", key="k")
+        self.app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key=SecretStr("k"))
         self.incoming: asyncio.Queue[Message] = asyncio.Queue()
         self.sent: list[Message] = []
 
@@ -123,15 +123,3 @@ def test_a_taken_port_is_an_error_that_names_it():
         port = taken.getsockname()[1]
         with pytest.raises(PortTaken, match=f"port {port} cannot be bound"):
             GatewayServer(app, "127.0.0.1", port).start()
-
-
-def test_the_memory_of_conversations_is_bounded_and_forgets_the_oldest_first():
-    memory = Conversations(most=2)
-    memory.remember("a", [1, 2], [3])
-    memory.remember("b", [1, 2], [3])
-    assert memory.reused("a", [1, 2, 3, 4]) == 3
-    assert memory.reused("a", [1, 2, 3]) == 3
-    assert memory.reused("a", [1, 2]) == memory.reused("a", [9, 2, 3, 4]) == memory.reused("new", [1]) == 0
-    memory.remember("a", [5], [6])
-    memory.remember("c", [1], [2])
-    assert (memory.reused("a", [5, 6]), memory.reused("b", [1, 2, 3])) == (2, 0)

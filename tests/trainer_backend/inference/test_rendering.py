@@ -45,6 +45,25 @@ def test_without_the_short_form_a_call_is_its_name_and_json(tokenizer: PreTraine
     assert text == '<|assistant|><|call|> interact_many {"actions": ["do"]}<|end|>'
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "look"},
+        {"name": "look", "parameters": None},
+        {"name": "look", "parameters": {"type": "object", "properties": {}}},
+        {"name": "look", "parameters": {"properties": {"names": {"type": "array"}}}},
+    ],
+)
+def test_a_tool_without_a_list_of_names_is_called_in_the_general_form(
+    tokenizer: PreTrainedTokenizerFast, function: dict[str, object]
+):
+    tools = [{"type": "function", "function": function}]
+    text = ChatRenderer(tokenizer).prompt_text(
+        [called('{"names": ["a"]}')], tools, add_generation_prompt=False
+    )
+    assert text == '<|assistant|><|call|> interact_many {"names": ["a"]}<|end|>'
+
+
 def test_arguments_that_are_no_json_object_stay_as_they_were_written(tokenizer: PreTrainedTokenizerFast):
     renderer = ChatRenderer(tokenizer)
     for raw in ('{"actions": ', "[1]", "[" * 100_000):

@@ -1,0 +1,70 @@
+"""Log-probs of sampled tokens, the engine's beside those of one plain forward pass over the whole sequence.
+
+    python bench/logprob_exactness.py
+
+Same weights and temperature, no truncation, fp32; DESIGN.md section 7 holds the project to 1e-4.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import asyncio
+import random
+
+import torch
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.engine import EngineLimits, LocalEngine
+from trainer_backend.inference.protocol import Generation
+from trainer_backend.models import PRESETS, build_preset, train_tokenizer
+
+LIMIT = 1e-4
+REQUESTS = 128
+
+
+def largest_difference(preset: str, seed: int) -> float:
+    tokenizer = train_tokenizer(["wood stone tree"], 512)
+    model = build_preset(preset, tokenizer, seed=seed)
+    # A trained model is surer of itself than a fresh one: larger logits are the harder case.
+    with torch.no_grad():
+        model.model.norm.weight.mul_(8.0)
+    draw = random.Random(seed)
+    requests = [
+        (
+            [draw.randrange(len(tokenizer)) for _ in range(draw.randint(1, 200))],
+            Sampling(temperature=draw.choice([0.5, 0.7, 1.0, 1.3]), seed=i, max_tokens=draw.randint(1, 60)),
+        )
+        for i in range(REQUESTS)
+    ]
+
+    async def generations() -> list[Generation]:
+        calls = (engine.generate(ids, s, request_id=str(i)) for i, (ids, s) in enumerate(requests))
+        return await asyncio.gather(*calls)
+
+    engine = LocalEngine(model, stop_ids=[], limits=EngineLimits(slots=32))
+    engine.start()
+    results = asyncio.run(generations())
+    engine.stop()
+    worst = 0.0
+    for (ids, sampling), result in zip(requests, results, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*ids, *result.token_ids]])).logits[0, len(ids) - 1 : -1]
+        logprobs = torch.log_softmax(logits / sampling.temperature, dim=-1)
+        recomputed = logprobs.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((recomputed - torch.tensor(result.logprobs)).abs().max()))
+    return worst
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for preset in PRESETS:
+        worst = max(largest_difference(preset, seed) for seed in range(3))
+        verdict = "ok" if worst <= LIMIT else "TOO LARGE"
+        print(
+            f"{preset}: {3 * REQUESTS} requests, largest difference {worst:.1e} (limit {LIMIT:.0e}) {verdict}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+import pytest
+
+from task_app.logs import configure_logs
+
+
+@pytest.fixture(autouse=True)
+def service_logs():
+    """The service's own log format: structlog's default one renders local variables, which takes seconds."""
+    configure_logs("info")

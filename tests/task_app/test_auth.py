@@ -1,0 +1,130 @@
+"""Who may come in: DESIGN.md section 6. No reply and no log holds a part of a key."""
+
+import re
+
+import httpx
+import pytest
+from counting import KEY, boards, rollout, running_app
+from structlog.testing import capture_logs
+
+from task_app.app import create_app
+from task_app.settings import Settings
+
+ALIAS = "an-alias-of-the-key"
+
+GOOD = {
+    "x-api-key": {"X-API-Key": KEY},
+    "alias": {"X-API-Key": ALIAS},
+    "list": {"X-API-Keys": f"nope, {ALIAS} ,other"},
+    "bearer": {"Authorization": f"Bearer {KEY}"},
+    "lower-case bearer": {"Authorization": f"bearer {KEY}"},
+    "one good among bad": {"X-API-Key": "nope", "Authorization": f"Bearer {KEY}"},
+}
+BAD = {
+    "none": {},
+    "empty": {"X-API-Key": ""},
+    "wrong": {"X-API-Key": "nope"},
+    "a prefix": {"X-API-Key": KEY[:-1]},
+    "longer": {"X-API-Key": KEY + "x"},
+    "other case": {"X-API-Key": KEY.upper()},
+    "basic": {"Authorization": f"Basic {KEY}"},
+    "bare": {"Authorization": KEY},
+    "a list as one key": {"X-API-Key": f"{KEY},{ALIAS}"},
+    "empty list": {"X-API-Keys": ",,"},
+    "bytes": {"X-API-Key": b"\xff\xfe"},
+}
+PROTECTED = [
+    ("GET", "/info"),
+    ("GET", "/task_info"),
+    ("GET", "/rollouts"),
+    ("POST", "/rollouts"),
+    ("POST", "/rollouts/ack"),
+    ("GET", "/rollouts/a"),
+    ("DELETE", "/rollouts/a"),
+    *(("POST", f"/env/{what}") for what in ("create", "reset", "step", "terminate")),
+    *(("POST", f"/policy/{what}") for what in ("create", "step", "terminate")),
+    ("GET", "/env/a/frame"),
+    ("GET", "/openapi.json"),
+    ("GET", "/no/such/route"),
+    ("GET", "/health/"),
+]
+
+
+def plain_client(*keys):
+    app = create_app(Settings(api_keys=keys), boards=boards())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://task-app")
+
+
+@pytest.mark.parametrize("headers", GOOD.values(), ids=GOOD)
+async def test_every_known_way_to_present_a_good_key_opens(headers):
+    async with plain_client(KEY, ALIAS) as client:
+        assert (await client.get("/info", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("headers", BAD.values(), ids=BAD)
+async def test_a_missing_or_wrong_key_is_a_401_problem_without_any_part_of_a_key(headers):
+    async with plain_client(KEY, ALIAS) as client:
+        answer = await client.get("/info", headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (401, "unauthorised")
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert not any(part in answer.text for part in (KEY[:6], KEY[-6:], ALIAS[:6], ALIAS[-6:]))
+
+
+@pytest.mark.parametrize(("method", "path"), PROTECTED)
+async def test_every_route_but_two_is_closed_even_one_that_does_not_exist(method, path):
+    async with plain_client(KEY) as client:
+        assert (await client.request(method, path, json={})).status_code == 401
+    async with plain_client() as client:
+        answer = await client.request(method, path, json={}, headers={"X-API-Key": KEY})
+    assert (answer.status_code, answer.json()["code"]) == (503, "missing_environment_api_key")
+
+
+async def test_the_list_of_closed_routes_is_complete():
+    async with running_app() as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    listed = {(method, re.sub("{.*}", "a", path)) for path in paths for method in map(str.upper, paths[path])}
+    assert listed - set(PROTECTED) == {("GET", "/"), ("GET", "/health")}
+
+
+async def test_the_root_and_the_bare_health_answer_are_open():
+    async with plain_client(KEY) as client:
+        assert (await client.get("/")).json()["status"] == "ok"
+        assert (await client.head("/")).status_code == 200
+        bare = (await client.get("/health")).json()
+        assert bare["healthy"] is True
+        assert "authorized" not in bare
+        wrong = await client.get("/health", headers={"X-API-Key": "nope"})
+        assert (wrong.status_code, wrong.json()["authorized"]) == (200, False)
+        good = await client.get("/health", headers={"X-API-Key": KEY})
+        assert good.json()["authorized"] is True
+    async with plain_client() as client:
+        assert (await client.get("/health")).json()["code"] == "missing_environment_api_key"
+        assert (await client.get("/")).status_code == 200
+
+
+async def test_no_log_and_no_reply_holds_a_key():
+    secret = "zebra-quagga-okapi"
+    config = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
+    policy = {"policy_name": "openai", "config": config, "inference_key": secret}
+    replies = []
+    with capture_logs() as logs:
+        async with running_app() as client:
+            for body in (
+                {"rollouts": [rollout("a", policy=policy)]},
+                {"rollouts": [rollout("b", policy={**policy, "inference_key": {"k": secret}})]},
+                {"rollouts": [rollout("b", policy={**policy, "inference_keys": secret})]},
+                {"rollouts": [rollout("b", policy={**policy, "config": {**config, "api_key": secret}})]},
+                {"rollouts": [{"policy": policy}]},
+            ):
+                replies.append((await client.post("/rollouts", json=body)).text)
+            replies.append((await client.get("/rollouts", params={"run_id": "r", "wait_s": 10})).text)
+            replies.append((await client.get("/info")).text)
+    assert [one["event"] for one in logs if one["event"] == "rollout_failed"]
+    for text in (*replies, str(logs)):
+        assert not any(part in text for part in (secret, secret[:9], KEY, KEY[:9]))
+
+
+def test_settings_do_not_show_their_keys():
+    settings = Settings(api_keys=(KEY,))
+    assert KEY[:6] not in f"{settings!r} {settings} {settings.limits()} {settings.model_dump_json()}"

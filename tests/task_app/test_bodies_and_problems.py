@@ -1,0 +1,84 @@
+"""Every error is problem+json; no body is larger than the bound."""
+
+import json
+
+import pytest
+from counting import PlannedPolicy, boards, running_app
+
+from shared_schemas.problem import Problem
+
+
+def problem(answer):
+    assert answer.headers["content-type"] == "application/problem+json"
+    one = Problem.model_validate_json(answer.content)
+    assert one.status == answer.status_code
+    return one
+
+
+async def test_unknown_paths_and_methods_are_problems():
+    async with running_app() as client:
+        missing = problem(await client.get("/nope"))
+        refused = problem(await client.put("/env/create"))
+    assert (missing.status, missing.code, missing.where) == (404, "not_found", "/nope")
+    assert (refused.status, refused.code) == (405, "method_not_allowed")
+
+
+async def test_a_body_of_ten_megabytes_is_refused_by_its_length():
+    async with running_app() as client:
+        one = problem(await client.post("/rollouts", content=b" " * 10_000_000))
+    assert (one.status, one.code, one.where) == (413, "body_too_large", "body")
+    assert "1048576 bytes" in one.detail
+
+
+async def test_a_body_without_a_length_is_counted():
+    async def chunks():
+        for _ in range(100):
+            yield b" " * 100
+
+    async with running_app(max_body_bytes=2_000) as client:
+        assert problem(await client.post("/rollouts", content=chunks())).code == "body_too_large"
+        ok = await client.post(
+            "/rollouts", content=b" " * 2_000, headers={"Content-Type": "application/json"}
+        )
+        assert ok.status_code == 422, "exactly the bound is read"
+
+
+async def test_an_error_inside_shows_nothing_of_the_inside():
+    async with running_app(boards(broken=lambda: PlannedPolicy(KeyError("hidden detail")))) as client:
+        made = await client.post("/policy/create", json={"policy_name": "broken"})
+        step = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}}
+        one = problem(await client.post("/policy/step", json=step))
+    assert (one.status, one.code) == (500, "critical_error")
+    assert "hidden" not in one.model_dump_json()
+
+
+async def test_an_error_that_nobody_foresaw_is_a_problem_too():
+    def make():
+        raise RuntimeError("hidden detail")
+
+    async with running_app(boards(broken=make)) as client:
+        one = problem(await client.post("/policy/create", json={"policy_name": "broken"}))
+    assert (one.status, one.code) == (500, "internal_error")
+    assert "hidden" not in one.model_dump_json()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-0.5"])
+async def test_numbers_that_are_no_seconds_are_refused(number):
+    async with running_app() as client:
+        one = problem(await client.get("/rollouts", params={"run_id": "r", "wait_s": number}))
+    assert (one.status, one.where) == (422, "wait_s")
+
+
+async def test_a_body_in_another_content_type_is_told_what_to_send():
+    async with running_app() as client:
+        one = problem(await client.post("/rollouts", content=json.dumps({"rollouts": []})))
+    assert "Content-Type: application/json" in one.detail
+
+
+async def test_the_schema_says_that_errors_are_problems_and_which_routes_need_a_key():
+    async with running_app() as client:
+        schema = (await client.get("/openapi.json")).json()
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            assert bool(operation["security"]) == (path not in ("/", "/health")), path
+            assert list(operation["responses"]["422"]["content"]) == ["application/problem+json"]

@@ -1,0 +1,204 @@
+"""/env: an environment that the caller steps itself."""
+
+import asyncio
+
+import pytest
+from counting import running_app
+
+from task_app.plugins import default_plug_boards
+
+ON = {"enabled": True, "mode": "decision_stepwise"}
+
+
+def calls(*names):
+    return [{"tool": "add", "args": {"names": list(names)}}]
+
+
+async def created(client, **body):
+    answer = await client.post("/env/create", json={"env_name": "counting", "seed": 3, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def stepped(client, env_id, tool_calls):
+    return await client.post("/env/step", json={"env_id": env_id, "tool_calls": tool_calls})
+
+
+async def test_create_shows_the_first_observation_and_the_tools():
+    async with running_app() as client:
+        made = await created(client)
+    assert made["step_idx"] == 0
+    assert made["info"]["seed"] == 3
+    assert made["info"]["tools"][0]["function"]["name"] == "add"
+    assert made["observation"] == {
+        "text": "step 0",
+        "data": {"step": 0},
+        "achievements_status": {"a": False, "b": False},
+        "achievements_counts": {"a": 0, "b": 0},
+        "reward_last_step": 0.0,
+    }
+
+
+async def test_a_step_carries_what_the_design_says():
+    async with running_app() as client:
+        made = await created(client, config={"step_rewards": ON})
+        await stepped(client, made["env_id"], calls("a"))
+        answer = (await stepped(client, made["env_id"], calls("a", "b", "x"))).json()
+    assert answer.pop("observation")["achievements_counts"] == {"a": 2, "b": 1}
+    assert answer == {
+        "reward": 1.0,
+        "env_rewards": [0.0, 1.0, 0.0],
+        "done": False,
+        "terminated": False,
+        "truncated": False,
+        "step_idx": 4,
+        "info": {
+            "turn": 2,
+            "achievements_added": ["b"],
+            "invalid_reason": None,
+            "executed_actions": ["a", "b", "x"],
+            "tool_result": "did 3",
+        },
+        "metadata": {
+            "decision_rewards": {
+                "turn": 2, "ach_delta": 2, "unique_delta": 1, "all": ["a", "b"], "unique": ["b"]
+            }
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("switches", [{}, {"step_rewards": {"enabled": True, "mode": "env_sparse"}}])
+async def test_without_the_switches_a_step_has_no_decision_rewards(switches):
+    async with running_app() as client:
+        made = await created(client, config=switches)
+        answer = (await stepped(client, made["env_id"], calls("a"))).json()
+    assert answer["metadata"] == {}
+    assert answer["observation"]["reward_last_step"] == 1.0
+
+
+async def test_openai_tool_calls_are_taken_as_they_come():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"names": ["a"]}'}}
+    async with running_app() as client:
+        made = await created(client)
+        answer = (await stepped(client, made["env_id"], [call, *calls("b")])).json()
+    assert answer["info"]["executed_actions"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("tool_calls", [[], [{"tool": "sub", "args": {}}], [{"tool": "add", "args": "{"}]])
+async def test_a_refused_call_runs_one_noop_and_says_why(tool_calls):
+    async with running_app() as client:
+        made = await created(client)
+        answer = await stepped(client, made["env_id"], tool_calls)
+    assert answer.status_code == 200
+    assert answer.json()["info"]["invalid_reason"]
+    assert (answer.json()["step_idx"], answer.json()["info"]["executed_actions"]) == (1, ["noop"])
+
+
+async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_anew():
+    async with running_app() as client:
+        made = await created(client)
+        ended = (await stepped(client, made["env_id"], calls("a", "end", "b"))).json()
+        assert (ended["done"], ended["terminated"], ended["step_idx"]) == (True, True, 2)
+        after = await stepped(client, made["env_id"], calls("a"))
+        assert (after.status_code, after.json()["code"]) == (409, "episode_over")
+        again = (await client.post("/env/reset", json={"env_id": made["env_id"]})).json()
+        assert (again["step_idx"], again["info"]["seed"]) == (0, 3)
+        assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
+
+
+async def test_a_reset_may_change_the_world():
+    async with running_app() as client:
+        made = await created(client)
+        again = await client.post("/env/reset", json={"env_id": made["env_id"], "seed": 9})
+    assert again.json()["info"]["seed"] == 9
+
+
+async def test_an_unknown_or_terminated_id_is_a_404():
+    async with running_app() as client:
+        made = await created(client)
+        assert (await client.post("/env/terminate", json={"env_id": made["env_id"]})).json() == {"ok": True}
+        for path in ("reset", "step", "terminate"):
+            body = {"env_id": made["env_id"], "tool_calls": []}
+            answer = await client.post(f"/env/{path}", json=body)
+            assert (answer.status_code, answer.json()["code"]) == (404, "unknown_id")
+            assert answer.json()["where"] == "env_id"
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"env_name": "countin"}, "env_name"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**31 - 1}, "seed"),
+        ({"seed": "soon"}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"config": {"length": "long"}}, "config.length"),
+        ({"config": {"step_rewards": {"enable": True}}}, "config.step_rewards.enable"),
+    ],
+)
+async def test_what_is_wrong_with_a_create_is_named(changes, where):
+    async with running_app() as client:
+        answer = await client.post("/env/create", json={"env_name": "counting", **changes})
+    assert (answer.status_code, answer.json()["where"]) == (422, where)
+
+
+async def test_a_decision_has_a_bounded_number_of_calls_and_each_names_a_tool():
+    async with running_app(max_calls_per_step=2) as client:
+        made = await created(client)
+        for tool_calls in (calls("a") * 3, [{"args": {}}]):
+            answer = await stepped(client, made["env_id"], tool_calls)
+            assert (answer.status_code, answer.json()["where"]) == (422, "tool_calls")
+        assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
+
+
+async def test_a_broken_environment_is_a_500_that_hides_its_inside():
+    async with running_app() as client:
+        made = await created(client)
+        answer = await stepped(client, made["env_id"], calls("boom"))
+    assert (answer.status_code, answer.json()["code"]) == (500, "critical_error")
+    assert "boom" not in answer.text
+
+
+async def test_concurrent_steps_of_one_environment_happen_one_after_the_other():
+    async with running_app() as client:
+        made = await created(client)
+        answers = await asyncio.gather(*(stepped(client, made["env_id"], calls("a")) for _ in range(20)))
+    assert sorted(answer.json()["info"]["turn"] for answer in answers) == list(range(1, 21))
+    assert sum(answer.json()["reward"] for answer in answers) == 1.0
+
+
+async def test_the_number_of_environments_is_bounded():
+    async with running_app(max_sessions=2) as client:
+        first = await created(client)
+        await created(client)
+        full = await client.post("/env/create", json={"env_name": "counting"})
+        assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
+        await client.post("/env/terminate", json={"env_id": first["env_id"]})
+        await created(client)
+
+
+async def test_what_other_task_apps_send_besides_is_taken():
+    async with running_app() as client:
+        await created(client, rl_run_id="run-1", parent_env_id=None)
+
+
+@pytest.mark.parametrize(
+    ("actions", "words"), [(["noop"] * 9, "9"), (["noop", "fly"], "fly"), ([], "1 to 8"), ("noop", "actions")]
+)
+async def test_crafter_refuses_bad_action_lists_with_a_reason_and_one_noop(actions, words):
+    async with running_app(default_plug_boards()) as client:
+        made = await created(client, env_name="crafter")
+        call = {"tool": "interact_many", "args": {"actions": actions}}
+        answer = (await stepped(client, made["env_id"], [call])).json()
+    assert words in answer["info"]["invalid_reason"]
+    assert (answer["step_idx"], answer["info"]["executed_actions"]) == (1, ["noop"])
+
+
+async def test_a_crafter_step_after_the_end_is_a_conflict():
+    call = {"tool": "interact_many", "args": {"actions": ["noop"] * 3}}
+    async with running_app(default_plug_boards()) as client:
+        made = await created(client, env_name="crafter", config={"length": 2})
+        ended = (await stepped(client, made["env_id"], [call])).json()
+        assert (ended["truncated"], ended["terminated"], ended["step_idx"]) == (True, False, 2)
+        after = await stepped(client, made["env_id"], [call])
+    assert (after.status_code, after.json()["code"]) == (409, "episode_over")

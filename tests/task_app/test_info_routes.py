@@ -1,0 +1,78 @@
+"""/info and /task_info: both known shapes at once."""
+
+import pytest
+from counting import boards, running_app
+
+from task_app.plugins import default_plug_boards
+from task_app.settings import Settings
+
+
+async def test_info_shows_the_service_its_limits_and_its_plug_ins():
+    async with running_app(max_rollouts_per_request=77) as client:
+        info = (await client.get("/info")).json()
+    assert set(info) >= {"service", "dataset", "rubrics", "inference", "capabilities", "limits"}
+    assert info["service"]["base_url"] == "http://task-app"
+    assert info["service"]["endpoints"]["env"][0] == "/env/create"
+    assert "base_url" in info["inference"]
+    assert info["limits"]["max_rollouts_per_request"] == 77
+    assert set(info["limits"]) == set(Settings.model_fields) - {"api_keys"}
+    assert info["environments"]["counting"]["properties"]["length"]["default"] == 1_000
+    assert info["capabilities"]["policies"] == ["openai", "planned"]
+
+
+async def test_every_endpoint_that_info_names_exists():
+    async with running_app() as client:
+        info = (await client.get("/info")).json()
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    named = {path for group in info["service"]["endpoints"].values() for path in group}
+    assert named == set(paths)
+
+
+async def test_task_info_without_a_seed_describes_the_set():
+    async with running_app() as client:
+        taskset = (await client.get("/task_info")).json()["taskset"]
+    assert (taskset["id"], taskset["seed_range"]) == ("counting_procedural", [0, 2**31 - 2])
+
+
+async def test_one_seed_gives_a_task_and_several_a_list():
+    async with running_app() as client:
+        one = (await client.get("/task_info", params={"seed": 4})).json()
+        several = (await client.get("/task_info", params={"seed": [4, 5], "seeds": [6]})).json()
+    assert (one["dataset"]["seed"], one["environment"], one["observation"]["text"]) == (
+        4,
+        "counting",
+        "step 0",
+    )
+    assert [task["dataset"]["seed"] for task in several] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("params", "where"),
+    [
+        ({"seed": -1}, "seed.0"),
+        ({"seed": "x"}, "seed.0"),
+        ({"env_name": "nope"}, "env_name"),
+        ({"seed": [1, 2, 3]}, "seed"),
+    ],
+)
+async def test_bad_questions_are_named(params, where):
+    async with running_app(max_seeds_per_request=2) as client:
+        answer = await client.get("/task_info", params=params)
+    assert (answer.status_code, answer.json()["where"]) == (422, where)
+
+
+async def test_crafter_is_what_the_service_hosts():
+    async with running_app(default_plug_boards()) as client:
+        tasks = (await client.get("/task_info", params={"seed": [1, 2]})).json()
+        assert [task["environment"] for task in tasks] == ["crafter", "crafter"]
+        actions = tasks[0]["action_space"]["tools"][0]["function"]["parameters"]["properties"]["actions"]
+        assert len(actions["items"]["enum"]) == 17
+        assert len(tasks[0]["observation"]["achievements_counts"]) == 22
+        info = (await client.get("/info")).json()
+        assert info["capabilities"]["policies"] == ["crafter_teacher", "openai", "random"]
+
+
+async def test_an_environment_name_is_looked_up_in_the_boards_of_this_service():
+    async with running_app(boards()) as client:
+        answer = await client.get("/task_info", params={"env_name": "crafter"})
+    assert "known: counting" in answer.json()["detail"]

@@ -1,0 +1,144 @@
+"""/policy: a policy that the caller asks itself."""
+
+import pytest
+from counting import running_app
+from fake_inference import calling, fake_inference, status, tokens
+
+ON = {"enabled": True, "mode": "decision_stepwise"}
+CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
+
+
+async def env_id_of(client, **config):
+    made = await client.post("/env/create", json={"env_name": "counting", "config": config})
+    return made.json()["env_id"]
+
+
+async def policy_id_of(client, name="planned", **body):
+    made = await client.post("/policy/create", json={"policy_name": name, **body})
+    assert made.status_code == 200, made.text
+    return made.json()["policy_id"]
+
+
+async def asked(client, policy_id, **body):
+    return await client.post("/policy/step", json={"policy_id": policy_id, **body})
+
+
+async def test_a_bound_policy_and_its_environment_play_together():
+    async with running_app() as client:
+        env_id = await env_id_of(client)
+        policy_id = await policy_id_of(client, bound_env_id=env_id, config={"step_rewards": ON})
+        first = (await asked(client, policy_id)).json()
+        assert first["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"names": ["a"]}'}
+        assert "decision_rewards" not in first["meta"], "no decision was taken yet"
+        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": first["tool_calls"]})
+        record = step.json()["metadata"]["decision_rewards"]
+        assert record == {"turn": 1, "ach_delta": 1, "unique_delta": 1, "all": ["a"], "unique": ["a"]}
+        second = (await asked(client, policy_id)).json()
+        assert second["meta"]["decision_rewards"] == record
+        assert second["meta"]["turn"] == 2
+
+
+async def test_without_the_switches_meta_has_no_decision_rewards():
+    async with running_app() as client:
+        env_id = await env_id_of(client)
+        policy_id = await policy_id_of(client, bound_env_id=env_id)
+        await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+        assert "decision_rewards" not in (await asked(client, policy_id)).json()["meta"]
+
+
+async def test_switches_of_the_environment_and_its_policy_must_agree():
+    async with running_app() as client:
+        env_id = await env_id_of(client, step_rewards=ON)
+        body = {"policy_name": "planned", "bound_env_id": env_id}
+        other = {**body, "config": {"step_rewards": {"enabled": True, "mode": "env_sparse"}}}
+        assert (await client.post("/policy/create", json=other)).status_code == 422
+        assert (await client.post("/policy/create", json=body)).status_code == 200
+
+
+async def test_a_dry_run_shows_the_prompt_and_asks_nobody():
+    async with running_app() as client, fake_inference() as fake:
+        env_id = await env_id_of(client)
+        await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+        config = {"inference_url": fake.url, "model": "m"}
+        policy_id = await policy_id_of(client, "openai", bound_env_id=env_id, config=config)
+        answer = (await asked(client, policy_id, dry_run=True)).json()
+    assert answer["tool_calls"] == []
+    assert [message["content"] for message in answer["meta"]["messages"]] == ["count", "step 1 past=1"]
+    assert answer["meta"]["tools"][0]["function"]["name"] == "add"
+    assert fake.bodies == []
+
+
+async def test_a_model_is_asked_with_the_key_of_the_create_request_and_its_tokens_come_back():
+    async with running_app() as client, fake_inference(calling("a", **tokens([1, 2], 0, [7]))) as fake:
+        policy_id = await policy_id_of(
+            client,
+            "openai",
+            config={"inference_url": fake.url, "model": "m"},
+            inference_key="k-1",
+            env={"env_name": "counting"},
+        )
+        meta = (await asked(client, policy_id, observation={"text": "hp9", "data": {}})).json()["meta"]
+    assert fake.headers[0]["authorization"] == "Bearer k-1"
+    assert [message["content"] for message in fake.bodies[0]["messages"]] == ["count", "hp9 past=0"]
+    assert (meta["token_ids"], meta["logprobs"], meta["sampling"]["temperature"]) == ([7], [-0.5], 1.0)
+    assert meta["action_type"] == "tool_call"
+
+
+async def test_an_unbound_policy_takes_messages_or_a_text():
+    message = {"role": "user", "content": "go"}
+    async with running_app() as client, fake_inference(calling("a")) as fake:
+        policy_id = await policy_id_of(client, "openai", config={"inference_url": fake.url, "model": "m"})
+        for observation in ({"messages": [message]}, {"text": "go"}):
+            assert (await asked(client, policy_id, observation=observation)).status_code == 200
+        assert [body["messages"] for body in fake.bodies] == [[message], [message]]
+        for observation in (None, {}, {"text": 3}, {"messages": []}, {"messages": [3]}):
+            answer = await asked(client, policy_id, observation=observation)
+            assert answer.status_code == 422
+            assert answer.json()["where"].startswith("observation")
+
+
+async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
+    too_long = {"error": {"code": "context_length_exceeded", "message": "9 > 8"}}
+    answers = [status(400, too_long), status(404, {})]
+    async with running_app() as client, fake_inference(*answers) as fake:
+        config = {"inference_url": fake.url, "model": "m", "max_attempts": 1}
+        policy_id = await policy_id_of(client, "openai", config=config)
+        for expected in ((422, "context_length_exceeded"), (502, "inference_refused")):
+            answer = await asked(client, policy_id, observation={"text": "x"})
+            assert (answer.status_code, answer.json()["code"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "where", "status_code"),
+    [
+        ({"policy_name": "plannd"}, "policy_name", 422),
+        ({"policy_name": "planned", "config": {"nams": []}}, "config.nams", 422),
+        ({"policy_name": "planned", "bound_env_id": "env_x"}, "bound_env_id", 404),
+        ({"policy_name": "planned", "env": {"env_name": "x"}}, "env.env_name", 422),
+        (
+            {"policy_name": "planned", "env": {"env_name": "counting", "config": {"x": 1}}},
+            "env.config.x",
+            422,
+        ),
+        (
+            {"policy_name": "openai", "config": {"inference_url": "http://evil.example", "model": "m"}},
+            "config",
+            422,
+        ),
+    ],
+)
+async def test_what_is_wrong_with_a_create_is_named(body, where, status_code):
+    async with running_app() as client:
+        answer = await client.post("/policy/create", json=body)
+    assert (answer.status_code, answer.json()["where"]) == (status_code, where)
+
+
+async def test_terminated_policies_and_environments_are_gone():
+    async with running_app() as client:
+        env_id = await env_id_of(client)
+        policy_id = await policy_id_of(client, bound_env_id=env_id)
+        await client.post("/env/terminate", json={"env_id": env_id})
+        answer = await asked(client, policy_id)
+        assert (answer.status_code, answer.json()["where"]) == (404, "bound_env_id")
+        assert (await client.post("/policy/terminate", json={"policy_id": policy_id})).json() == {"ok": True}
+        assert (await asked(client, policy_id)).json()["where"] == "policy_id"

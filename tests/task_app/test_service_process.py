@@ -1,0 +1,150 @@
+"""`python -m task_app` as a process of its own, over real sockets."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from counting import KEY
+
+READY = "listening on "
+
+
+@contextmanager
+def task_app(*arguments, key=KEY, **environment):
+    """A started task app and a client of it. It is ended by its stdin, like that of a killed trainer."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "task_app", "--port", "0", "--exit-with-parent", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "ENVIRONMENT_API_KEY": key, **environment},
+        text=True,
+    )
+    with process:
+        line = process.stdout.readline()
+        assert line.startswith(READY), process.communicate(timeout=10)
+        url = line.removeprefix(READY).strip()
+        with httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=20.0) as client:
+            yield process, client
+        process.stdin.close()
+        process.wait(20)
+
+
+def crafter(rollout_id, **changes):
+    return {
+        "rollout_id": rollout_id,
+        "run_id": "r",
+        "start": {"seed": 5},
+        "env": {"env_name": "crafter", "config": {"text": "compact", "max_actions": 4}},
+        "policy": {"policy_name": "crafter_teacher", "config": {"max_actions": 4}},
+        "step_rewards": {"enabled": True, "mode": "decision_stepwise"},
+        "limits": {"max_decisions": 20},
+        **changes,
+    }
+
+
+def collected(client, count):
+    found, cursor = {}, None
+    while len(found) < count:
+        page = client.get("/rollouts", params={"run_id": "r", "wait_s": 20, "cursor": cursor or ""}).json()
+        cursor = page["cursor"]
+        found |= {rollout["rollout_id"]: rollout for rollout in page["rollouts"]}
+    return found
+
+
+def test_a_life_of_the_service():
+    with task_app() as (_, client):
+        assert client.get("/health").json()["authorized"] is True
+
+        too_large = client.post("/rollouts", content=b"x" * 10_000_000)
+        assert (too_large.status_code, too_large.json()["code"]) == (413, "body_too_large")
+
+        assert client.post("/rollouts", json={"rollouts": [crafter("a"), crafter("b")]}).status_code == 202
+        found = collected(client, 2)
+        steps = found["a"]["trajectory"]["steps"]
+        assert steps == [
+            {**step, "step_info": {**step["step_info"], **times}}
+            for step, times in zip(found["b"]["trajectory"]["steps"], _times(steps), strict=True)
+        ], "equal seeds and a policy without chance: equal episodes"
+        records = [step["metadata"]["decision_rewards"] for step in steps]
+        assert (
+            sum(record["unique_delta"] for record in records)
+            == found["a"]["trajectory"]["outcome_reward"]
+            > 0
+        )
+
+
+def test_a_stop_ends_a_running_rollout_and_answers_who_waits_for_it():
+    with socket.create_server(("127.0.0.1", 0)) as silent, task_app() as (process, client):
+        config = {"inference_url": f"http://127.0.0.1:{silent.getsockname()[1]}", "model": "m"}
+        policy = {"policy_name": "openai", "config": config}
+        client.post("/rollouts", json={"rollouts": [crafter("slow", policy=policy)]})
+        asked, _ = silent.accept()
+        poll = socket.create_connection((client.base_url.host, client.base_url.port), timeout=15)
+        with asked, poll:
+            poll.sendall(
+                f"GET /rollouts?run_id=r&wait_s=30 HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\n\r\n".encode()
+            )
+            client.get("/health")  # answered after the poll was read
+            process.send_signal(signal.SIGTERM)
+            answer = poll.makefile("rb").read()
+            assert process.wait(15) == 0
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b'"unfinished":1' in answer
+
+
+def _times(steps):
+    return [{name: step["step_info"][name] for name in ("policy_s", "environment_s")} for step in steps]
+
+
+def test_the_service_ends_with_its_parent_and_its_log_has_a_line_an_event_and_no_key():
+    with task_app() as (process, client):
+        client.post("/rollouts", json={"rollouts": [crafter("a")]})
+        collected(client, 1)
+        client.get("/info", headers={"X-API-Key": "nope"})
+        _, log = process.communicate(timeout=15)  # closes its stdin
+    assert process.returncode == 0
+    assert [line for line in log.splitlines() if "rollout_finished" in line and "rollout=a" in line]
+    assert KEY not in log
+    assert "Traceback" not in log
+
+
+def test_a_taken_port_is_one_clear_line_and_exit_code_2():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = _run("--port", str(port))
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line == f"task_app: cannot listen on 127.0.0.1:{port}: Address already in use"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--port", "70000"], {}, "'70000' is no port; allowed: 0 to 65535"),
+        (["--host", "no.such.host.invalid"], {}, "cannot listen on no.such.host.invalid:8001"),
+        ([], {"TURNWISE_MAX_SESSIONS": "many"}, "TURNWISE_MAX_SESSIONS is 'many'"),
+    ],
+)
+def test_what_cannot_start_says_why_and_exits_with_2(arguments, environment, words):
+    ended = _run(*arguments, **environment)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def _run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "task_app", *arguments],
+        env={**os.environ, "ENVIRONMENT_API_KEY": KEY, **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        stdin=subprocess.DEVNULL,
+    )

@@ -1,0 +1,45 @@
+"""One table of settings, read from the environment, with bounds."""
+
+import pytest
+
+from task_app.errors import SettingsError
+from task_app.settings import Settings, settings_from_environ
+
+
+def test_nothing_set_gives_the_defaults_and_no_key():
+    settings = settings_from_environ({"PATH": "/bin"})
+    assert settings == Settings()
+    assert settings.api_keys == ()
+    assert settings.allowed_inference_hosts == ("127.0.0.1", "localhost", "::1")
+
+
+def test_keys_come_from_their_published_names_without_blanks_and_repetitions():
+    settings = settings_from_environ(
+        {"ENVIRONMENT_API_KEY": " one ", "ENVIRONMENT_API_KEY_ALIASES": "two, ,one,three"}
+    )
+    assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two", "three"]
+
+
+def test_every_field_is_read_from_its_variable():
+    settings = settings_from_environ(
+        {"TURNWISE_MAX_SESSIONS": "7", "TURNWISE_MAX_WAIT_S": "1.5",
+         "TURNWISE_ALLOWED_INFERENCE_HOSTS": "gpu-7:8000, localhost"}
+    )  # fmt: skip
+    assert (settings.max_sessions, settings.max_wait_s) == (7, 1.5)
+    assert settings.allowed_inference_hosts == ("gpu-7:8000", "localhost")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TURNWISE_MAX_SESSIONS", "0"),
+        ("TURNWISE_MAX_SESSIONS", "many"),
+        ("TURNWISE_MAX_WAIT_S", "-1"),
+        ("TURNWISE_MAX_WAIT_S", "nan"),
+        ("TURNWISE_SESSION_IDLE_S", "inf"),
+        ("TURNWISE_ALLOWED_INFERENCE_HOSTS", "http://gpu-7"),
+    ],
+)
+def test_a_bad_value_names_its_variable(variable, value):
+    with pytest.raises(SettingsError, match=variable):
+        settings_from_environ({variable: value, "ENVIRONMENT_API_KEY": "secret"})

@@ -1,0 +1,89 @@
+"""What a job asks for: pure, the same every time, and never a held-out world in training."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from trainer_backend.collect.plan import Inference, Planner, retried, shared_out
+from trainer_backend.core.seeds import HELD_OUT_FROM, derived_seed, evaluation_worlds, training_world
+from trainer_backend.job import parse_job
+
+
+def planner(**tables: dict[str, object]) -> Planner:
+    document = {
+        "model": {"preset": "tiny-0.3m"},
+        "rollout": {"episodes_per_batch": 6},
+        "training": {"group_size": 3},
+        "warmup": {"episodes": 4},
+        **tables,
+    }
+    inference = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
+    return Planner(parse_job(document, where="test").config, "run", inference)
+
+
+def test_siblings_share_a_world_and_nothing_else_of_their_seeds():
+    requests = planner().training(1)
+    assert [request.group_id for request in requests] == ["train/1/0"] * 3 + ["train/1/1"] * 3
+    worlds = [request.start.seed for request in requests]
+    assert worlds[0] == worlds[1] == worlds[2] != worlds[3] == worlds[4] == worlds[5]
+    assert len({request.policy.config["seed"] for request in requests}) == 6
+    assert len({request.rollout_id for request in requests}) == 6
+
+
+def test_the_same_job_plans_the_same_and_another_iteration_does_not():
+    assert planner().training(3) == planner().training(3)
+    assert {r.start.seed for r in planner().training(3)} & {r.start.seed for r in planner().training(4)} == set()
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(0, 1000), st.integers(0, 1000))
+def test_training_worlds_never_meet_the_held_out_ones(job_seed: int, iteration: int, group: int):
+    world = training_world(job_seed, "train", iteration, group, held_out=())
+    assert 0 <= world < HELD_OUT_FROM
+    assert HELD_OUT_FROM <= min(evaluation_worlds(5))
+
+
+def test_explicit_evaluation_worlds_are_avoided_by_training():
+    first = training_world(0, "train", 1, 0, held_out=())
+    assert training_world(0, "train", 1, 0, held_out=(first,)) != first
+    plan = planner(evaluation={"seeds": [first, 5]})
+    assert [request.start.seed for request in plan.evaluation("0")] == [first, 5]
+    assert first not in {request.start.seed for request in plan.training(1)}
+
+
+def test_a_derived_seed_depends_on_every_part_and_its_type():
+    seeds = {derived_seed(0, "a", 1), derived_seed(0, "a", 2), derived_seed(0, "b", 1), derived_seed(0, "a", "1")}
+    assert len(seeds) == 4
+    assert derived_seed(0, "a", 1) == 446042326  # the same on every machine and in every version
+
+
+def test_the_teacher_gets_no_key_and_the_model_gets_it():
+    assert all(request.policy.inference_key is None for request in planner().warmup())
+    assert all(request.policy.inference_key == SecretStr("key") for request in planner().training(1))
+
+
+def test_a_key_never_goes_to_another_url():
+    plan = planner(rollout={"episodes_per_batch": 3, "policy_config": {"inference_url": "http://other:1"}})
+    assert all(request.policy.inference_key is None for request in plan.training(1))
+
+
+def test_the_switches_travel_with_the_request():
+    plan = planner(
+        training={"group_size": 3, "step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+    )
+    assert all(request.step_rewards.emits_decision_rewards for request in plan.training(1))
+    assert not any(request.step_rewards.emits_decision_rewards for request in planner().training(1))
+
+
+def test_a_retry_keeps_every_seed_and_takes_another_id():
+    first = planner().training(1)[0]
+    second = retried(first)
+    third = retried(second)
+    assert (second.rollout_id, third.rollout_id) == (first.rollout_id + ":1", first.rollout_id + ":2")
+    assert second.model_copy(update={"rollout_id": first.rollout_id, "attempt": 0}) == first
+
+
+def test_every_task_app_gets_its_share():
+    requests = planner().training(1)
+    shares = shared_out(requests, 2)
+    assert [len(share) for share in shares] == [3, 3]
+    assert sorted((r.rollout_id for share in shares for r in share)) == sorted(r.rollout_id for r in requests)

@@ -1,0 +1,89 @@
+"""One environment of a task app, stepped from here over HTTP: /env/create, /env/step, /env/{id}/frame."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from pydantic import SecretStr
+
+from shared_schemas.messages import ToolCall
+from trainer_backend.errors import TaskAppError
+
+_NOT_FOUND = 404
+
+
+class EnvironmentClient:
+    """Use as an async context manager: it creates the environment, and terminates it at the end.
+
+    Args:
+        url, api_key: of the task app.
+        env_name, config, seed: what to create.
+        timeout_s: deadline of one request.
+    """
+
+    def __init__(
+        self, url: str, api_key: SecretStr, *, env_name: str, config: Mapping[str, Any], seed: int,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._url = url
+        self._wanted = {"env_name": env_name, "config": dict(config), "seed": seed}
+        self._http = httpx.AsyncClient(
+            base_url=url, headers={"X-API-Key": api_key.get_secret_value()}, timeout=timeout_s
+        )
+        self._env_id = ""
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._env_id = (await self._post("/env/create", self._wanted))["env_id"]
+        except BaseException:
+            await self._http.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                await self._post("/env/terminate", {"env_id": self._env_id})
+        finally:
+            await self._http.aclose()
+
+    async def step(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """Carry out one decision; the answer of POST /env/step."""
+        wire = [call.model_dump(mode="json") for call in calls]
+        return await self._post("/env/step", {"env_id": self._env_id, "tool_calls": wire})
+
+    async def frame(self, side: int) -> bytes:
+        """A PNG of `side` x `side` pixels.
+
+        Raises:
+            TaskAppError: also when the environment, or this task app, draws none.
+        """
+        path = f"/env/{self._env_id}/frame"
+        reply = await self._send("GET", path, params={"width": side, "height": side})
+        if reply.status_code == _NOT_FOUND:
+            raise TaskAppError(f"{self._url} draws no pictures of this environment")
+        self._check("GET", path, reply)
+        return reply.content
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        reply = await self._send("POST", path, json=dict(body))
+        self._check("POST", path, reply)
+        try:
+            return dict(reply.json())
+        except ValueError as error:
+            raise TaskAppError(f"{self._url}: POST {path} did not answer with JSON: {error}") from error
+
+    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            told = str(error) or type(error).__name__
+            raise TaskAppError(f"{self._url}: {method} {path}: {told}") from error
+
+    def _check(self, method: str, path: str, reply: httpx.Response) -> None:
+        if reply.is_error:
+            told = f"status {reply.status_code}: {reply.text[:200]}"
+            raise TaskAppError(f"{self._url}: {method} {path}: {told}")

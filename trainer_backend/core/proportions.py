@@ -1,0 +1,35 @@
+"""Intervals of rates. Pure."""
+
+import math
+
+from trainer_backend.core.statistics import Interval
+
+_Z_975 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
+
+
+def wilson_interval(successes: int, count: int) -> Interval:
+    """A rate with its 95 % Wilson score interval.
+
+        centre = (p + z^2 / 2n) / (1 + z^2 / n)
+        half   = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
+
+    It stays inside [0, 1], and 0 of n or n of n still has a width, where the normal approximation has none.
+
+    Args:
+        successes: how many of `count` succeeded.
+        count: independent trials; 0 gives NaN.
+
+    Raises:
+        ValueError: successes outside 0 .. count.
+
+    Source: Wilson, JASA 22 (1927), p. 209.
+    """
+    if not 0 <= successes <= count:
+        raise ValueError(f"successes must lie in 0 .. {count}, got {successes}")
+    if count == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    rate = successes / count
+    widening = 1 + _Z_975**2 / count
+    centre = (rate + _Z_975**2 / (2 * count)) / widening
+    half = _Z_975 / widening * math.sqrt(rate * (1 - rate) / count + _Z_975**2 / (4 * count**2))
+    return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0), count)

@@ -1,0 +1,145 @@
+"""Charts of what was learned: unique achievements over iterations, success rate of each achievement."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from trainer_backend.core.proportions import wilson_interval
+from trainer_backend.core.statistics import Interval
+from trainer_backend.report.charts import Picture, Theme, picture, whole_numbers
+from trainer_backend.report.stored_episodes import unique_of_groups
+from trainer_backend.report.story import Row, Story
+
+UNIQUE = "unique achievements an episode"
+
+
+def learning_curve(story: Story) -> Picture | None:
+    """Training episodes and held-out evaluations; None before there are any.
+
+    Iteration k is drawn at k - 1: its episodes were played by the policy after k - 1 updates.
+    """
+    if not story.iterations and not story.evaluations:
+        return None
+    training = [(row["iteration"] - 1, _training_interval(story, row)) for row in story.iterations]
+    held_out = [(row["iteration"], evaluation_interval(row)) for row in story.evaluations]
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        _band(axes, training, theme.series[0], "training worlds (band: 95 %, groups)")
+        _bars(axes, held_out, theme.series[1], "held-out worlds (bars: 95 %)")
+        axes.set_xlabel("iterations finished when the episodes were played")
+        axes.set_ylabel(UNIQUE)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(whole_numbers())
+        axes.legend(loc="lower right")
+
+    alt = "; ".join(_told(name, found) for name, found in _named(training, held_out) if found)
+    return picture("learning_curve", f"Line chart of {UNIQUE}. {alt}.", draw, height_in=3.6)
+
+
+def success_rates(story: Story) -> Picture | None:
+    """Rate of each achievement on held-out worlds, first evaluation against the best and the last one."""
+    best = story.best_evaluation
+    if best is None:
+        return None
+    first, last = story.evaluations[0], story.evaluations[-1]
+    shown = [(_label("first", first), first)]
+    shown += [(_label("best", best), best)] if best is not first else []
+    shown += [(_label("last", last), last)] if last is not best and last is not first else []
+    rates: Mapping[str, float] = best["eval/success_rates"]
+    names = sorted(rates, key=lambda name: (rates[name], first["eval/success_rates"].get(name, 0.0)))
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        for index, (label, row) in enumerate(shown):
+            offset = (index - (len(shown) - 1) / 2) * -0.24
+            _rate_points(axes, names, row, offset, label, theme.series[index], "osD"[index])
+        axes.set_yticks(range(len(names)), [spaced(name) for name in names])
+        axes.set_ylim(-0.7, len(names) - 0.3)
+        axes.set_xlim(-0.02, 1.02)
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("episodes that unlocked it (bars: 95 %)")
+        figure.legend(loc="outside upper right", ncols=len(shown))
+
+    told = ", ".join(f"{spaced(name)} {rates[name]:.0%}" for name in reversed(names) if rates[name] > 0)
+    alt = f"Success rate of each achievement; {_label('best', best)}: {told or 'none was unlocked'}."
+    return picture("success_rates", alt, draw, height_in=1.1 + 0.27 * len(names))
+
+
+def evaluation_interval(row: Row) -> Interval:
+    """Unique achievements of an evaluation row; the bounds are missing for a lone episode."""
+    low, high = row.get("eval/unique_achievements_low"), row.get("eval/unique_achievements_high")
+    return Interval(
+        row["eval/unique_achievements"],
+        math.nan if low is None else low,
+        math.nan if high is None else high,
+        row["eval/episodes"],
+    )
+
+
+def spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _training_interval(story: Story, row: Row) -> Interval:
+    path = story.rollouts_file(f"iteration_{row['iteration']}")
+    found = unique_of_groups(path) if path else Interval(math.nan, math.nan, math.nan, 0)
+    mean = row["episode/unique_achievements"]
+    return Interval(mean, found.low, found.high, found.count)
+
+
+def _band(axes: Any, points: Sequence[tuple[int, Interval]], colour: str, label: str) -> None:
+    if not points:
+        return
+    x = [at for at, _ in points]
+    axes.plot(x, [found.mean for _, found in points], color=colour, marker=".", label=label)
+    low, high = [found.low for _, found in points], [found.high for _, found in points]
+    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _bars(axes: Any, points: Sequence[tuple[int, Interval]], colour: str, label: str) -> None:
+    if not points:
+        return
+    axes.errorbar(
+        [at for at, _ in points],
+        [found.mean for _, found in points],
+        yerr=_arms(points),
+        color=colour, marker="s", linestyle="--", capsize=4, label=label,
+    )  # fmt: skip
+
+
+def _arms(points: Sequence[tuple[int, Interval]]) -> list[list[float]]:
+    return [[found.mean - found.low for _, found in points], [found.high - found.mean for _, found in points]]
+
+
+def _rate_points(
+    axes: Any, names: Sequence[str], row: Row, offset: float, label: str, colour: str, marker: str
+) -> None:
+    count = int(row["eval/episodes"])
+    rates = [float(row["eval/success_rates"].get(name, 0.0)) for name in names]
+    found = [wilson_interval(round(rate * count), count) for rate in rates]
+    arms = [
+        [max(item.mean - item.low, 0.0) for item in found],
+        [max(item.high - item.mean, 0.0) for item in found],
+    ]
+    axes.errorbar(
+        rates, [index + offset for index in range(len(names))], xerr=arms, color=colour, marker=marker,
+        markersize=5, linestyle="none", elinewidth=1.2, label=label,
+    )  # fmt: skip
+
+
+def _label(word: str, row: Row) -> str:
+    return f"{word} (iteration {row['iteration']})"
+
+
+def _named(*series: Sequence[tuple[int, Interval]]) -> list[tuple[str, Sequence[tuple[int, Interval]]]]:
+    return list(zip(("Training worlds", "Held-out worlds"), series, strict=True))
+
+
+def _told(name: str, points: Sequence[tuple[int, Interval]]) -> str:
+    first, last = points[0], points[-1]
+    begin = f"{name}: {first[1].mean:.2f} after {first[0]} iterations"
+    return begin if first is last else f"{begin}, {last[1].mean:.2f} after {last[0]}"

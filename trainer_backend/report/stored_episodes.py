@@ -1,0 +1,61 @@
+"""What the report reads from a run's Parquet files: flat columns, and the one episode that it shows."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.core.statistics import Interval, mean_interval
+
+
+def unique_of_groups(path: Path) -> Interval:
+    """Mean unique achievements of a training file, with the interval over groups.
+
+    Siblings of a group share a world, so groups are the independent values, not episodes.
+    """
+    by_group: defaultdict[str, list[float]] = defaultdict(list)
+    for row in _finished(path, ["group_id", "unique_achievements"]):
+        by_group[row["group_id"]].append(row["unique_achievements"])
+    return mean_interval([sum(values) / len(values) for values in by_group.values()])
+
+
+def reward_by_turn(paths: Sequence[Path]) -> list[float]:
+    """[T] mean r_t of each decision turn over all episodes; one that ended earlier counts 0."""
+    sums: defaultdict[int, float] = defaultdict(float)
+    episodes = 0
+    for path in paths:
+        for row in _finished(path, ["decisions"]):
+            episodes += 1
+            for decision in row["decisions"]:
+                sums[decision["turn"]] += decision["reward"] or 0.0
+    return [sums[turn] / episodes for turn in range(1, max(sums, default=0) + 1)]
+
+
+def paired_difference(first: Path, other: Path) -> Interval:
+    """Mean of (other - first) in unique achievements, world by world, over the worlds that both played."""
+    before, after = _unique_by_seed(first), _unique_by_seed(other)
+    return mean_interval([after[seed] - before[seed] for seed in sorted(before.keys() & after.keys())])
+
+
+def best_episode(path: Path) -> Trajectory | None:
+    """The finished episode with the highest outcome; of equals, the one with the fewest env steps."""
+    rows = _finished(path, ["rollout_id", "outcome_reward", "env_steps"])
+    if not rows:
+        return None
+    best = min(rows, key=lambda row: (-row["outcome_reward"], row["env_steps"], row["rollout_id"]))
+    found = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", best["rollout_id"])])
+    return Rollout.model_validate_json(found.column("rollout")[0].as_py()).trajectory
+
+
+def _unique_by_seed(path: Path) -> dict[int, float]:
+    return {
+        row["seed"]: row["unique_achievements"] for row in _finished(path, ["seed", "unique_achievements"])
+    }
+
+
+def _finished(path: Path, columns: list[str]) -> list[dict]:  # type: ignore[type-arg]  # foreign rows
+    table = pq.read_table(path, columns=[*columns, "status"])
+    return [row for row in table.to_pylist() if row["status"] == "finished"]

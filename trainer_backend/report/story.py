@@ -1,0 +1,86 @@
+"""What the files of a run tell, sorted for the report. Nothing here is computed that is not in a file."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.rundir.layout import RunDirectory
+
+Row = Mapping[str, Any]
+
+FAILURE = "rollout/failure/"
+EVALUATE_S = "time/evaluate_s"
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A run as its files tell it.
+
+    Attributes:
+        job: the resolved job.
+        run_id: names the run at task apps.
+        rows: of metrics.jsonl, oldest first.
+        rollouts: the folder of its Parquet files.
+    """
+
+    job: JobConfig
+    run_id: str
+    rows: Sequence[Row]
+    rollouts: Path
+
+    @property
+    def iterations(self) -> list[Row]:
+        return self._of("iteration")
+
+    @property
+    def evaluations(self) -> list[Row]:
+        return self._of("evaluation")
+
+    @property
+    def best_evaluation(self) -> Row | None:
+        """The evaluation that `checkpoints/best` belongs to: highest mean outcome, the first of equals."""
+        return max(self.evaluations, key=lambda row: row["eval/outcome_reward"], default=None)
+
+    @property
+    def teacher(self) -> Row | None:
+        """Episodes that the warm-up imitates."""
+        return next((row for row in self._of("warmup") if "eval/episodes" in row), None)
+
+    @property
+    def warmup(self) -> Row | None:
+        """The supervised steps."""
+        return next((row for row in self._of("warmup") if "warmup/steps" in row), None)
+
+    @property
+    def failures(self) -> Counter[str]:
+        """How often each failure code was met, over all stages; retried rollouts included."""
+        counts: Counter[str] = Counter()
+        for row in self.rows:
+            for name, value in row.items():
+                if name.startswith(FAILURE):
+                    counts[name.removeprefix(FAILURE)] += int(value)
+        return counts
+
+    def total(self, name: str) -> float:
+        """Sum of a metric over all rows that have it."""
+        return sum(float(row[name]) for row in self.rows if name in row)
+
+    def rollouts_file(self, name: str) -> Path | None:
+        """A Parquet file of the run, if it is there."""
+        path = self.rollouts / f"{name}.parquet"
+        return path if path.exists() else None
+
+    def _of(self, kind: str) -> list[Row]:
+        return [row for row in self.rows if row.get("kind") == kind]
+
+
+def read_story(directory: RunDirectory) -> Story:
+    """Read job and metrics.
+
+    Raises:
+        JobError: job.toml is gone or was edited into something invalid.
+    """
+    return Story(directory.job(), directory.run_id, directory.metrics(), directory.path / "rollouts")

@@ -1,0 +1,162 @@
+"""Charts of how training went: reward per decision turn, the update's health, where the time went."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from trainer_backend.report.charts import Picture, Theme, picture, whole_numbers
+from trainer_backend.report.stored_episodes import reward_by_turn
+from trainer_backend.report.story import EVALUATE_S, Row, Story
+
+_WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
+
+_HEALTH = (
+    ("entropy, nats a token", (("loss/entropy", "entropy"),)),
+    ("KL of an update, nats a token", (("loss/approx_kl", "KL"),)),
+    ("tokens held by the clip", (("loss/clip_low_share", "low"), ("loss/clip_high_share", "high"))),
+    ("gradient norm", (("optim/grad_norm", "norm"),)),
+)
+_STAGES = (
+    ("time/collect_s", "collect"),
+    ("time/update_s", "update"),
+    ("time/credit_s", "credit, store"),
+    ("time/publish_s", "publish"),
+)
+
+
+def reward_per_turn(story: Story) -> Picture | None:
+    """Unique achievements and r_t by decision turn, first iterations against the last ones."""
+    windows = _windows(story.iterations)
+    if not windows:
+        return None
+    unique = [(label, _mean_by_turn(rows)) for label, rows in windows]
+    rewards = [(label, _rewards(story, rows)) for label, rows in windows]
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        above, below = figure.subplots(2, 1, sharex=True)
+        _turn_lines(above, unique, theme)
+        _turn_lines(below, rewards, theme)
+        above.set_title("achievements unlocked for the first time")
+        below.set_title("reward $r_t$ that training used")
+        for axes in (above, below):
+            axes.set_ylabel("mean a decision")
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes is below else 0.0)
+        below.set_xlabel("decision turn")
+        above.legend(loc="upper right")
+
+    told = "; ".join(f"{label}: {sum(values):.2f} an episode" for label, values in unique)
+    alt = f"Two line charts by decision turn. Unique achievements, {told}."
+    return picture("reward_per_turn", alt, draw, height_in=4.4)
+
+
+def update_health(story: Story) -> Picture | None:
+    """Entropy, KL, clip shares and gradient norm over iterations."""
+    rows = story.iterations
+    if not rows:
+        return None
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        for axes, (title, lines) in zip(figure.subplots(2, 2, sharex=True).flat, _HEALTH, strict=True):
+            for colour, style, (name, label) in zip(theme.series, ("-", "--"), lines, strict=False):
+                found = [(row["iteration"], row[name]) for row in rows if name in row]
+                axes.plot(*_columns(found), style, color=colour, marker=".", label=label)
+            axes.set_title(title, fontsize=9)
+            axes.set_ylim(bottom=0)
+            axes.xaxis.set_major_locator(whole_numbers())
+        clip, norm = figure.axes[2], figure.axes[3]
+        clip.yaxis.set_major_formatter(PercentFormatter(1.0))
+        clip.legend(loc="best")
+        clip.set_xlabel("iteration")
+        norm.set_xlabel("iteration")
+
+    first, last = rows[0], rows[-1]
+    told = ", ".join(
+        f"{label} {first[name]:.3g} to {last[name]:.3g}"
+        for name, label in (("loss/entropy", "entropy"), ("loss/approx_kl", "KL"))
+        if name in first and name in last
+    )
+    return picture("update_health", f"Four line charts over iterations: {told}.", draw, height_in=4.2)
+
+
+def time_per_stage(story: Story) -> Picture | None:
+    """Seconds of each stage of the whole run, and of each iteration."""
+    totals = stage_totals(story)
+    if not totals:
+        return None
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        above, below = figure.subplots(2, 1) if story.iterations else (figure.subplots(), None)
+        names = [name for name, _ in reversed(totals)]
+        bars = above.barh(names, [value for _, value in reversed(totals)], color=theme.series[0])
+        above.bar_label(bars, fmt="{:.0f} s", padding=3)
+        above.margins(x=0.12)
+        above.grid(axis="y", visible=False)
+        above.set_title("whole run, seconds")
+        if below is not None:
+            _stacked(below, story.iterations, theme)
+
+    told = ", ".join(f"{name} {value:.0f} s" for name, value in totals)
+    return picture("time_per_stage", f"Bar charts of time: {told}.", draw, height_in=4.8)
+
+
+def stage_totals(story: Story) -> list[tuple[str, float]]:
+    """Seconds of each stage over the whole run; stages that took none are left out."""
+    warmups = [row for row in (story.teacher, story.warmup) if row is not None]
+    iterations = story.iterations
+    totals = [
+        ("warm-up: collect", sum(row.get("time/collect_s", 0.0) for row in warmups)),
+        ("warm-up: learn", sum(row.get("time/warmup_s", 0.0) for row in warmups)),
+        *((f"RL: {label}", sum(row.get(name, 0.0) for row in iterations)) for name, label in _STAGES),
+        ("evaluate", story.total(EVALUATE_S)),
+    ]
+    return [(name, value) for name, value in totals if value > 0]
+
+
+def _stacked(axes: Any, rows: Sequence[Row], theme: Theme) -> None:
+    at = [row["iteration"] for row in rows]
+    bottom = [0.0] * len(rows)
+    for (name, label), colour, hatch in zip(_STAGES, theme.series, ("", "//", "..", "xx"), strict=False):
+        height = [row.get(name, 0.0) for row in rows]
+        axes.bar(at, height, bottom=bottom, color=colour, hatch=hatch, edgecolor=theme.ground, label=label)
+        bottom = [low + more for low, more in zip(bottom, height, strict=True)]
+    axes.set_title("each iteration, seconds")
+    axes.set_xlabel("iteration")
+    axes.xaxis.set_major_locator(whole_numbers())
+    axes.set_ylim(top=1.35 * max(bottom))
+    axes.legend(loc="upper center", ncols=4, columnspacing=1.0, handlelength=1.2)
+
+
+def _windows(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
+    """The first and the last iterations, never overlapping."""
+    size = min(_WINDOW, len(rows) // 2)
+    if size == 0:
+        return [(_span(rows), rows)] if rows else []
+    return [(_span(part), part) for part in (rows[:size], rows[-size:])]
+
+
+def _span(rows: Sequence[Row]) -> str:
+    first, last = rows[0]["iteration"], rows[-1]["iteration"]
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+
+
+def _mean_by_turn(rows: Sequence[Row]) -> list[float]:
+    series = [row["decision/unique_by_turn"] for row in rows]
+    longest = max(map(len, series))
+    return [sum(item[t] for item in series if t < len(item)) / len(series) for t in range(longest)]
+
+
+def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
+    paths = [story.rollouts_file(f"iteration_{row['iteration']}") for row in rows]
+    return reward_by_turn([path for path in paths if path is not None])
+
+
+def _turn_lines(axes: Any, lines: Sequence[tuple[str, Sequence[float]]], theme: Theme) -> None:
+    for (label, values), colour, style in zip(lines, theme.series, ("-", "--"), strict=False):
+        axes.step(range(1, len(values) + 1), values, style, where="mid", color=colour, label=label)
+    axes.xaxis.set_major_locator(whole_numbers())
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

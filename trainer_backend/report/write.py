@@ -1,0 +1,88 @@
+"""`write_report`: the folder report/ of a run. Everything in it comes from the run's files."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer_backend.report.charts import Picture
+from trainer_backend.report.filmstrip import Filmstrip, filmstrip
+from trainer_backend.report.learning_charts import learning_curve, success_rates
+from trainer_backend.report.page import Section, page
+from trainer_backend.report.replay import FrameSource, played_frames
+from trainer_backend.report.story import Story, read_story
+from trainer_backend.report.training_charts import reward_per_turn, time_per_stage, update_health
+from trainer_backend.rundir.layout import RunDirectory
+
+FILE = "report.html"
+
+
+def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
+    """Write report/report.html and its PNGs; a report that was there before is replaced.
+
+    A run that has only begun gets one that says what is missing. Blocks; where an event loop runs, call it
+    on a thread.
+
+    Args:
+        directory: the run.
+        frames: draws the filmstrip; by default a task app does, over HTTP.
+
+    Returns:
+        The HTML file.
+
+    Raises:
+        JobError: job.toml of the run cannot be read.
+    """
+    story = read_story(directory)
+    sections = _sections(story)
+    film = filmstrip(story, frames)
+    directory.report.mkdir(exist_ok=True)
+    for picture in _pictures(sections, film):
+        (directory.report / f"{picture.name}.png").write_bytes(picture.light)
+        (directory.report / f"{picture.name}.dark.png").write_bytes(picture.dark)
+    path = directory.report / FILE
+    aside = path.with_suffix(".tmp")
+    aside.write_text(page(story, sections, film), encoding="utf-8")
+    os.replace(aside, path)
+    return path
+
+
+def _sections(story: Story) -> list[Section]:
+    no_iteration, no_evaluation = "No iteration has finished yet.", "No evaluation has been done yet."
+    told = [
+        (
+            "Learning curve",
+            "Unique achievements an episode: the mean over training episodes of each iteration, and over the "
+            "held-out worlds of each evaluation, which training never plays. Evaluations share their worlds "
+            "and sampling seeds.",
+            learning_curve(story),
+            "Neither an iteration nor an evaluation has finished yet.",
+        ),
+        (
+            "Success rate of each achievement",
+            "Share of held-out episodes that unlocked it. The best evaluation is the one with the highest "
+            "mean outcome; being chosen, it flatters itself a little.",
+            success_rates(story),
+            no_evaluation,
+        ),
+        (
+            "Reward per decision turn",
+            "Means over all training episodes of the iterations named; an episode that ended earlier counts "
+            "0 at later turns.",
+            reward_per_turn(story),
+            no_iteration,
+        ),
+        (
+            "Update",
+            "KL: how far the updates of one iteration moved the policy. Clip: share of tokens whose "
+            "probability ratio was held at its lower or upper bound.",
+            update_health(story),
+            no_iteration,
+        ),
+        ("Time", "Wall-clock seconds of each stage.", time_per_stage(story), "No stage has finished yet."),
+    ]
+    return [Section(title, text, picture, missing) for title, text, picture, missing in told]
+
+
+def _pictures(sections: Sequence[Section], film: Filmstrip | None) -> list[Picture]:
+    found = [section.picture for section in sections] + [film.picture if film else None]
+    return [picture for picture in found if picture is not None]
