@@ -11,7 +11,7 @@ help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
 
 demo: $(VENV)/.ready ## a small language model learns Crafter on this machine; ends with a report
-	$(BIN)/turnwise demo
+	$(BIN)/turnwise train configs/crafter_cpu.toml
 
 test: $(VENV)/.ready ## the whole test suite
 	$(BIN)/python -m pytest
@@ -40,7 +40,7 @@ bench: $(VENV)/.ready ## every figure of README's table (minutes)
 
 # A half-finished install leaves no .ready behind, so the next make does it again.
 $(VENV)/.ready: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Turnwise needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Turnwise needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[trainer,dev]'
 	touch $@

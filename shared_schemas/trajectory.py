@@ -121,7 +121,9 @@ class Trajectory(Body):
     policy_name: str
     model: str = ""
     seed: int
-    tools: tuple[ToolSpec, ...] = Field(default=(), description="what the policy could call, as it was offered")
+    tools: tuple[ToolSpec, ...] = Field(
+        default=(), description="what the policy could call, as it was offered"
+    )
     steps: tuple[StepData, ...]
     outcome_reward: float
     outcome_definition: str

@@ -24,7 +24,7 @@ from task_app.protocols import (
     PastDecision,
     PolicyObservation,
 )
-from task_app.records import Choice, Decided, ended, step_data
+from task_app.records import Choice, Decided, ended, finite, step_data
 from task_app.termination import EpisodeFacts, stop_reason
 from task_app.transcript import transcript
 
@@ -98,6 +98,8 @@ class RLRolloutWorker:
     def trajectory(self) -> Trajectory:
         """The finished episode as data; only after `run_episode`."""
         assert self._stop_reason is not None, "run_episode has not finished"
+        with boundary("environment.outcome_reward"):
+            outcome_reward = finite(self._environment.outcome_reward())
         last = self._steps[-1]
         return Trajectory(
             env_name=self._environment.name,
@@ -106,7 +108,7 @@ class RLRolloutWorker:
             seed=self._seed,
             tools=self._environment.tools(),
             steps=tuple(self._steps),
-            outcome_reward=self._environment.outcome_reward(),
+            outcome_reward=outcome_reward,
             outcome_definition=self._environment.outcome_definition,
             achievements_counts=dict(self._observation.achievements_counts),
             env_steps=sum(len(step.env_rewards or ()) for step in self._steps),

@@ -182,4 +182,9 @@ def boundary(what: str) -> Iterator[None]:
     except Exception as exc:
         log.exception("boundary", what=what)
         first_line = (str(exc).splitlines() or [""])[0][:200]
-        raise CriticalError(f"{what} raised {type(exc).__name__}: {first_line}") from exc
+        raise CriticalError(encodable(f"{what} raised {type(exc).__name__}: {first_line}")) from exc
+
+
+def encodable(text: str) -> str:
+    """`text` with lone surrogates replaced: they pass through JSON as escapes, but no UTF-8 can hold them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,5 +1,6 @@
 """Pure: what happened in one decision -> its StepData, as DESIGN.md 4.2 wants every step to be."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,8 +63,19 @@ def observation_data(observation: Observation, messages: tuple[Message, ...] = (
     )
 
 
+def finite(reward: float) -> float:
+    """The reward; NaN and infinity are refused: JSON would lose them, and somebody would read a 0."""
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward is {reward}; it must be a finite number")
+    return reward
+
+
 def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) -> StepData:
-    """The record of a decision that did not end the episode; `ended` marks the last one."""
+    """The record of a decision that did not end the episode; `ended` marks the last one.
+
+    Raises:
+        ValueError: a field cannot be recorded; a fault of the environment or of the policy.
+    """
     choice, outcome = decided.choice, decided.outcome
     return StepData(
         turn=decided.turn,
@@ -76,7 +88,7 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         sampling=choice.log_probs.get("sampling"),
         policy_logprobs=_policy_logprobs(choice.log_probs),
         policy_value_estimate=choice.value,
-        env_rewards=outcome.env_rewards,
+        env_rewards=tuple(map(finite, outcome.env_rewards)),
         metadata=step_metadata(
             decided.before.achievements_counts,
             outcome.observation.achievements_counts,

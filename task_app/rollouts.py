@@ -227,6 +227,9 @@ class RolloutRunner:
         del self._running[record.rollout_id]
         if task.cancelled():
             self._end_cancelled(record, "cancelled while it ran")
+        elif task.exception() is not None:
+            # Even a fault of this file must end the rollout: the trainer waits for every one that it sent.
+            self._end_broken(record, task.exception())
         else:
             status, body = task.result()
             self.results.end(record, status, body, now_s=self._clock())
@@ -252,6 +255,12 @@ class RolloutRunner:
         )  # fmt: skip
         failure = RolloutFailure(code=exc.code, detail=exc.detail, decisions_done=done)
         return rollout_json(record, self.results.instance_id, "failed", failure=failure)
+
+    def _end_broken(self, record: Record, exc: BaseException | None) -> None:
+        log.error("rollout_broken", run=record.run_id, rollout=record.rollout_id, exc_info=exc)
+        failure = RolloutFailure(code="internal_error", detail="an error inside the task app; see its log")
+        body = rollout_json(record, self.results.instance_id, "failed", failure=failure)
+        self.results.end(record, "failed", body, now_s=self._clock())
 
     def _end_cancelled(self, record: Record, detail: str) -> None:
         failure = RolloutFailure(code="cancelled", detail=detail)

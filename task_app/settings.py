@@ -5,6 +5,7 @@ that task apps have always used: `ENVIRONMENT_API_KEY`, and `ENVIRONMENT_API_KEY
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError
@@ -56,8 +57,9 @@ def settings_from_environ(environ: Mapping[str, str]) -> Settings:
     """Read the table from environment variables.
 
     Raises:
-        SettingsError: a value is out of its bounds or no number; names the variable, never a key.
+        SettingsError: a value is out of its bounds or no number, or a name is misspelt; never shows a key.
     """
+    _check_spelling(environ)
     found: dict[str, Any] = {"api_keys": _keys(environ)}
     for name in Settings.model_fields:
         text = environ.get(PREFIX + name.upper())
@@ -69,6 +71,15 @@ def settings_from_environ(environ: Mapping[str, str]) -> Settings:
         error = exc.errors(include_url=False)[0]
         variable = PREFIX + str(error["loc"][0]).upper()
         raise SettingsError(f"{variable} is {error['input']!r}: {error['msg']}", where=variable) from exc
+
+
+def _check_spelling(environ: Mapping[str, str]) -> None:
+    """Refuse a name that is nearly one of ours; other TURNWISE_ variables are other services'."""
+    ours = {PREFIX + name.upper() for name in Settings.model_fields if name != "api_keys"}
+    for name in sorted(environ):
+        close = get_close_matches(name, ours, n=1, cutoff=0.9)
+        if name.startswith(PREFIX) and name not in ours and close:
+            raise SettingsError(f"{name} is unknown. Did you mean {close[0]!r}?", where=name)
 
 
 def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:

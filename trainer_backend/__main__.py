@@ -30,10 +30,12 @@ def train(
     job: Annotated[Path | None, typer.Argument(help="a job TOML; not with --resume")] = None,
     run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
     resume: Annotated[Path | None, typer.Option(help="a run directory to continue")] = None,
+    report: Annotated[bool, typer.Option(help="write the report at the end")] = True,
     overrides: Overrides = None,
 ) -> None:
-    """Train as the job says; Ctrl-C saves the last finished iteration."""
-    from trainer_backend.progress import ConsoleReporter
+    """Train as the job says, then write the report; Ctrl-C saves the last finished iteration."""
+    from trainer_backend.progress import ConsoleReporter, closing_lines
+    from trainer_backend.report.write import write_report
     from trainer_backend.start import Stopped, run_job
 
     if (job is None) == (resume is None):
@@ -55,6 +57,10 @@ def train(
             reporter.say(str(stopped))
             raise typer.Exit(130) from stopped
         reporter.say(f"{progress.iteration} iterations done; saved in {directory.checkpoints}")
+    for line in closing_lines(directory.metrics()):
+        _out.print(line, highlight=False)
+    if report:
+        _out.print(f"report: {write_report(directory).resolve()}", highlight=False, soft_wrap=True)
     if progress.iteration < loaded.config.training.iterations:
         _out.print(f"stopped early; continue with: turnwise train --resume {directory.path}")
         raise typer.Exit(130)
@@ -69,9 +75,53 @@ def check(job: JobPath, overrides: Overrides = None) -> None:
     print(dump_job(loaded.config), end="")
 
 
-@app.command("task-app", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("report")
+def write_run_report(run: Annotated[Path, typer.Argument(help="a run directory")]) -> None:
+    """Write RUN/report/report.html and its pictures from the files of the run."""
+    from trainer_backend.report.write import write_report
+
+    print(write_report(open_run(run)))
+
+
+@app.command("eval")
+def evaluate_policy(
+    folder: Annotated[
+        Path | None, typer.Argument(help="a run (its best checkpoint plays), or a model folder")
+    ] = None,
+    job: Annotated[Path | None, typer.Option(help="a job TOML; absent: that of the run")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="a policy of the task app plays instead, such as crafter_teacher")
+    ] = None,
+    instances: Annotated[int | None, typer.Option(min=1, help="how many held-out worlds")] = None,
+    temperature: Annotated[float | None, typer.Option(help="of sampling")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Play the held-out worlds with a model or a scripted policy, and print the figures."""
+    from trainer_backend.evaluate import Scripted, evaluate, what_to_evaluate
+    from trainer_backend.evaluation_result import as_json, tables
+
+    changed = list(overrides or ())
+    changed += [f"evaluation.instances={instances}", "evaluation.seeds=[]"] if instances is not None else []
+    changed += [f"evaluation.temperature={temperature}"] if temperature is not None else []
+    loaded, player = what_to_evaluate(folder, job, Scripted(policy) if policy else None, changed)
+    with _err.status("playing the held-out worlds") as status:
+
+        def tell(done: int, total: int) -> None:
+            status.update(f"playing the held-out worlds: {done}/{total}")
+
+        result = asyncio.run(evaluate(loaded.config, player, tell))
+    _out.print(tables(result))
+    if json_file is not None:
+        json_file.write_text(as_json(result), encoding="utf-8")
+
+
+@app.command(
+    "task-app",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
 def task_app(context: typer.Context) -> None:
-    """Serve a task app alone (see `turnwise task-app --help`)."""
+    """Serve a task app alone: `turnwise task-app --host 127.0.0.1 --port 8001`."""
     os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
 
 

@@ -90,9 +90,9 @@ class RolloutTable(Table):
     max_concurrent_rollouts: int = Field(
         default=64, ge=1, description="running at a time, over all task apps"
     )
-    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, gt=0.0, le=10.0, description="of sampling; the trained softmax")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus; below 1 needs consent, see below")
+    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary")
     max_tokens: int = Field(default=32, ge=1, description="tokens a decision may take")
     allow_truncated_sampling: bool = Field(
         default=False,
@@ -103,40 +103,47 @@ class RolloutTable(Table):
 class TrainingTable(Table):
     """[training]"""
 
-    iterations: int = Field(default=20, ge=0)
+    iterations: int = Field(default=20, ge=0, description="of collecting, crediting and updating")
     group_size: int = Field(default=8, ge=1, description="G: episodes that share a start")
-    learning_rate: float = Field(default=5e-4, gt=0)
+    learning_rate: float = Field(default=5e-4, gt=0, description="AdamW's, at its highest")
     learning_rate_final: float = Field(
         default=0.1, ge=0, le=1, description="share of learning_rate at the last update"
     )
     learning_rate_rise: float = Field(
         default=0.0, ge=0, lt=1, description="share of the run over which it rises from 0"
     )
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
     update_passes: int = Field(
         default=2, ge=1, description="times that an iteration's decisions are gone through"
     )
     batch_decisions: int = Field(default=512, ge=1, description="decisions of one optimizer step")
     row_tokens: int = Field(default=256, ge=16, description="tokens of a packed row")
     micro_batch_tokens: int = Field(default=16_384, ge=64, description="tokens of one forward and backward")
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.25, gt=0)
-    entropy_coef: float = Field(default=0.003, ge=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="ratios below 1 - clip_low are held")
+    clip_high: float = Field(default=0.25, gt=0, description="ratios above 1 + clip_high are held")
+    entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
     kl_coef: float = Field(
         default=0.0, ge=0, description="weight of the KL to the model that RL started from"
     )
-    kl_kind: Literal["k2", "k3"] = "k3"
+    kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that KL")
     behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
-    aggregation: Literal["token_mean", "decision_mean", "episode_equal"] = "token_mean"
+    aggregation: Literal["token_mean", "decision_mean", "episode_equal"] = Field(
+        default="token_mean",
+        description="what counts the same in an optimizer step: tokens, decisions, episodes",
+    )
     threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
     checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
-    step_rewards_enabled: bool = False
-    step_rewards_mode: StepRewardsMode = "off"
-    event_rewards_kind: EventRewardsKind = "unique"
-    step_rewards_beta: float = Field(default=0.0, ge=0)
-    step_rewards_indicator_lambda: float = Field(default=0.0, ge=0)
+    step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
+    step_rewards_mode: StepRewardsMode = Field(default="off", description="where r_t comes from")
+    event_rewards_kind: EventRewardsKind = Field(
+        default="unique", description="count first unlocks, or every achievement whose counter rose"
+    )
+    step_rewards_beta: float = Field(default=0.0, ge=0, description="bonus beta * (T - t) for a first unlock")
+    step_rewards_indicator_lambda: float = Field(
+        default=0.0, ge=0, description="bonus for a decision with a first unlock"
+    )
     step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
         default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
     )
@@ -164,21 +171,23 @@ class AlgorithmTable(Table):
 class WarmupTable(Table):
     """[warmup]: supervised steps on a teacher's rollouts before RL."""
 
-    policy_name: str = "crafter_teacher"
-    policy_config: dict[str, Any] = Field(default_factory=dict)
-    episodes: int = Field(default=480, ge=1)
+    policy_name: str = Field(default="crafter_teacher", description="the teacher, a policy of the task app")
+    policy_config: dict[str, Any] = Field(default_factory=dict, description="passed to the teacher")
+    episodes: int = Field(default=480, ge=1, description="that the teacher plays")
     min_outcome_reward: float = Field(default=0.0, description="episodes below it are not imitated")
-    epochs: int = Field(default=8, ge=1)
-    batch_decisions: int = Field(default=256, ge=1)
-    learning_rate: float = Field(default=2e-3, gt=0)
-    weight_decay: float = Field(default=0.01, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=8, ge=1, description="passes over its decisions")
+    batch_decisions: int = Field(default=256, ge=1, description="decisions of one optimizer step")
+    learning_rate: float = Field(default=2e-3, gt=0, description="AdamW's, at its highest")
+    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
 
 
 class EvaluationTable(Table):
     """[evaluation]"""
 
-    every_n_iters: int = Field(default=10, ge=1)
+    every_n_iters: int = Field(
+        default=10, ge=1, description="iterations between evaluations; also at both ends"
+    )
     instances: int = Field(default=128, ge=1, description="held-out worlds, never used in training")
     seeds: tuple[int, ...] = Field(
         default=(), description="explicit worlds instead; training then avoids them"

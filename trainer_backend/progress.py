@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -85,10 +86,24 @@ def evaluation_line(row: dict[str, Any]) -> str:
     told = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate > 0)
     return (
         f"[bold]held-out worlds after iteration {row['iteration']}: "
-        f"{row['eval/unique_achievements']:.2f} unique achievements[/bold] "
-        f"(95 % {row['eval/unique_achievements_low']:.2f} to {row['eval/unique_achievements_high']:.2f}, "
-        f"{row['eval/episodes']} episodes): {told}"
+        f"{_unique(row)} unique achievements[/bold], {row['eval/episodes']} episodes: {told}"
     )
+
+
+def closing_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Before and after, in two lines: the first and the best evaluation of a run."""
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    if not evaluations:
+        return []
+    best = max(evaluations, key=lambda row: float(row["eval/outcome_reward"]))
+    named = [("before RL", evaluations[0]), (f"best, after iteration {best['iteration']}", best)]
+    return [f"{name:>26}: {_unique(row)} unique achievements" for name, row in named]
+
+
+def _unique(row: dict[str, Any]) -> str:
+    low, high = row["eval/unique_achievements_low"], row["eval/unique_achievements_high"]
+    interval = f" (95 % {low:.2f} to {high:.2f})" if low is not None else ""
+    return f"{row['eval/unique_achievements']:.2f}{interval}"
 
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:

@@ -135,6 +135,13 @@ class OpenAIAgentPolicy:
     async def _complete(self, body: dict[str, Any]) -> Reply:
         """Ask, and ask again within the budget; the caller's deadline may cut in at any time."""
         try:
+            return await self._ask_once(body, first=self._turn == 1)
+        except TryAgain as exc:
+            return await self._ask_again(body, exc)
+
+    async def _ask_again(self, body: dict[str, Any], failed: TryAgain) -> Reply:
+        """The attempts after the first. Apart from it: stamina's machinery costs as much as an env step."""
+        try:
             async for attempt in stamina.retry_context(
                 on=TryAgain,
                 attempts=self.config.max_attempts,
@@ -144,7 +151,9 @@ class OpenAIAgentPolicy:
                 wait_jitter=0.3,
             ):
                 with attempt:
-                    return await self._ask_once(body, first=self._turn == 1 or attempt.num > 1)
+                    if attempt.num == 1:
+                        raise failed
+                    return await self._ask_once(body, first=True)
         except TryAgain as exc:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         raise AssertionError("retry_context returns or raises")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 from shared_schemas.trajectory import PolicyLogprobs
 from task_app.actions import NO_TOOL_CALL
-from task_app.errors import PolicyUnavailable
+from task_app.errors import PolicyUnavailable, encodable
 
 PROTOCOL = "inference_protocol"
 
@@ -114,7 +114,7 @@ def _call(call: Any, index: int) -> dict[str, str]:
     return {
         "id": _string(source.get("id")) or f"call_{index}",
         "name": _string(function.get("name")) or "",
-        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+        "arguments": encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments),
     }
 
 
@@ -123,7 +123,7 @@ def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "".join(part for part in parts if isinstance(part, str))
+        return encodable("".join(part for part in parts if isinstance(part, str)))
     return _string(content) or _string(message.get("refusal")) or ""
 
 
@@ -158,7 +158,7 @@ def _finish_reason(choice: Mapping[str, Any]) -> str | None:
 
 
 def _string(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+    return encodable(value) if isinstance(value, str) else None
 
 
 def _count(value: Any) -> int | None:

@@ -106,7 +106,7 @@ def add(*names: str) -> dict[str, Any]:
     return {"type": "tool_call", "tool_calls": [call]}
 
 
-Move = dict[str, Any] | Exception
+Move = dict[str, Any] | BaseException
 
 
 class PlannedPolicy:
@@ -125,7 +125,7 @@ class PlannedPolicy:
         self._on_ask()
         self.seen.append(observation)
         move = self._moves[min(len(self.seen), len(self._moves)) - 1]
-        if isinstance(move, Exception):
+        if isinstance(move, BaseException):
             raise move
         return move, move.get("content"), None, None
 

@@ -4,11 +4,11 @@ import re
 
 import httpx
 import pytest
-from counting import KEY, boards, rollout, running_app
 from structlog.testing import capture_logs
 
 from task_app.app import create_app
 from task_app.settings import Settings
+from tests.task_app.counting import KEY, boards, rollout, running_app
 
 ALIAS = "an-alias-of-the-key"
 

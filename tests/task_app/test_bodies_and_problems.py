@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from counting import PlannedPolicy, boards, running_app
 
 from shared_schemas.problem import Problem
+from tests.task_app.counting import PlannedPolicy, boards, running_app
 
 
 def problem(answer):
@@ -67,6 +67,26 @@ async def test_numbers_that_are_no_seconds_are_refused(number):
     async with running_app() as client:
         one = problem(await client.get("/rollouts", params={"run_id": "r", "wait_s": number}))
     assert (one.status, one.where) == (422, "wait_s")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"env_name": "\\ud800"}',
+        b'{"env_name": "counting", "config": {"\\ud800": 1}}',
+        b'{"env_name": "counting", "config": {"length": "\\ud800"}}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"env_name": "counting", "seed": 1e400}',
+        b'{"env_name": "counting", "seed": ' + b"9" * 5_000 + b"}",
+    ],
+)
+async def test_strange_bodies_are_the_callers_fault_and_not_ours(content):
+    async with running_app() as client:
+        answer = await client.post(
+            "/env/create", content=content, headers={"Content-Type": "application/json"}
+        )
+    assert 400 <= problem(answer).status < 500, answer.text
 
 
 async def test_a_body_in_another_content_type_is_told_what_to_send():

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from counting import running_app
 
 from task_app.plugins import default_plug_boards
+from tests.task_app.counting import running_app
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 

@@ -1,13 +1,15 @@
 """RLRolloutWorker over the counting environment: what every step carries, and how an episode ends."""
 
+from dataclasses import replace
+
 import pytest
-from counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StopReason
 from task_app.episode import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, PolicyUnavailable
+from tests.task_app.counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
 
 ON = StepRewards(enabled=True, mode="decision_stepwise")
 TEXT = {"type": "text", "content": "I think."}
@@ -189,6 +191,20 @@ async def test_a_broken_environment_is_a_critical_error():
     with pytest.raises(CriticalError, match=r"environment.step raised KeyError: 'boom'") as caught:
         await one.run_episode()
     assert caught.value.decisions_done == 1
+
+
+class NaNEnvironment(CountingEnvironment):
+    """Pays NaN, as a broken reward function may."""
+
+    def step(self, calls, *, invalid_reason=None):
+        outcome = super().step(calls, invalid_reason=invalid_reason)
+        return replace(outcome, env_rewards=(float("nan"),))
+
+
+async def test_a_reward_that_is_no_number_is_a_critical_error_and_never_a_zero():
+    one = RLRolloutWorker(environment=NaNEnvironment(), agent_policy=PlannedPolicy(add("a")), seed=1)
+    with pytest.raises(CriticalError, match="a reward is nan"):
+        await one.run_episode()
 
 
 async def test_a_broken_policy_is_a_critical_error():

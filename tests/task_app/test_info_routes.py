@@ -1,10 +1,10 @@
 """/info and /task_info: both known shapes at once."""
 
 import pytest
-from counting import boards, running_app
 
 from task_app.plugins import default_plug_boards
 from task_app.settings import Settings
+from tests.task_app.counting import boards, running_app
 
 
 async def test_info_shows_the_service_its_limits_and_its_plug_ins():

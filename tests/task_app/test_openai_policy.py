@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from aiohttp import web
-from fake_inference import calling, completion, fake_inference, raw, status, tokens
 from pydantic import SecretStr
 
 from shared_schemas.chat import ROLLOUT_HEADER
@@ -16,6 +15,7 @@ from task_app.actions import NO_TOOL_CALL
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig, decision_seed
 from task_app.protocols import PolicyObservation
+from tests.task_app.fake_inference import calling, completion, fake_inference, raw, status, tokens
 
 SEEN = PolicyObservation((Message(role="user", content="hp9"),), {})
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
@@ -161,6 +161,12 @@ async def test_a_message_without_a_call_is_text_with_a_reason(message, text):
     action, raw_output, _, _ = await answer_to(completion(message))
     assert action == {"type": "text", "content": text, "invalid_reason": NO_TOOL_CALL}
     assert raw_output == text
+
+
+async def test_half_a_character_is_replaced_so_that_it_can_be_recorded():
+    text = '{"choices": [{"message": {"content": "\\ud83d!"}}]}'
+    action, raw_output, _, _ = await answer_to(raw(text))
+    assert (raw_output, action["content"]) == ("?!", "?!")
 
 
 async def test_the_reason_of_a_server_that_could_not_parse_a_call_is_kept():

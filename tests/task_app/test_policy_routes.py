@@ -1,8 +1,9 @@
 """/policy: a policy that the caller asks itself."""
 
 import pytest
-from counting import running_app
-from fake_inference import calling, fake_inference, status, tokens
+
+from tests.task_app.counting import running_app
+from tests.task_app.fake_inference import calling, fake_inference, status, tokens
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 CALLS = [{"tool": "add", "args": {"names": ["a"]}}]

@@ -1,7 +1,8 @@
 """What is wrong with a rollout request is said before anything runs, with its place."""
 
 import pytest
-from counting import rollout, running_app
+
+from tests.task_app.counting import rollout, running_app
 
 OPENAI = {"policy_name": "openai", "config": {"inference_url": "http://127.0.0.1:1", "model": "m"}}
 

@@ -1,44 +1,12 @@
-"""POST, GET, DELETE /rollouts and the ack: same id = same rollout, one failure never touches another."""
+"""POST, GET, DELETE /rollouts and the ack: same id = same rollout, delivered until acknowledged."""
 
 import asyncio
 
 import pytest
-from counting import PlannedPolicy, WaitingPolicy, add, boards, rollout, running_app
-from fake_inference import completion, fake_inference, raw
 
-from shared_schemas.rollouts import Rollout, RolloutPage
-from task_app.errors import PolicyUnavailable
-
-
-async def accept(client, *rollouts):
-    return await client.post("/rollouts", json={"rollouts": list(rollouts)})
-
-
-async def page(client, cursor=None, wait_s=20.0, run_id="r"):
-    params = {"run_id": run_id, "wait_s": wait_s} | ({"cursor": cursor} if cursor else {})
-    answer = await client.get("/rollouts", params=params)
-    assert answer.status_code == 200, answer.text
-    return RolloutPage.model_validate_json(answer.content)
-
-
-async def all_of(client, count, run_id="r"):
-    """Poll as a trainer does until `count` rollouts ended."""
-    found, cursor = {}, None
-    while len(found) < count:
-        one = await page(client, cursor, run_id=run_id)
-        cursor = one.cursor
-        found |= {rollout.rollout_id: rollout for rollout in one.rollouts}
-    return found
-
-
-def waiting_boards(count):
-    """Boards whose policy `waiting` gives out one of `policies` after the other."""
-    policies = [WaitingPolicy() for _ in range(count)]
-    given = iter(policies)
-    return policies, boards(waiting=lambda: next(given))
-
-
-WAITING = {"policy": {"policy_name": "waiting"}}
+from shared_schemas.rollouts import Rollout
+from tests.task_app.counting import rollout, running_app
+from tests.task_app.rollout_client import WAITING, accept, all_of, page, waiting_boards
 
 
 async def test_accepted_rollouts_are_run_and_delivered():
@@ -231,66 +199,6 @@ async def test_cancelling_in_the_moment_of_acceptance_ends_it_once():
         assert {answer.status_code for answer in answers[1:]} <= {200, 404}
         one = await page(client)
         assert ([ended.rollout_id for ended in one.rollouts], one.unfinished) == (["a"], 0)
-
-
-async def test_one_misbehaving_rollout_is_recorded_and_the_others_finish():
-    plug_boards = boards(
-        broken=lambda: PlannedPolicy(ZeroDivisionError("oh")),
-        down=lambda: PlannedPolicy(add("a"), PolicyUnavailable("gone")),
-    )
-    async with running_app(plug_boards) as client:
-        await accept(
-            client,
-            rollout("broken", policy={"policy_name": "broken"}),
-            rollout("down", policy={"policy_name": "down"}),
-            rollout("boom", policy={"policy_name": "planned", "config": {"names": ["boom"]}}),
-            rollout("good"),
-        )
-        found = await all_of(client, 4)
-    failures = {name: one.failure for name, one in found.items() if one.failure}
-    assert {name: failure.code for name, failure in failures.items()} == {
-        "broken": "critical_error",
-        "down": "inference_unavailable",
-        "boom": "critical_error",
-    }
-    assert failures["down"].decisions_done == 1
-    assert found["good"].status == "finished"
-    assert all(one.trajectory is None for name, one in found.items() if name != "good")
-
-
-async def test_failures_of_the_inference_server_are_recorded_with_their_code():
-    def asking(rollout_id, url, **config):
-        config = {"inference_url": url, "model": "m", "max_attempts": 1, **config}
-        return rollout(rollout_id, policy={"policy_name": "openai", "config": config})
-
-    async with fake_inference() as down:
-        nobody = down.url
-    talk = completion({"content": "I will think about it."})
-    async with (
-        fake_inference(silent=True) as slow,
-        fake_inference(raw("<html>")) as nonsense,
-        fake_inference(talk) as talker,
-        running_app() as client,
-    ):
-        await accept(
-            client,
-            asking("down", nobody),
-            asking("slow", slow.url, request_timeout_s=0.05),
-            {**asking("late", slow.url), "limits": {"timeout_s": 0.1}},
-            asking("nonsense", nonsense.url),
-            {**asking("talker", talker.url), "limits": {"max_invalid_decisions": 3}},
-        )
-        found = await all_of(client, 5)
-    codes = {name: one.failure.code for name, one in found.items() if one.failure}
-    assert codes == {
-        "down": "inference_unavailable",
-        "slow": "inference_unavailable",
-        "late": "deadline_exceeded",
-        "nonsense": "inference_protocol",
-    }
-    talked = found["talker"].trajectory
-    assert talked is not None
-    assert (talked.stop_reason, len(talked.steps)) == ("invalid_action", 3)
 
 
 async def test_the_end_of_the_service_ends_everything_and_answers_who_waits():

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from counting import KEY
+
+from tests.task_app.counting import KEY
 
 READY = "listening on "
 

@@ -38,6 +38,9 @@ def test_every_field_is_read_from_its_variable():
         ("TURNWISE_MAX_WAIT_S", "nan"),
         ("TURNWISE_SESSION_IDLE_S", "inf"),
         ("TURNWISE_ALLOWED_INFERENCE_HOSTS", "http://gpu-7"),
+        ("TURNWISE_MAX_SESSION", "7"),
+        ("TURNWISE_ALLOWED_INFERENCE_HOST", "gpu-7"),
+        ("TURNWISE_LOG_LEVEL", "loud"),
     ],
 )
 def test_a_bad_value_names_its_variable(variable, value):

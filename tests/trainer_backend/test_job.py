@@ -95,8 +95,14 @@ def test_beta_that_looks_into_the_future_is_told():
 def test_overrides_are_toml_values_and_bare_words(tmp_path: Path):
     path = tmp_path / "job.toml"
     path.write_text('[model]\npreset = "tiny-0.3m"\n')
-    job = load_job(path, ["training.group_size=4", "job.name=other", "rollout.env_config.text=compact"]).config
-    assert (job.training.group_size, job.job.name, job.rollout.env_config) == (4, "other", {"text": "compact"})
+    job = load_job(
+        path, ["training.group_size=4", "job.name=other", "rollout.env_config.text=compact"]
+    ).config
+    assert (job.training.group_size, job.job.name, job.rollout.env_config) == (
+        4,
+        "other",
+        {"text": "compact"},
+    )
 
 
 @pytest.mark.parametrize("override", ["training", "training.group_size", "group_size=4", "model.preset.x=1"])
@@ -108,7 +114,8 @@ def test_an_override_that_names_no_key_is_refused(tmp_path: Path, override: str)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [(None, "no such file"), ("[model\n", "not valid TOML"), (b"\xff\xfe", "cannot be read")]
+    ("text", "told"),
+    [(None, "no such file"), ("[model\n", "not valid TOML"), (b"\xff\xfe", "cannot be read")],
 )
 def test_a_file_that_is_no_toml_is_refused_with_its_path(tmp_path: Path, text: str | bytes | None, told: str):
     path = tmp_path / "job.toml"
@@ -124,5 +131,7 @@ def test_a_resolved_job_reads_back_as_itself_and_holds_no_key(tmp_path: Path):
     path = tmp_path / "job.toml"
     path.write_text(dump_job(job.config))
     assert "hush" not in path.read_text()
-    assert load_job(path).config.model_dump(exclude={"services"}) == job.config.model_dump(exclude={"services"})
+    assert load_job(path).config.model_dump(exclude={"services"}) == job.config.model_dump(
+        exclude={"services"}
+    )
     assert load_job(path).config.services.task_url == ("http://h:1",)

@@ -56,7 +56,7 @@ class TaskAppClient:
 
     async def task_info(self) -> dict[str, Any]:
         """What this task app hosts; also the proof that it is up and that the key is right."""
-        answer = await self._call("GET", "/health")
+        answer = await self._call("GET", "/task_info")
         return answer if isinstance(answer, dict) else {}
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> None:

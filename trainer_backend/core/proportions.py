@@ -17,17 +17,17 @@ def wilson_interval(successes: int, count: int) -> Interval:
 
     Args:
         successes: how many of `count` succeeded.
-        count: independent trials; 0 gives NaN.
+        count: independent trials, at least 1.
 
     Raises:
-        ValueError: successes outside 0 .. count.
+        ValueError: no trials, or successes outside 0 .. count.
 
     Source: Wilson, JASA 22 (1927), p. 209.
     """
+    if count < 1:
+        raise ValueError("a rate needs at least one trial")
     if not 0 <= successes <= count:
         raise ValueError(f"successes must lie in 0 .. {count}, got {successes}")
-    if count == 0:
-        return Interval(math.nan, math.nan, math.nan, 0)
     rate = successes / count
     widening = 1 + _Z_975**2 / count
     centre = (rate + _Z_975**2 / (2 * count)) / widening

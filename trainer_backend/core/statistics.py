@@ -14,11 +14,11 @@ from shared_schemas.trajectory import StepData, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean with its 95 % confidence interval."""
+    """A mean with its 95 % confidence interval; the bounds are None where they are undefined."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     count: int
 
 
@@ -30,13 +30,17 @@ _T_975 = (
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval (Student's t) of independent values; NaN bounds for fewer than two."""
+    """Mean and 95 % interval (Student's t) of independent values; a single value has no interval.
+
+    Raises:
+        ValueError: no values.
+    """
     count = len(values)
     if count == 0:
-        return Interval(math.nan, math.nan, math.nan, 0)
+        raise ValueError("a mean needs at least one value")
     mean = math.fsum(values) / count
     if count == 1:
-        return Interval(mean, math.nan, math.nan, 1)
+        return Interval(mean, None, None, 1)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     quantile = _T_975[count - 2] if count - 2 < len(_T_975) else 1.96
     half = quantile * math.sqrt(variance / count)
@@ -129,7 +133,7 @@ def success_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def crafter_score(rates: Mapping[str, float]) -> float:
-    """exp(mean_i ln(1 + s_i)) - 1, s_i in percent (Hafner 2021, Crafter, section 3); NaN without rates."""
+    """exp(mean_i ln(1 + s_i)) - 1, s_i in percent (Hafner 2021, Crafter, section 3); 0 without rates."""
     if not rates:
-        return math.nan
+        return 0.0
     return math.exp(math.fsum(math.log1p(100 * rate) for rate in rates.values()) / len(rates)) - 1

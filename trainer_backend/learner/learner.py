@@ -21,7 +21,6 @@ from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode, Progress, Reporter
 
-
 # Its bars for files of a megabyte would tear the live table apart.
 transformers_logging.disable_progress_bar()
 

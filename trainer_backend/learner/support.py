@@ -16,10 +16,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise ModelFolderError(f"{type(model).__name__} has no `model` and `lm_head`", where="model.path")
     if getattr(model.lm_head, "bias", None) is not None:
-        raise ModelFolderError("its lm_head has a bias, which the learner would leave out", where="model.path")
+        raise ModelFolderError(
+            "its lm_head has a bias, which the learner would leave out", where="model.path"
+        )
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
-            raise ModelFolderError(f"its config sets {name}, which the learner leaves out", where="model.path")
+            raise ModelFolderError(
+                f"its config sets {name}, which the learner leaves out", where="model.path"
+            )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ModelFolderError(

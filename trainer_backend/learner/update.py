@@ -117,11 +117,14 @@ class PolicyUpdate:
             logprobs, proximal, batch.advantage_N, batch.weight_N * behaviour, self._loss_config
         )
         loss = surrogate + table.entropy_coef * entropy_loss(entropies, batch.weight_N)
+        kl = {}
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = packed_logprobs(self._reference, packed)
-            loss = loss + table.kl_coef * kl_loss(logprobs, reference, batch.weight_N, name=table.kl_kind)
-        metrics = clip_metrics(logprobs, proximal, batch.advantage_N, batch.weight_N, self._loss_config)
+            distance = kl_loss(logprobs, reference, batch.weight_N, name=table.kl_kind)
+            loss = loss + table.kl_coef * distance
+            kl["loss/kl"] = distance.item()
+        metrics = kl | clip_metrics(logprobs, proximal, batch.advantage_N, batch.weight_N, self._loss_config)
         metrics["loss/policy"] = surrogate.item()
         metrics["loss/entropy"] = weighted_sum(entropies.detach(), batch.weight_N).item()
         return loss, metrics

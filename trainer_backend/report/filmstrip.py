@@ -117,7 +117,7 @@ def _strip(frames: Sequence[Frame], shots: Sequence[Shot]) -> Picture | None:
             axes.axis("off")
         for axes, frame, shot in zip(figure.axes, frames, shots, strict=False):
             axes.imshow(Image.open(io.BytesIO(frame.png)).convert("RGB"), interpolation="nearest")
-            axes.set_title(textwrap.fill(shot.caption, 26), fontsize=7, loc="center")
+            axes.set_title(textwrap.fill(shot.caption, 22), fontsize=7, loc="center")
 
     alt = "Pictures of the game: " + "; ".join(shot.caption for shot in shots)
     return picture("filmstrip", alt, draw, height_in=1.75 * lines)

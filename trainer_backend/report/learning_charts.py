@@ -71,13 +71,8 @@ def success_rates(story: Story) -> Picture | None:
 
 def evaluation_interval(row: Row) -> Interval:
     """Unique achievements of an evaluation row; the bounds are missing for a lone episode."""
-    low, high = row.get("eval/unique_achievements_low"), row.get("eval/unique_achievements_high")
-    return Interval(
-        row["eval/unique_achievements"],
-        math.nan if low is None else low,
-        math.nan if high is None else high,
-        row["eval/episodes"],
-    )
+    name = "eval/unique_achievements"
+    return Interval(row[name], row.get(f"{name}_low"), row.get(f"{name}_high"), row["eval/episodes"])
 
 
 def spaced(name: str) -> str:
@@ -86,9 +81,9 @@ def spaced(name: str) -> str:
 
 def _training_interval(story: Story, row: Row) -> Interval:
     path = story.rollouts_file(f"iteration_{row['iteration']}")
-    found = unique_of_groups(path) if path else Interval(math.nan, math.nan, math.nan, 0)
+    found = unique_of_groups(path) if path else None
     mean = row["episode/unique_achievements"]
-    return Interval(mean, found.low, found.high, found.count)
+    return Interval(mean, found.low, found.high, found.count) if found else Interval(mean, None, None, 0)
 
 
 def _band(axes: Any, points: Sequence[tuple[int, Interval]], colour: str, label: str) -> None:
@@ -96,7 +91,7 @@ def _band(axes: Any, points: Sequence[tuple[int, Interval]], colour: str, label:
         return
     x = [at for at, _ in points]
     axes.plot(x, [found.mean for _, found in points], color=colour, marker=".", label=label)
-    low, high = [found.low for _, found in points], [found.high for _, found in points]
+    low, high = zip(*(_bounds(found) for _, found in points), strict=True)
     axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
@@ -106,13 +101,23 @@ def _bars(axes: Any, points: Sequence[tuple[int, Interval]], colour: str, label:
     axes.errorbar(
         [at for at, _ in points],
         [found.mean for _, found in points],
-        yerr=_arms(points),
+        yerr=_arms([found for _, found in points]),
         color=colour, marker="s", linestyle="--", capsize=4, label=label,
     )  # fmt: skip
 
 
-def _arms(points: Sequence[tuple[int, Interval]]) -> list[list[float]]:
-    return [[found.mean - found.low for _, found in points], [found.high - found.mean for _, found in points]]
+def _bounds(found: Interval) -> tuple[float, float]:
+    """Bounds for drawing: NaN, which is left out, where there are none."""
+    return (math.nan if found.low is None else found.low, math.nan if found.high is None else found.high)
+
+
+def _arms(found: Sequence[Interval]) -> list[list[float]]:
+    """[2][N] lengths of error bars; rounding may not make one negative."""
+    bounds = [(item.mean, *_bounds(item)) for item in found]
+    return [
+        [max(mean - low, 0.0) for mean, low, _ in bounds],
+        [max(high - mean, 0.0) for mean, _, high in bounds],
+    ]
 
 
 def _rate_points(
@@ -121,12 +126,8 @@ def _rate_points(
     count = int(row["eval/episodes"])
     rates = [float(row["eval/success_rates"].get(name, 0.0)) for name in names]
     found = [wilson_interval(round(rate * count), count) for rate in rates]
-    arms = [
-        [max(item.mean - item.low, 0.0) for item in found],
-        [max(item.high - item.mean, 0.0) for item in found],
-    ]
     axes.errorbar(
-        rates, [index + offset for index in range(len(names))], xerr=arms, color=colour, marker=marker,
+        rates, [index + offset for index in range(len(names))], xerr=_arms(found), color=colour, marker=marker,
         markersize=5, linestyle="none", elinewidth=1.2, label=label,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.statistics import Interval, mean_interval
 
 
-def unique_of_groups(path: Path) -> Interval:
+def unique_of_groups(path: Path) -> Interval | None:
     """Mean unique achievements of a training file, with the interval over groups.
 
     Siblings of a group share a world, so groups are the independent values, not episodes.
@@ -19,7 +19,8 @@ def unique_of_groups(path: Path) -> Interval:
     by_group: defaultdict[str, list[float]] = defaultdict(list)
     for row in _finished(path, ["group_id", "unique_achievements"]):
         by_group[row["group_id"]].append(row["unique_achievements"])
-    return mean_interval([sum(values) / len(values) for values in by_group.values()])
+    means = [sum(values) / len(values) for values in by_group.values()]
+    return mean_interval(means) if means else None
 
 
 def reward_by_turn(paths: Sequence[Path]) -> list[float]:
@@ -34,10 +35,11 @@ def reward_by_turn(paths: Sequence[Path]) -> list[float]:
     return [sums[turn] / episodes for turn in range(1, max(sums, default=0) + 1)]
 
 
-def paired_difference(first: Path, other: Path) -> Interval:
+def paired_difference(first: Path, other: Path) -> Interval | None:
     """Mean of (other - first) in unique achievements, world by world, over the worlds that both played."""
     before, after = _unique_by_seed(first), _unique_by_seed(other)
-    return mean_interval([after[seed] - before[seed] for seed in sorted(before.keys() & after.keys())])
+    shared = sorted(before.keys() & after.keys())
+    return mean_interval([after[seed] - before[seed] for seed in shared]) if shared else None
 
 
 def best_episode(path: Path) -> Trajectory | None:

@@ -1,6 +1,5 @@
 """The report's tables: what was run, its figures with intervals, evaluations, failures."""
 
-import math
 from collections.abc import Sequence
 
 from trainer_backend.core.seeds import evaluation_worlds
@@ -104,7 +103,7 @@ def _held_out(story: Story) -> list[Line]:
     paths = [story.rollouts_file(f"evaluation_{row['iteration']}") for row in (first, last)]
     if first is not last and paths[0] and paths[1]:
         found = paired_difference(paths[0], paths[1])
-        if found.count:
+        if found is not None:
             told = f"{_told(found, sign='+')}, {found.count} worlds"
             lines.append(("last minus first, world by world", told))
     return lines
@@ -125,13 +124,13 @@ def _training(rows: Sequence[Row]) -> list[Line]:
 
 
 def _told(found: Interval, sign: str = "") -> str:
-    if math.isnan(found.low):
+    if found.low is None or found.high is None:
         return f"{found.mean:{sign}.2f}"
     return f"{found.mean:{sign}.2f} (95 %: {found.low:{sign}.2f} to {found.high:{sign}.2f})"
 
 
 def _number(value: float | None, form: str) -> str:
-    return "not known" if value is None or math.isnan(value) else form.format(value)
+    return "not known" if value is None else form.format(value)
 
 
 def _minutes(seconds: float) -> str:

@@ -65,7 +65,9 @@ class ScriptedTaskApp:
         if failed:
             self.fails[base] -= 1
         return Rollout(
-            **item.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}),
+            **item.model_dump(
+                include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}
+            ),
             instance_id="i",
             status="failed" if failed else "finished",
             failure=RolloutFailure(code="inference_unavailable", detail="gone") if failed else None,
@@ -157,7 +159,9 @@ async def test_nonsense_is_an_error_that_names_the_address():
     task_app = ScriptedTaskApp()
     task_app.nonsense = True
     async with served(task_app) as client:
-        with pytest.raises(TaskAppError, match=r"http://127\.0\.0\.1:\d+: GET /rollouts did not answer with JSON"):
+        with pytest.raises(
+            TaskAppError, match=r"http://127\.0\.0\.1:\d+: GET /rollouts did not answer with JSON"
+        ):
             await client.poll("run", None, wait_s=0)
 
 

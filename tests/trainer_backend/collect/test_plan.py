@@ -32,14 +32,16 @@ def test_siblings_share_a_world_and_nothing_else_of_their_seeds():
 
 def test_the_same_job_plans_the_same_and_another_iteration_does_not():
     assert planner().training(3) == planner().training(3)
-    assert {r.start.seed for r in planner().training(3)} & {r.start.seed for r in planner().training(4)} == set()
+    assert {r.start.seed for r in planner().training(3)} & {
+        r.start.seed for r in planner().training(4)
+    } == set()
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(0, 1000), st.integers(0, 1000))
 def test_training_worlds_never_meet_the_held_out_ones(job_seed: int, iteration: int, group: int):
     world = training_world(job_seed, "train", iteration, group, held_out=())
     assert 0 <= world < HELD_OUT_FROM
-    assert HELD_OUT_FROM <= min(evaluation_worlds(5))
+    assert min(evaluation_worlds(5)) >= HELD_OUT_FROM
 
 
 def test_explicit_evaluation_worlds_are_avoided_by_training():
@@ -51,7 +53,12 @@ def test_explicit_evaluation_worlds_are_avoided_by_training():
 
 
 def test_a_derived_seed_depends_on_every_part_and_its_type():
-    seeds = {derived_seed(0, "a", 1), derived_seed(0, "a", 2), derived_seed(0, "b", 1), derived_seed(0, "a", "1")}
+    seeds = {
+        derived_seed(0, "a", 1),
+        derived_seed(0, "a", 2),
+        derived_seed(0, "b", 1),
+        derived_seed(0, "a", "1"),
+    }
     assert len(seeds) == 4
     assert derived_seed(0, "a", 1) == 446042326  # the same on every machine and in every version
 
@@ -86,4 +93,4 @@ def test_every_task_app_gets_its_share():
     requests = planner().training(1)
     shares = shared_out(requests, 2)
     assert [len(share) for share in shares] == [3, 3]
-    assert sorted((r.rollout_id for share in shares for r in share)) == sorted(r.rollout_id for r in requests)
+    assert sorted(r.rollout_id for share in shares for r in share) == sorted(r.rollout_id for r in requests)

@@ -1,0 +1,153 @@
+"""Decisions per second of the demo's collect + update, and where the time goes.
+
+    python bench/decision_rate.py [--quick] [--set table.key=value ...]
+
+Two views, because they answer different questions:
+1. Wall time of an iteration: collect, credit and store, update, publish. They follow each other and add up.
+2. CPU time while rollouts are collected, by who spent it: the environment (timed around each step inside the
+   task app, so a step that was preempted counts too long), the rest of the task app (HTTP, prompts, new
+   worlds), the gateway's thread (HTTP, rendering), the engine's thread (generation), and this process's
+   other threads (orchestrator). Decisions run side by side, so the wall times that single decisions wait
+   overlap and would not add up; CPU times do.
+
+The first iteration is left out (first touch of everything). Linux only: threads are read from /proc.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see trainer_backend.__main__
+
+import argparse
+import asyncio
+import json
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer_backend.job import load_job
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.start import run_job
+
+JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_cpu.toml"
+SETTINGS = (
+    "training.iterations=4", "evaluation.instances=8", "evaluation.every_n_iters=1000",
+    "warmup.episodes=160", "warmup.epochs=4", "warmup.batch_decisions=128",
+)  # fmt: skip
+QUICK = (
+    "training.iterations=2", "rollout.episodes_per_batch=16", "rollout.max_turns=10",
+    "warmup.episodes=40", "warmup.epochs=2", "training.checkpoint_every=1000",
+)  # fmt: skip
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+WALL = (
+    ("collect", "time/collect_s"), ("credit, store", "time/credit_s"),
+    ("update", "time/update_s"), ("publish", "time/publish_s"),
+)  # fmt: skip
+
+
+WHO = ("task app", "gateway", "engine", "other threads")
+
+
+class CpuReporter:
+    """Reads the CPU clocks when an iteration's rollouts are collected, and when it is done."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[dict[str, Any], dict[str, float]]] = []
+        self._before: dict[str, float] = {}
+        self._collected: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        if name.startswith("collect") and done == total:
+            now = cpu_seconds()
+            self._collected = {who: seconds - self._before.get(who, 0) for who, seconds in now.items()}
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "iteration":
+            self.rows.append((row, self._collected))
+        self._before = cpu_seconds()
+
+
+def cpu_seconds() -> dict[str, float]:
+    """CPU seconds so far: the engine's thread, the gateway's, other threads of ours, the task app."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    clock: dict[str, float] = dict.fromkeys(WHO, 0.0)
+    for task in Path("/proc/self/task").iterdir():
+        name = names.get(int(task.name), "")
+        who = next((kind for kind in ("engine", "gateway") if kind in name), "other threads")
+        clock[who] += _cpu_of(_fields(task / "stat"))
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        fields = _fields(stat)
+        if fields[1:2] == [str(os.getpid())]:  # a child of ours: the embedded task app
+            clock["task app"] += _cpu_of(fields)
+    return clock
+
+
+def _fields(stat: Path) -> list[str]:
+    """The fields of a stat file after the name, which may hold spaces: state, parent, ..."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()
+    except OSError:  # it ended meanwhile
+        return []
+
+
+def _cpu_of(fields: list[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / _TICKS_S if fields else 0.0
+
+
+def shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> dict[str, Any]:
+    """Means over the iterations given, in milliseconds a decision."""
+    decisions = sum(row["decision/count"] for row, _ in rows)
+    wall = {label: 1e3 * sum(row[name] for row, _ in rows) / decisions for label, name in WALL}
+    cpu = {who: 1e3 * sum(clock[who] for _, clock in rows) / decisions for who in WHO}
+    environment = 1e3 * sum(row["time/environment_s"] for row, _ in rows) / decisions
+    return {
+        "decisions": decisions,
+        "decisions_per_s": round(1e3 / sum(wall.values()), 1),
+        "collect_decisions_per_s": round(1e3 / wall["collect"], 1),
+        "wall_ms": {name: round(value, 3) for name, value in wall.items()},
+        "collect_cpu_ms": {
+            "environment": round(environment, 3),
+            "HTTP etc., task app": round(max(cpu["task app"] - environment, 0.0), 3),
+            "HTTP etc., gateway": round(cpu["gateway"], 3),
+            "generation": round(cpu["engine"], 3),
+            "orchestrator": round(cpu["other threads"], 3),
+        },
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    for title, key in (
+        ("wall time of an iteration", "wall_ms"),
+        ("CPU time while collecting", "collect_cpu_ms"),
+    ):
+        total = sum(result[key].values())
+        print(f"\n{title:<28}{'ms a decision':>14}{'share':>9}")
+        for name, value in result[key].items():
+            print(f"  {name:<26}{value:>14.3f}{value / total:>9.1%}")
+    rate, collecting = result["decisions_per_s"], result["collect_decisions_per_s"]
+    print(f"\n{rate} decisions a second ({collecting} while collecting)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="decisions a second of the demo's job, split")
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; rougher")
+    parser.add_argument("--set", action="append", default=[], metavar="table.key=value")
+    options = parser.parse_args()
+    settings = (*SETTINGS, *(QUICK if options.quick else ()), *options.set)
+    job = load_job(JOB, settings).config
+    reporter = CpuReporter()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run_job(job, create_run(job, Path(folder) / "run"), reporter, resume=False))
+    result = shares(reporter.rows[1:])
+    _print(result)
+    told = {"bench": "decision_rate", "quick": options.quick, "cpus": os.cpu_count(), **result}
+    print(json.dumps(told | {"load_1min": os.getloadavg()[0], "run_s": round(time.monotonic() - started, 1)}))
+
+
+if __name__ == "__main__":
+    main()

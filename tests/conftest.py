@@ -1,0 +1,92 @@
+"""Shared by all tests: one tiny job that trains for real, and a task app on a real port."""
+
+import asyncio
+import os
+
+# Before torch: spinning OpenMP threads make it many times slower beside another busy process.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer_backend.job import parse_job
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.rundir.layout import RunDirectory, create_run
+
+
+class ListReporter:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.stages: list[tuple[str, int, int]] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        self.stages.append((name, done, total))
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+
+def tiny_job(**overrides: Any) -> JobConfig:
+    """A job of seconds: 8 episodes of 6 decisions an iteration. `table__key=value` overrides."""
+    document: dict[str, dict[str, Any]] = {
+        "job": {"name": "tiny", "seed": 1},
+        "model": {"preset": "tiny-0.3m"},
+        "inference": {"max_model_len": 256, "max_running": 16},
+        "rollout": {
+            "env_config": {"text": "compact", "max_actions": 4},
+            "max_turns": 6,
+            "episodes_per_batch": 8,
+            "max_tokens": 8,
+        },
+        "warmup": {
+            "episodes": 12,
+            "epochs": 3,
+            "batch_decisions": 24,
+            "policy_config": {"memory": False, "max_actions": 4},
+        },
+        "training": {
+            "iterations": 2,
+            "group_size": 4,
+            "batch_decisions": 24,
+            "threads": 1,
+            "checkpoint_every": 1,
+            "step_rewards_enabled": True,
+            "step_rewards_mode": "decision_stepwise",
+        },
+        "evaluation": {"instances": 4, "every_n_iters": 2},
+    }
+    for dotted, value in overrides.items():
+        table, key = dotted.split("__")
+        document.setdefault(table, {})[key] = value
+    return parse_job(document, where="tests").config
+
+
+def train_job(
+    job: JobConfig, path: Path, *, resume: RunDirectory | None = None
+) -> tuple[RunDirectory, ListReporter, Any]:
+    """Run a job to its end in this process, task app and gateway included."""
+    from trainer_backend.start import run_job
+
+    directory = resume or create_run(job, path)
+    reporter = ListReporter()
+    progress = asyncio.run(run_job(job, directory, reporter, resume=resume is not None))
+    return directory, reporter, progress
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, ListReporter, Any]:
+    """The tiny job, trained once for all tests that only look at what came of it."""
+    return train_job(tiny_job(), tmp_path_factory.mktemp("runs") / "tiny")
+
+
+def rows_of(directory: RunDirectory, kind: str) -> Sequence[dict[str, Any]]:
+    return [row for row in directory.metrics() if row["kind"] == kind]

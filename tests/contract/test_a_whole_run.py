@@ -1,0 +1,186 @@
+"""A whole job for real: child process, HTTP, engine, gradients, checkpoints. And again after stops."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
+from trainer_backend.rundir.rollout_files import read_rollouts
+
+
+def test_the_job_runs_to_its_end_and_changes_the_model(trained):
+    directory, _, progress = trained
+    assert (progress.iteration, progress.policy_version, progress.updates) == (2, 2, 8)
+    before = load_file(directory.checkpoints / "iteration_0" / "model.safetensors")
+    after = load_file(directory.checkpoints / "iteration_2" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_warm_up_teaches_something(trained):
+    directory, _, _ = trained
+    (row,) = rows_of(directory, "warmup")[-1:]
+    vocabulary = json.loads((directory.checkpoints / "iteration_0" / "config.json").read_text())["vocab_size"]
+    assert row["warmup/loss"] < 0.6 * math.log(vocabulary)  # of a uniform guess
+
+
+def test_every_iteration_leaves_its_row_and_its_rollouts(trained):
+    directory, reporter, _ = trained
+    rows = rows_of(directory, "iteration")
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert reporter.rows[-1]["kind"] == "evaluation"
+    for row in rows:
+        stored = read_rollouts(directory.rollouts_file(f"iteration_{row['iteration']}"))
+        assert len(stored) == 8
+        assert row["decision/count"] == sum(len(rollout.trajectory.steps) for rollout in stored)
+
+
+def test_recomputed_log_probs_are_those_that_were_sampled(trained):
+    directory, _, _ = trained
+    assert all(row["mismatch/logprob_max"] < 1e-4 for row in rows_of(directory, "iteration"))
+
+
+def test_the_rollouts_are_plain_parquet_with_the_credit_of_every_decision(trained):
+    directory, _, _ = trained
+    table = pq.read_table(directory.rollouts_file("iteration_1")).to_pylist()
+    for row in table:
+        unique = [decision["unique_delta"] for decision in row["decisions"]]
+        assert [decision["reward"] for decision in row["decisions"]] == unique
+        assert sum(unique) == row["unique_achievements"]
+        assert all(np.isfinite(decision["advantage"]) for decision in row["decisions"])
+
+
+def test_a_stored_rollout_is_credited_again_to_the_same_numbers(trained):
+    from trainer_backend.train import credit
+
+    directory, _, _ = trained
+    path = directory.rollouts_file("iteration_2")
+    again = credit(directory.job(), read_rollouts(path))
+    stored = [[decision["advantage"] for decision in row["decisions"]] for row in pq.read_table(path).to_pylist()]
+    assert [list(credit.advantages_T) for credit in again.credits] == stored
+
+
+def test_a_checkpoint_is_a_hugging_face_folder(trained):
+    directory, _, _ = trained
+    model = AutoModelForCausalLM.from_pretrained(directory.checkpoints / "iteration_2", local_files_only=True)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+
+
+def test_the_best_checkpoint_is_the_one_with_the_best_evaluation(trained):
+    directory, _, _ = trained
+    evaluations = rows_of(directory, "evaluation")
+    best = max(evaluations, key=lambda row: row["eval/outcome_reward"])["iteration"]
+    assert best_checkpoint(directory.checkpoints).name == f"iteration_{best}"
+
+
+def test_no_key_is_written_anywhere(trained):
+    directory, reporter, _ = trained
+    for path in directory.path.rglob("*"):
+        if path.is_file() and path.suffix in {".toml", ".json", ".jsonl", ".log"}:
+            assert "Bearer" not in path.read_text(errors="replace")
+    for row in read_rollouts(directory.rollouts_file("iteration_1")):
+        assert "inference_key" not in row.model_dump_json()
+    assert not any("key" in line for line in reporter.lines)
+
+
+def test_a_resumed_run_plans_what_an_uninterrupted_one_would_have(trained, tmp_path: Path):
+    whole, _, _ = trained
+    first, _, _ = train_job(tiny_job(training__iterations=1), tmp_path / "half")
+    resumed, reporter, progress = train_job(tiny_job(), tmp_path, resume=first)
+    assert progress.iteration == 2
+    assert any("resumed from" in line for line in reporter.lines)
+    assert [row["iteration"] for row in rows_of(resumed, "iteration")] == [1, 2]
+
+    def plan(directory, iteration):
+        return [
+            (item.trajectory.seed, item.group_id, item.trajectory.steps[0].sampling.seed)
+            for item in read_rollouts(directory.rollouts_file(f"iteration_{iteration}"))
+        ]
+
+    assert plan(resumed, 2) == plan(whole, 2)
+
+
+def test_a_kl_term_holds_the_policy_near_its_reference(tmp_path: Path):
+    _, reporter, progress = train_job(
+        tiny_job(training__kl_coef=0.1, training__iterations=1, evaluation__instances=1), tmp_path / "kl"
+    )
+    assert progress.iteration == 1
+    assert "loss/kl" in reporter.rows[-2]
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tmp_path: Path):
+    path = tmp_path / "job.toml"
+    from trainer_backend.job import dump_job
+
+    path.write_text(dump_job(tiny_job(training__iterations=500, evaluation__instances=1)))
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    child_url = ""
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:  # wait, by its own output, until an iteration is done
+            if "task app: " in line:
+                child_url = line.split("task app: ")[1].strip()
+            if "iteration 2 " in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "continue with: turnwise train --resume" in " ".join(rest.split())
+    latest = latest_checkpoint(run / "checkpoints")
+    assert latest is not None
+    assert json.loads((latest / "state.json").read_text())["iteration"] >= 2
+    assert not _listening(child_url)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_trainer_takes_its_task_app_with_it(tmp_path: Path):
+    from trainer_backend.job import dump_job
+
+    path = tmp_path / "job.toml"
+    path.write_text(dump_job(tiny_job(warmup__episodes=5000)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(tmp_path / "run")],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        url = next(line.split("task app: ")[1].strip() for line in process.stdout if "task app: " in line)
+        assert _listening(url)
+        os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while _listening(url):  # the child notices that its stdin closed; nobody tells us when
+        assert time.monotonic() < deadline
+
+
+def _listening(url: str) -> bool:
+    host, _, port = url.removeprefix("http://").partition(":")
+
+    async def connect() -> bool:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return False
+        writer.close()
+        await writer.wait_closed()
+        return True
+
+    return asyncio.run(connect())

@@ -1,0 +1,35 @@
+"""How tests talk to /rollouts: as a trainer does."""
+
+from shared_schemas.rollouts import RolloutPage
+from tests.task_app.counting import WaitingPolicy, boards
+
+
+async def accept(client, *rollouts):
+    return await client.post("/rollouts", json={"rollouts": list(rollouts)})
+
+
+async def page(client, cursor=None, wait_s=20.0, run_id="r"):
+    params = {"run_id": run_id, "wait_s": wait_s} | ({"cursor": cursor} if cursor else {})
+    answer = await client.get("/rollouts", params=params)
+    assert answer.status_code == 200, answer.text
+    return RolloutPage.model_validate_json(answer.content)
+
+
+async def all_of(client, count, run_id="r"):
+    """Poll as a trainer does until `count` rollouts ended."""
+    found, cursor = {}, None
+    while len(found) < count:
+        one = await page(client, cursor, run_id=run_id)
+        cursor = one.cursor
+        found |= {rollout.rollout_id: rollout for rollout in one.rollouts}
+    return found
+
+
+def waiting_boards(count):
+    """Boards whose policy `waiting` gives out one of `policies` after the other."""
+    policies = [WaitingPolicy() for _ in range(count)]
+    given = iter(policies)
+    return policies, boards(waiting=lambda: next(given))
+
+
+WAITING = {"policy": {"policy_name": "waiting"}}

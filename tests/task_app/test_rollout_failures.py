@@ -1,0 +1,79 @@
+"""A rollout that fails is recorded with its code, and never touches another."""
+
+from task_app.errors import PolicyUnavailable
+from tests.task_app.counting import PlannedPolicy, add, boards, rollout, running_app
+from tests.task_app.fake_inference import completion, fake_inference, raw
+from tests.task_app.rollout_client import accept, all_of
+
+
+async def test_one_misbehaving_rollout_is_recorded_and_the_others_finish():
+    plug_boards = boards(
+        broken=lambda: PlannedPolicy(ZeroDivisionError("oh")),
+        down=lambda: PlannedPolicy(add("a"), PolicyUnavailable("gone")),
+    )
+    async with running_app(plug_boards) as client:
+        await accept(
+            client,
+            rollout("broken", policy={"policy_name": "broken"}),
+            rollout("down", policy={"policy_name": "down"}),
+            rollout("boom", policy={"policy_name": "planned", "config": {"names": ["boom"]}}),
+            rollout("good"),
+        )
+        found = await all_of(client, 4)
+    failures = {name: one.failure for name, one in found.items() if one.failure}
+    assert {name: failure.code for name, failure in failures.items()} == {
+        "broken": "critical_error",
+        "down": "inference_unavailable",
+        "boom": "critical_error",
+    }
+    assert failures["down"].decisions_done == 1
+    assert found["good"].status == "finished"
+    assert all(one.trajectory is None for name, one in found.items() if name != "good")
+
+
+class Unstoppable(BaseException):
+    """What no `except Exception` holds."""
+
+
+async def test_even_what_no_boundary_holds_ends_its_rollout_and_no_other():
+    plug_boards = boards(broken=lambda: PlannedPolicy(Unstoppable()))
+    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
+        await accept(client, rollout("broken", policy={"policy_name": "broken"}), rollout("good"))
+        found = await all_of(client, 2)
+    assert (found["broken"].status, found["good"].status) == ("failed", "finished")
+    assert found["broken"].failure.code == "internal_error"
+
+
+async def test_failures_of_the_inference_server_are_recorded_with_their_code():
+    def asking(rollout_id, url, **config):
+        config = {"inference_url": url, "model": "m", "max_attempts": 1, **config}
+        return rollout(rollout_id, policy={"policy_name": "openai", "config": config})
+
+    async with fake_inference() as down:
+        nobody = down.url
+    talk = completion({"content": "I will think about it."})
+    async with (
+        fake_inference(silent=True) as slow,
+        fake_inference(raw("<html>")) as nonsense,
+        fake_inference(talk) as talker,
+        running_app() as client,
+    ):
+        await accept(
+            client,
+            asking("down", nobody),
+            asking("slow", slow.url, request_timeout_s=0.05),
+            {**asking("late", slow.url), "limits": {"timeout_s": 0.1}},
+            asking("nonsense", nonsense.url),
+            {**asking("talker", talker.url), "limits": {"max_invalid_decisions": 3}},
+        )
+        found = await all_of(client, 5)
+    codes = {name: one.failure.code for name, one in found.items() if one.failure}
+    assert codes == {
+        "down": "inference_unavailable",
+        "slow": "inference_unavailable",
+        "late": "deadline_exceeded",
+        "nonsense": "inference_protocol",
+    }
+    talked = found["talker"].trajectory
+    assert talked is not None
+    assert (talked.stop_reason, len(talked.steps)) == ("invalid_action", 3)

@@ -1,0 +1,107 @@
+"""Makes docs/configuration.md from the job schema: `python -m trainer_backend.job_docs > docs/configuration.md`
+
+A house test compares the file with what this prints, so no key is ever missing or told wrongly.
+"""
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from trainer_backend.job import FOREIGN_TABLES
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.models import PRESETS
+from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
+
+_HEAD = """\
+# The job TOML
+
+Made by `python -m trainer_backend.job_docs`; do not edit by hand.
+
+`turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
+An unknown key is an error with a suggestion. A table may be left out; `[warmup]` left out means no warm-up.
+The step-reward switches (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and
+`[rollout]`; the same key with two different values is an error.
+"""
+
+
+def configuration_markdown() -> str:
+    """The whole page."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _HEAD
+    for name, field in JobConfig.model_fields.items():
+        yield from _table(name, _model_of(field))
+    yield "## Names\n"
+    yield f"- `algorithm.advantage`: {_names(ESTIMATORS)}"
+    yield f"- `algorithm.loss`: {_names(LOSSES)} (clip range: `training.clip_low`, `training.clip_high`)"
+    yield f"- `training.aggregation`: {_names(AGGREGATIONS)}"
+    yield f"- `model.preset`: {_names(PRESETS)}"
+    yield f"- Tables of other backends, accepted with a warning and not read: {_names(sorted(FOREIGN_TABLES))}"
+
+
+def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
+    yield f"## [{name}]\n"
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, field in model.model_fields.items():
+        cells = (f"`{key}`", _type(field), _default(field), _meaning(field))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel]:
+    options = (field.annotation, *get_args(field.annotation))
+    return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))
+
+
+def _type(field: FieldInfo) -> str:
+    options = [item for item in get_args(field.annotation) if item is not type(None)]
+    if options and all(isinstance(item, str) for item in options):
+        return ", ".join(f"`{item}`" for item in options)
+    annotation: Any = options[0] if type(None) in get_args(field.annotation) else field.annotation
+    if annotation is SecretStr:
+        return "str"
+    return (
+        str(getattr(annotation, "__name__", annotation)) if not get_args(annotation) else _listed(annotation)
+    )
+
+
+def _listed(annotation: Any) -> str:
+    inner = get_args(annotation)[0]
+    origin = str(getattr(annotation, "__origin__", annotation).__name__)
+    return f"list of {inner.__name__}" if origin == "tuple" else "table"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "`{}`"
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return "absent"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return f"`{list(field.default) if isinstance(field.default, tuple) else field.default}`"
+
+
+def _meaning(field: FieldInfo) -> str:
+    bounds = []
+    for item in field.metadata:
+        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if getattr(item, attribute, None) is not None:
+                bounds.append(f"{sign} {getattr(item, attribute)}")
+    told = field.description or ""
+    return told + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+def _names(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    print(configuration_markdown(), end="")
