@@ -109,11 +109,12 @@ def draw(outcome: dict[str, Any], path: Path) -> None:
             for found in by_seed.values():
                 _thin(axes, found["evaluations"], colour)
             x, mean = mean_curve([found["evaluations"] for found in by_seed.values()])
-            axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=f"{LABELS[arm]} ({arm})")
+            label = f"{LABELS[arm]} (mean of {len(by_seed)})"
+            axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=label)
         axes.set_xlabel("iterations")
         axes.set_ylabel("unique achievements, held-out worlds")
         axes.xaxis.set_major_locator(whole_numbers())
-        axes.legend(loc="best", title=f"mean of {len(outcome['seeds'])} seeds; thin: one seed, 95 %")
+        axes.legend(loc="best", title="thin: one seed, with its 95 %")
 
     path.write_bytes(picture(path.stem, "", figure_of, height_in=3.8).light)
 
@@ -128,9 +129,12 @@ def mean_curve(curves: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], l
 def _thin(axes: Any, rows: Sequence[dict[str, Any]], colour: str) -> None:
     x, y = [row["iteration"] for row in rows], [row["unique_achievements"] for row in rows]
     axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
-    axes.fill_between(
-        x, [row["low"] for row in rows], [row["high"] for row in rows], color=colour, alpha=0.12, linewidth=0
-    )
+    low, high = ([_number(row[name]) for row in rows] for name in ("low", "high"))
+    axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def _begun(folder: Path, seed: int, arm: str) -> bool:

@@ -1,4 +1,4 @@
-"""Makes docs/configuration.md from the job schema: `python -m trainer_backend.job_docs > docs/configuration.md`
+"""Prints docs/configuration.md, made from the job schema: `python -m trainer_backend.job_docs`.
 
 A house test compares the file with what this prints, so no key is ever missing or told wrongly.
 """
@@ -18,7 +18,7 @@ from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
 _HEAD = """\
 # The job TOML
 
-Made by `python -m trainer_backend.job_docs`; do not edit by hand.
+Made by `python -m trainer_backend.job_docs > docs/configuration.md`; do not edit by hand.
 
 `turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
 An unknown key is an error with a suggestion. A table may be left out; `[warmup]` left out means no warm-up.
@@ -41,7 +41,7 @@ def _lines() -> Iterator[str]:
     yield f"- `algorithm.loss`: {_names(LOSSES)} (clip range: `training.clip_low`, `training.clip_high`)"
     yield f"- `training.aggregation`: {_names(AGGREGATIONS)}"
     yield f"- `model.preset`: {_names(PRESETS)}"
-    yield f"- Tables of other backends, accepted with a warning and not read: {_names(sorted(FOREIGN_TABLES))}"
+    yield f"- Tables of other backends, accepted with a warning, not read: {_names(sorted(FOREIGN_TABLES))}"
 
 
 def _table(name: str, model: type[BaseModel]) -> Iterator[str]:

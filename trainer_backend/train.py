@@ -57,21 +57,30 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     so what is saved is always the end of an iteration.
     """
     await run.server.publish(progress.policy_version)
-    if progress.iteration == 0:
-        progress = await _evaluate_and_save(run, progress, stop)
-    while progress.iteration < run.job.training.iterations and not stop.is_set():
+    while True:
+        if _evaluation_due(run, progress):
+            progress = await _evaluate_and_save(run, progress, stop)
+        elif progress.iteration % run.job.training.checkpoint_every == 0:
+            await _save(run, progress)
+        if progress.iteration >= run.job.training.iterations or stop.is_set():
+            break
         finished = await iterate(run, progress, stop)
         if finished is None:
             break
         progress = finished
-        last = progress.iteration == run.job.training.iterations
-        if last or progress.iteration % run.job.evaluation.every_n_iters == 0:
-            progress = await _evaluate_and_save(run, progress, stop)
-        elif progress.iteration % run.job.training.checkpoint_every == 0:
-            await _save(run, progress)
     if not (run.directory.checkpoints / f"iteration_{progress.iteration}").exists():
         await _save(run, progress)
     return progress
+
+
+def _evaluation_due(run: Run, progress: Progress) -> bool:
+    """At both ends and every so often; also when a stop came before an evaluation that was due."""
+    iteration = progress.iteration
+    last = iteration == run.job.training.iterations
+    if iteration % run.job.evaluation.every_n_iters and not last:
+        return False
+    rows = run.directory.metrics()
+    return not any(row["kind"] == "evaluation" and row["iteration"] == iteration for row in rows)
 
 
 async def iterate(run: Run, progress: Progress, stop: asyncio.Event) -> Progress | None:

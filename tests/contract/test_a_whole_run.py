@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.job import dump_job
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.train import credit
 
 
 def test_the_job_runs_to_its_end_and_changes_the_model(trained):
@@ -65,13 +67,12 @@ def test_the_rollouts_are_plain_parquet_with_the_credit_of_every_decision(traine
 
 
 def test_a_stored_rollout_is_credited_again_to_the_same_numbers(trained):
-    from trainer_backend.train import credit
-
     directory, _, _ = trained
     path = directory.rollouts_file("iteration_2")
     again = credit(directory.job(), read_rollouts(path))
-    stored = [[decision["advantage"] for decision in row["decisions"]] for row in pq.read_table(path).to_pylist()]
-    assert [list(credit.advantages_T) for credit in again.credits] == stored
+    rows = pq.read_table(path).to_pylist()
+    stored = [[decision["advantage"] for decision in row["decisions"]] for row in rows]
+    assert [list(item.advantages_T) for item in again.credits] == stored
 
 
 def test_a_checkpoint_is_a_hugging_face_folder(trained):
@@ -125,8 +126,6 @@ def test_a_kl_term_holds_the_policy_near_its_reference(tmp_path: Path):
 @pytest.mark.timeout(120)
 def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tmp_path: Path):
     path = tmp_path / "job.toml"
-    from trainer_backend.job import dump_job
-
     path.write_text(dump_job(tiny_job(training__iterations=500, evaluation__instances=1)))
     run = tmp_path / "run"
     process = subprocess.Popen(
@@ -153,8 +152,6 @@ def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tmp
 
 @pytest.mark.timeout(120)
 def test_a_killed_trainer_takes_its_task_app_with_it(tmp_path: Path):
-    from trainer_backend.job import dump_job
-
     path = tmp_path / "job.toml"
     path.write_text(dump_job(tiny_job(warmup__episodes=5000)))
     process = subprocess.Popen(

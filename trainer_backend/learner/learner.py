@@ -22,7 +22,7 @@ from trainer_backend.models import build_preset, load_model_folder, train_tokeni
 from trainer_backend.protocols import CreditedEpisode, Progress, Reporter
 
 # Its bars for files of a megabyte would tear the live table apart.
-transformers_logging.disable_progress_bar()
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 class LocalLearner:
@@ -83,7 +83,7 @@ class LocalLearner:
 
         self.model.train()
         result = warm_up(self.model, segments, self.job, table, tell)
-        self.model.eval()
+        self.model.train(False)
         return {
             "warmup/examples": float(result.examples),
             "warmup/steps": float(result.steps),

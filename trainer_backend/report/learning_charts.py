@@ -34,7 +34,7 @@ def learning_curve(story: Story) -> Picture | None:
         axes.set_ylabel(UNIQUE)
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(whole_numbers())
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside upper left", ncols=2)
 
     alt = "; ".join(_told(name, found) for name, found in _named(training, held_out) if found)
     return picture("learning_curve", f"Line chart of {UNIQUE}. {alt}.", draw, height_in=3.6)
@@ -45,10 +45,8 @@ def success_rates(story: Story) -> Picture | None:
     best = story.best_evaluation
     if best is None:
         return None
-    first, last = story.evaluations[0], story.evaluations[-1]
-    shown = [(_label("first", first), first)]
-    shown += [(_label("best", best), best)] if best is not first else []
-    shown += [(_label("last", last), last)] if last is not best and last is not first else []
+    first = story.evaluations[0]
+    shown = [(_label(words, row), row) for words, row in story.landmarks]
     rates: Mapping[str, float] = best["eval/success_rates"]
     names = sorted(rates, key=lambda name: (rates[name], first["eval/success_rates"].get(name, 0.0)))
 
@@ -127,13 +125,13 @@ def _rate_points(
     rates = [float(row["eval/success_rates"].get(name, 0.0)) for name in names]
     found = [wilson_interval(round(rate * count), count) for rate in rates]
     axes.errorbar(
-        rates, [index + offset for index in range(len(names))], xerr=_arms(found), color=colour, marker=marker,
-        markersize=5, linestyle="none", elinewidth=1.2, label=label,
+        rates, [index + offset for index in range(len(names))], xerr=_arms(found), color=colour,
+        marker=marker, markersize=5, linestyle="none", elinewidth=1.2, label=label,
     )  # fmt: skip
 
 
-def _label(word: str, row: Row) -> str:
-    return f"{word} (iteration {row['iteration']})"
+def _label(words: str, row: Row) -> str:
+    return f"{words} (iteration {row['iteration']})"
 
 
 def _named(*series: Sequence[tuple[int, Interval]]) -> list[tuple[str, Sequence[tuple[int, Interval]]]]:

@@ -4,11 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
-from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.statistics import Interval, mean_interval
+from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
 
 
 def unique_of_groups(path: Path) -> Interval | None:
@@ -17,7 +15,7 @@ def unique_of_groups(path: Path) -> Interval | None:
     Siblings of a group share a world, so groups are the independent values, not episodes.
     """
     by_group: defaultdict[str, list[float]] = defaultdict(list)
-    for row in _finished(path, ["group_id", "unique_achievements"]):
+    for row in finished_rows(path, ["group_id", "unique_achievements"]):
         by_group[row["group_id"]].append(row["unique_achievements"])
     means = [sum(values) / len(values) for values in by_group.values()]
     return mean_interval(means) if means else None
@@ -28,7 +26,7 @@ def reward_by_turn(paths: Sequence[Path]) -> list[float]:
     sums: defaultdict[int, float] = defaultdict(float)
     episodes = 0
     for path in paths:
-        for row in _finished(path, ["decisions"]):
+        for row in finished_rows(path, ["decisions"]):
             episodes += 1
             for decision in row["decisions"]:
                 sums[decision["turn"]] += decision["reward"] or 0.0
@@ -44,20 +42,15 @@ def paired_difference(first: Path, other: Path) -> Interval | None:
 
 def best_episode(path: Path) -> Trajectory | None:
     """The finished episode with the highest outcome; of equals, the one with the fewest env steps."""
-    rows = _finished(path, ["rollout_id", "outcome_reward", "env_steps"])
+    rows = finished_rows(path, ["rollout_id", "outcome_reward", "env_steps"])
     if not rows:
         return None
     best = min(rows, key=lambda row: (-row["outcome_reward"], row["env_steps"], row["rollout_id"]))
-    found = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", best["rollout_id"])])
-    return Rollout.model_validate_json(found.column("rollout")[0].as_py()).trajectory
+    return read_rollout(path, best["rollout_id"]).trajectory
 
 
 def _unique_by_seed(path: Path) -> dict[int, float]:
     return {
-        row["seed"]: row["unique_achievements"] for row in _finished(path, ["seed", "unique_achievements"])
+        row["seed"]: row["unique_achievements"]
+        for row in finished_rows(path, ["seed", "unique_achievements"])
     }
-
-
-def _finished(path: Path, columns: list[str]) -> list[dict]:  # type: ignore[type-arg]  # foreign rows
-    table = pq.read_table(path, columns=[*columns, "status"])
-    return [row for row in table.to_pylist() if row["status"] == "finished"]

@@ -45,6 +45,19 @@ class Story:
         return max(self.evaluations, key=lambda row: row["eval/outcome_reward"], default=None)
 
     @property
+    def landmarks(self) -> list[tuple[str, Row]]:
+        """The first, best and last evaluation; one that is several of these comes once: "first, best"."""
+        best = self.best_evaluation
+        if best is None:
+            return []
+        found = {"first": self.evaluations[0], "best": best, "last": self.evaluations[-1]}
+        rows = {row["iteration"]: row for row in found.values()}
+        return [
+            (", ".join(word for word, row in found.items() if row["iteration"] == iteration), row)
+            for iteration, row in rows.items()
+        ]
+
+    @property
     def teacher(self) -> Row | None:
         """Episodes that the warm-up imitates."""
         return next((row for row in self._of("warmup") if "eval/episodes" in row), None)

@@ -85,21 +85,16 @@ def failure_lines(story: Story) -> list[Line]:
 
 
 def _held_out(story: Story) -> list[Line]:
-    best = story.best_evaluation
-    if best is None:
+    if not story.evaluations:
         return []
-    first, last = story.evaluations[0], story.evaluations[-1]
-    words: dict[int, list[str]] = {}
-    for word, row in (("first", first), ("best", best), ("last", last)):
-        words.setdefault(row["iteration"], []).append(word)
-    shown = {row["iteration"]: row for row in (first, best, last)}
     lines = [
         (
-            f"held-out worlds after iteration {iteration} ({', '.join(words[iteration])})",
+            f"held-out worlds after iteration {row['iteration']} ({words})",
             f"{_told(evaluation_interval(row))} unique achievements",
         )
-        for iteration, row in shown.items()
+        for words, row in story.landmarks
     ]
+    first, last = story.evaluations[0], story.evaluations[-1]
     paths = [story.rollouts_file(f"evaluation_{row['iteration']}") for row in (first, last)]
     if first is not last and paths[0] and paths[1]:
         found = paired_difference(paths[0], paths[1])

@@ -84,6 +84,18 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return [Rollout.model_validate_json(text) for text in column.to_pylist()]
 
 
+def read_rollout(path: Path, rollout_id: str) -> Rollout:
+    """One rollout of a file, which must hold it."""
+    found = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", rollout_id)])
+    return Rollout.model_validate_json(found.column("rollout")[0].as_py())
+
+
+def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """These columns of the episodes that were finished, a dict an episode."""
+    table = pq.read_table(path, columns=[*columns, "status"])
+    return [row for row in table.to_pylist() if row["status"] == "finished"]
+
+
 def _row(rollout: Rollout, credit: Credit | None) -> dict[str, Any]:
     trajectory = rollout.trajectory
     row = {name: getattr(rollout, name) for name in _SCHEMA.names[:8]}

@@ -1,0 +1,33 @@
+"""The study of reward modes in its 20-second version: every part runs, no figure is looked at."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "study_reward_modes.py"
+
+
+def test_both_arms_start_from_one_checkpoint_and_leave_their_curves(tmp_path):
+    results = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--quick",
+        "--out",
+        str(tmp_path / "runs"),
+        "--results",
+        str(results),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())
+    arms = {name: by_seed["0"] for name, by_seed in found["arms"].items()}
+    assert set(arms) == {"decision_stepwise", "off"}
+    for arm in arms.values():
+        assert [row["iteration"] for row in arm["evaluations"]] == [0, 1, 2]
+        assert [row["iteration"] for row in arm["training"]] == [1, 2]
+    # the shared warm start plays the same worlds with the same seeds
+    assert arms["decision_stepwise"]["evaluations"][0] == arms["off"]["evaluations"][0]
+    assert found["summary"]["off"]["final"]["seeds"] == 1
+    assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

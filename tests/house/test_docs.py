@@ -1,0 +1,122 @@
+"""What the docs say is true: keys, routes, plug-ins, metrics and the commands of the README."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from task_app.app import create_app
+from task_app.plugins import ENVIRONMENTS, POLICIES
+from task_app.settings import Settings
+from tests.conftest import rows_of
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.job_docs import configuration_markdown
+from trainer_backend.job_schema import JobConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for match in re.finditer(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+            found.append((page.name, match.group(1)))
+    return found
+
+
+def test_the_configuration_page_is_that_of_the_schema():
+    assert text_of("docs/configuration.md") == configuration_markdown(), (
+        "run: .venv/bin/python -m trainer_backend.job_docs > docs/configuration.md"
+    )
+
+
+def test_every_key_of_the_job_has_a_meaning():
+    for table in JobConfig.model_fields:
+        section = text_of("docs/configuration.md").split(f"## [{table}]")[1].split("\n## ")[0]
+        empty = [line for line in section.splitlines() if line.startswith("| `") and line.endswith("|  |")]
+        assert empty == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.name)
+def test_every_config_loads_and_survives_being_written(path: Path, tmp_path: Path):
+    loaded = load_job(path)
+    assert loaded.warnings == ()
+    again = tmp_path / "job.toml"
+    again.write_text(dump_job(loaded.config))
+    assert load_job(again).config == loaded.config
+
+
+@pytest.mark.parametrize(("page", "block"), blocks("toml"))
+def test_toml_blocks_load(page: str, block: str, tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text(block)
+    load_job(path)
+
+
+@pytest.mark.parametrize(("page", "block"), blocks("python"))
+def test_python_blocks_run(page: str, block: str):
+    done = subprocess.run(
+        [sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{page}: {done.stderr}"
+
+
+def test_every_route_is_documented():
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    app = create_app(Settings.model_construct())
+    for path in app.openapi()["paths"]:
+        assert path in pages, f"{path} is in no page"
+
+
+def test_every_plug_in_is_documented():
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for name in (*ENVIRONMENTS, *POLICIES):
+        assert f"`{name}`" in pages, f"{name} is in no page"
+
+
+def test_every_metric_is_documented(trained):
+    directory, _, _ = trained
+    page = text_of("docs/route.md")
+    names = {
+        name
+        for kind in ("warmup", "iteration", "evaluation")
+        for row in rows_of(directory, kind)
+        for name in row
+    }
+    missing = [
+        name
+        for name in sorted(names - {"kind", "iteration"})
+        if f"`{name}`" not in page and f"`{name.rpartition('/')[0]}/*`" not in page
+    ]
+    assert missing == []
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_make_targets_of_the_readme_exist():
+    makefile = text_of("Makefile")
+    for target in set(re.findall(r"\bmake ([a-z-]+)", text_of("README.md"))):
+        assert re.search(rf"^{target}:", makefile, re.M), f"README names make {target}"
+
+
+def test_no_registry_address_is_committed():
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    hosts = ("pypi" + ".org", "pythonhosted" + ".org", "download.py" + "torch", "registry.npm" + "js")
+    for name in files:
+        path = ROOT / name
+        if path.is_file() and path.suffix not in {".png"}:
+            assert not any(host in path.read_text(encoding="utf-8", errors="replace") for host in hosts), name

@@ -1,0 +1,34 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_backend.core.proportions import wilson_interval
+
+
+def test_half_of_ten_by_hand():
+    # z = 1.96: centre (0.5 + 0.19207) / 1.38415 = 0.5; half = 1.96 / 1.38415 * sqrt(0.025 + 0.0096) = 0.2634
+    found = wilson_interval(5, 10)
+    assert (found.mean, found.count) == (0.5, 10)
+    assert (found.low, found.high) == (pytest.approx(0.2366, abs=1e-4), pytest.approx(0.7634, abs=1e-4))
+
+
+def test_none_of_ten_still_has_a_width():
+    # z^2 / (n + z^2) = 3.8415 / 13.8415
+    found = wilson_interval(0, 10)
+    assert (found.mean, found.low) == (0.0, 0.0)
+    assert found.high == pytest.approx(0.27753, abs=1e-5)
+
+
+@given(st.integers(1, 500).flatmap(lambda count: st.tuples(st.integers(0, count), st.just(count))))
+def test_the_interval_holds_the_rate_and_mirrors_that_of_the_failures(trials):
+    successes, count = trials
+    found, mirrored = wilson_interval(successes, count), wilson_interval(count - successes, count)
+    assert 0.0 <= found.low <= found.mean + 1e-12
+    assert found.mean - 1e-12 <= found.high <= 1.0
+    assert found.low == pytest.approx(1.0 - mirrored.high, abs=1e-12)
+
+
+@pytest.mark.parametrize(("successes", "count"), [(0, 0), (-1, 3), (4, 3)])
+def test_what_is_no_rate_is_refused(successes, count):
+    with pytest.raises(ValueError, match=r"trial|0 \.\. 3"):
+        wilson_interval(successes, count)

@@ -1,0 +1,47 @@
+import pytest
+
+from tests.trainer_backend.report.hand_made import COW, FIRST, LAST, TABLE, WOOD, rollout
+from trainer_backend.report.stored_episodes import (
+    best_episode,
+    paired_difference,
+    reward_by_turn,
+    unique_of_groups,
+)
+from trainer_backend.rundir.rollout_files import Credit, write_rollouts
+
+
+def failed(item):
+    return item.model_copy(update={"status": "failed", "trajectory": None, "rollout_id": "lost"})
+
+
+def stored(path, rollouts, credits=None):
+    write_rollouts(path, rollouts, credits)
+    return path
+
+
+def test_groups_are_the_independent_values_not_episodes(tmp_path):
+    # group means (1 + 3) / 2 = 2 and 1; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
+    siblings = [rollout(1, [WOOD]), rollout(1, [WOOD, COW, TABLE], sibling=1), rollout(2, [COW], group="g1")]
+    found = unique_of_groups(stored(tmp_path / "a.parquet", [*siblings, failed(siblings[0])]))
+    assert (found.mean, found.count) == (1.5, 2)
+    assert found.high == pytest.approx(1.5 + 12.706 * 0.5)
+
+
+def test_an_episode_that_ended_earlier_counts_0_at_later_turns(tmp_path):
+    long = stored(tmp_path / "a.parquet", [rollout(1, [(), (), ()])], [Credit([1.0, 0.0, 2.0], [0.0] * 3)])
+    short = stored(tmp_path / "b.parquet", [rollout(2, [()])], [Credit([0.5], [0.0])])
+    assert reward_by_turn([long, short]) == [0.75, 0.0, 1.0]
+    assert reward_by_turn([]) == []
+
+
+def test_differences_are_taken_world_by_world(tmp_path):
+    first, last = stored(tmp_path / "a.parquet", FIRST), stored(tmp_path / "b.parquet", LAST)
+    assert paired_difference(first, last).mean == 1.5
+    assert paired_difference(first, stored(tmp_path / "c.parquet", [rollout(99, [WOOD])])) is None
+
+
+def test_of_equally_good_episodes_the_shorter_one_is_shown(tmp_path):
+    episodes = [rollout(1, [WOOD, ()]), rollout(2, [WOOD]), rollout(3, [()])]
+    found = best_episode(stored(tmp_path / "a.parquet", [*episodes, failed(episodes[0])]))
+    assert (found.seed, len(found.steps)) == (2, 1)
+    assert best_episode(stored(tmp_path / "b.parquet", [failed(episodes[0])])) is None
