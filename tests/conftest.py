@@ -36,27 +36,27 @@ class ListReporter:
 
 
 def tiny_job(**overrides: Any) -> JobConfig:
-    """A job of seconds: 8 episodes of 6 decisions an iteration. `table__key=value` overrides."""
+    """A job of seconds: 8 episodes of 8 decisions an iteration. `table__key=value` overrides."""
     document: dict[str, dict[str, Any]] = {
         "job": {"name": "tiny", "seed": 1},
         "model": {"preset": "tiny-0.3m"},
         "inference": {"max_model_len": 256, "max_running": 16},
         "rollout": {
             "env_config": {"text": "compact", "max_actions": 4},
-            "max_turns": 6,
+            "max_turns": 8,
             "episodes_per_batch": 8,
             "max_tokens": 8,
         },
         "warmup": {
-            "episodes": 12,
-            "epochs": 3,
-            "batch_decisions": 24,
+            "episodes": 24,
+            "epochs": 6,
+            "batch_decisions": 12,
             "policy_config": {"memory": False, "max_actions": 4},
         },
         "training": {
             "iterations": 2,
             "group_size": 4,
-            "batch_decisions": 24,
+            "batch_decisions": 32,
             "threads": 1,
             "checkpoint_every": 1,
             "step_rewards_enabled": True,

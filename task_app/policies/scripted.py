@@ -31,7 +31,12 @@ class TeacherConfig(Body):
 
     memory: bool = Field(default=False, description="remember the cells seen; else play from the view alone")
     max_actions: int = Field(default=8, ge=1, le=8, description="most actions in a decision")
-    epsilon: float = Field(default=0.0, ge=0.0, le=1.0, description="probability of a random decision")
+    epsilon: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="probability of a random decision, marked `exploratory` in its action",
+    )
     seed: int = Field(default=0, ge=0, description="of the random decisions")
 
 
@@ -65,13 +70,15 @@ class CrafterTeacher:
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> Answer:
         limit = _limit(self.config.max_actions, available_tools_specs)
-        return _answer(self.actions(observation.data, max_actions=limit))
+        planned = self.actions(observation.data, max_actions=limit)
+        if self.config.epsilon and self._random.random() < self.config.epsilon:
+            # A detour to where the teacher would not have gone: played, but nothing to imitate.
+            return _answer(random_actions(self._random, limit), exploratory=True)
+        return _answer(planned)
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
-        """The decision as plain action names, at most `max_actions` (else the configured number)."""
+        """What the rules do, as plain action names: at most `max_actions` (else the configured number)."""
         limit = self.config.max_actions if max_actions is None else max_actions
-        if self.config.epsilon and self._random.random() < self.config.epsilon:
-            return random_actions(self._random, limit)
         if self._memory is None:
             return decide(read_facts(data), max_actions=limit)
         return decide_with_memory(self._memory.facts(data), max_actions=limit)
@@ -89,6 +96,7 @@ def _limit(configured: int, tools: list[dict[str, Any]] | None) -> int:
     return configured
 
 
-def _answer(actions: list[str]) -> Answer:
+def _answer(actions: list[str], *, exploratory: bool = False) -> Answer:
     call = {"id": "call_0", "name": "interact_many", "arguments": json.dumps({"actions": actions})}
-    return {"type": "tool_call", "tool_calls": [call]}, None, None, None
+    action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
+    return (action | {"exploratory": True} if exploratory else action), None, None, None

@@ -36,7 +36,7 @@ class WarmupResult:
 def demonstrations(
     trajectories: Sequence[Trajectory], renderer: ChatRenderer, *, min_outcome_reward: float
 ) -> list[Segment]:
-    """A segment for every valid decision of the episodes that reach `min_outcome_reward`.
+    """A segment for every valid, meant decision of the episodes that reach `min_outcome_reward`.
 
     The prompt is rendered as the gateway renders it, and the target is the decision as the model itself
     would have to write it: the same tool-call format, ended by the same stop token.
@@ -46,7 +46,7 @@ def demonstrations(
     for number, trajectory in enumerate(kept):
         tools = [tool.model_dump(mode="json") for tool in trajectory.tools]
         for step in trajectory.steps:
-            if step.step_info.invalid_reason is None and step.tool_calls:
+            if _worth_imitating(step):
                 prompt, target = _rendered(step, tools, renderer)
                 segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
     if not segments:
@@ -110,6 +110,12 @@ def _step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), table.max_grad_norm, error_if_nonfinite=True)
     optimizer.step()
     return total
+
+
+def _worth_imitating(step: StepData) -> bool:
+    """Not a refused call, and not a detour that a policy marked `exploratory`."""
+    refused = step.step_info.invalid_reason is not None
+    return bool(step.tool_calls) and not refused and not step.action_taken.get("exploratory", False)
 
 
 def _rendered(

@@ -1,0 +1,132 @@
+"""The sanity checklist at the end of source 1, over the real HTTP path: process, client, collector."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import Trajectory
+from tests.conftest import rows_of, tiny_job
+from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.plan import Planner
+from trainer_backend.core.rewards import RewardConfig, reward_vector
+from trainer_backend.services import task_apps
+from trainer_backend.start import echo_of_switches
+
+OFF = StepRewards()
+DISABLED_STEPWISE = StepRewards(enabled=False, mode="decision_stepwise")
+ENABLED_OFF = StepRewards(enabled=True, mode="off")
+STEPWISE = StepRewards(enabled=True, mode="decision_stepwise")
+SPARSE = StepRewards(enabled=True, mode="env_sparse")
+SWITCHES = (OFF, DISABLED_STEPWISE, ENABLED_OFF, STEPWISE, SPARSE)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[StepRewards, list[Trajectory]]:
+    """The same teacher in the same worlds under each setting of the switches."""
+    folder = tmp_path_factory.mktemp("checklist")
+    return asyncio.run(_play(folder))
+
+
+async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
+    job = tiny_job(rollout__max_turns=25, warmup__episodes=3)
+    found = {}
+    async with task_apps(job, folder / "task_app.log") as clients:
+        collector = Collector(clients, timeout_s=120)
+        for number, switches in enumerate(SWITCHES):
+            requests = [
+                request.model_copy(update={"step_rewards": switches})
+                for request in Planner(job, f"checklist-{number}").warmup()
+            ]
+            collection = await collector.collect(requests)
+            assert not collection.failed
+            found[switches] = _trajectories(collection.rollouts)
+    return found
+
+
+def _trajectories(rollouts: Sequence[Rollout]) -> list[Trajectory]:
+    return [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
+
+
+def credited(trajectory: Trajectory, **switches: Any) -> list[float]:
+    return reward_vector(trajectory.steps, trajectory.outcome_reward, RewardConfig(**switches))
+
+
+def records(trajectory: Trajectory) -> list[Any]:
+    return [step.metadata.decision_rewards for step in trajectory.steps]
+
+
+@pytest.mark.parametrize("switches", [OFF, DISABLED_STEPWISE, ENABLED_OFF])
+def test_with_the_switches_off_only_the_outcome_is_used(played, switches: StepRewards):
+    for trajectory in played[switches]:
+        assert records(trajectory) == [None] * len(trajectory.steps)
+        rewards = credited(trajectory, enabled=switches.enabled, mode=switches.mode)
+        assert rewards == [0.0] * (len(rewards) - 1) + [trajectory.outcome_reward]
+        assert trajectory.outcome_reward > 0
+
+
+def test_with_the_switches_off_decision_metadata_is_never_read(played):
+    with_records, without = played[STEPWISE][0], played[OFF][0]
+    assert credited(with_records) == credited(without)
+
+
+def test_decision_stepwise_emits_a_record_for_every_decision(played):
+    for trajectory in played[STEPWISE]:
+        assert [record.turn for record in records(trajectory)] == list(range(1, len(trajectory.steps) + 1))
+        assert sum(record.unique_delta for record in records(trajectory)) == trajectory.outcome_reward
+        assert all(record.unique_delta <= record.ach_delta for record in records(trajectory))
+
+
+def test_decision_stepwise_builds_r_t_from_the_unique_deltas(played):
+    for trajectory in played[STEPWISE]:
+        rewards = credited(trajectory, enabled=True, mode="decision_stepwise")
+        assert rewards == [float(record.unique_delta) for record in records(trajectory)]
+
+
+def test_the_kind_changes_which_delta_lands_in_r_t(played):
+    absolute = [
+        credited(trajectory, enabled=True, mode="decision_stepwise", kind="absolute")
+        for trajectory in played[STEPWISE]
+    ]
+    unique = [
+        credited(trajectory, enabled=True, mode="decision_stepwise", kind="unique")
+        for trajectory in played[STEPWISE]
+    ]
+    assert absolute == [[float(r.ach_delta) for r in records(item)] for item in played[STEPWISE]]
+    assert absolute != unique  # some achievement was reached twice
+
+
+def test_env_sparse_has_no_decision_payload_and_uses_the_environments_rewards(played):
+    for trajectory in played[SPARSE]:
+        assert records(trajectory) == [None] * len(trajectory.steps)
+        rewards = credited(trajectory, enabled=True, mode="env_sparse")
+        assert rewards == [sum(step.env_rewards) for step in trajectory.steps]
+        assert all(
+            step.next_observation.reward_last_step == step.env_rewards[-1] for step in trajectory.steps
+        )
+
+
+def test_the_switches_change_no_episode(played):
+    def story(trajectories: Sequence[Trajectory]) -> list[Any]:
+        return [[(s.action_taken, s.env_rewards) for s in item.steps] for item in trajectories]
+
+    assert all(story(played[switches]) == story(played[OFF]) for switches in SWITCHES)
+
+
+def test_the_logs_show_a_non_zero_sum_of_r(trained):
+    directory, reporter, _ = trained
+    rows = rows_of(directory, "iteration")
+    assert all(row["reward/sum"] == row["decision/unique_sum"] for row in rows)
+    assert sum(row["reward/sum"] for row in rows) > 0
+    assert sum(row["decision/nonzero"] for row in rows) > 0
+    assert any("step_rewards_mode=decision_stepwise" in line for line in reporter.lines)
+
+
+def test_mode_and_flags_are_echoed():
+    line = echo_of_switches(tiny_job(training__event_rewards_kind="absolute"))
+    assert line.startswith("step_rewards_enabled=true step_rewards_mode=decision_stepwise ")
+    assert "event_rewards_kind=absolute" in line

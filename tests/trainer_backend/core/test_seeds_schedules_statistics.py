@@ -1,0 +1,110 @@
+"""Small pure functions: hand-worked numbers."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
+from trainer_backend.core.schedules import learning_rate
+from trainer_backend.core.statistics import (
+    crafter_score,
+    decision_metrics,
+    episode_metrics,
+    mean_interval,
+    success_rates,
+    unique_by_turn,
+)
+
+
+def trajectory(counters: list[dict[str, int]], *, invalid: tuple[int, ...] = ()) -> Trajectory:
+    """An episode whose counters after each decision are given; before the first they are all 0."""
+    before: dict[str, int] = {name: 0 for name in counters[-1]}
+    steps = []
+    for turn, after in enumerate(counters, start=1):
+        steps.append(
+            StepData(
+                turn=turn,
+                observation_data=ObservationData(achievements_counts=before),
+                next_observation=ObservationData(achievements_counts=after),
+                action_taken={"type": "tool_call"},
+                env_rewards=(0.0,),
+                step_info=StepInfo(invalid_reason="no" if turn in invalid else None),
+            )
+        )
+        before = after
+    return Trajectory(
+        env_name="e", policy_name="p", seed=0, steps=tuple(steps), outcome_reward=1.0, outcome_definition="d",
+        achievements_counts=before, env_steps=len(steps), terminated=False, truncated=True,
+        stop_reason=StopReason.MAX_DECISIONS, wall_s=0.0,
+    )  # fmt: skip
+
+
+WOOD_TWICE = trajectory([{"wood": 1, "cow": 0}, {"wood": 2, "cow": 1}, {"wood": 2, "cow": 1}], invalid=(3,))
+NOTHING = trajectory([{"wood": 0, "cow": 0}])
+
+
+def test_the_logs_of_a_batch_by_hand():
+    metrics = decision_metrics([WOOD_TWICE, NOTHING], [[1.0, 1.0, 0.0], [0.0]])
+    assert metrics == {
+        "decision/count": 4.0,
+        "decision/unique_sum": 2.0,  # wood, then the cow
+        "decision/ach_sum": 3.0,  # wood, then wood again and the cow
+        "decision/nonzero": 2.0,
+        "decision/nonzero_frac": 0.5,
+        "reward/sum": 2.0,
+        "reward/mean": 1.0,
+        "reward/nonzero_episode_frac": 0.5,
+        "reward/batch_nonzero": 1.0,
+    }
+
+
+def test_an_episode_that_has_ended_counts_nothing_at_later_turns():
+    assert unique_by_turn([WOOD_TWICE, NOTHING]) == [0.5, 0.5, 0.0]
+
+
+def test_episode_means_and_endings():
+    metrics = episode_metrics([WOOD_TWICE, NOTHING])
+    assert metrics["episode/unique_achievements"] == 1.0
+    assert metrics["episode/decisions"] == 2.0
+    assert metrics["episode/invalid_frac"] == 0.25
+    assert metrics["stop/max_decisions"] == 1.0
+
+
+def test_success_rates_and_the_crafter_score():
+    assert success_rates([WOOD_TWICE, NOTHING]) == {"cow": 0.5, "wood": 0.5}
+    assert crafter_score({"a": 1.0, "b": 1.0}) == pytest.approx(100.0)
+    half = {str(i): float(i < 11) for i in range(22)}
+    assert crafter_score(half) == pytest.approx(math.sqrt(101) - 1)  # 9.05: half of 22 always, half never
+
+
+def test_an_interval_by_hand():
+    # 1, 2, 3: mean 2, sample std 1, t of 2 degrees of freedom 4.303
+    interval = mean_interval([1.0, 2.0, 3.0])
+    assert interval.mean == 2.0
+    assert interval.low == pytest.approx(2.0 - 4.303 / math.sqrt(3))
+    assert interval.high == pytest.approx(2.0 + 4.303 / math.sqrt(3))
+
+
+def test_one_value_has_no_interval_and_none_has_no_mean():
+    assert (mean_interval([4.0]).mean, mean_interval([4.0]).low) == (4.0, None)
+    with pytest.raises(ValueError, match="at least one"):
+        mean_interval([])
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_share():
+    def rate(progress: float) -> float:
+        return learning_rate(2.0, progress=progress, rise=0.5, final=0.1)
+
+    assert [rate(p) for p in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx([0.0, 1.0, 2.0, 1.1, 0.2])
+
+
+@given(st.floats(0, 1), st.floats(0, 0.99), st.floats(0, 1))
+def test_the_learning_rate_never_passes_its_peak(progress: float, rise: float, final: float):
+    assert 0.0 <= learning_rate(1.0, progress=progress, rise=rise, final=final) <= 1.0 + 1e-12
+
+
+def test_shares_outside_their_range_are_refused():
+    with pytest.raises(ValueError, match="progress=2"):
+        learning_rate(1.0, progress=2, rise=0, final=0)

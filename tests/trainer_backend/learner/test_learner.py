@@ -1,0 +1,181 @@
+"""The learner on a real tiny model: what an update does, what it refuses, and what a checkpoint holds."""
+
+import json
+import math
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.conftest import ListReporter, tiny_job
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.errors import CheckpointError, ModelFolderError, NonFiniteLoss, NothingToLearnFrom
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.scoring import score
+from trainer_backend.learner.update import _in_steps, _Scored
+from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.protocols import CreditedEpisode, Progress
+
+SIZE = {"row_tokens": 64, "micro_batch_tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["tree L2 U1 water wood3 stone coal"] * 20, 300, whole_words=["noop", "do"])
+
+
+def learner_of(tokenizer, **overrides) -> LocalLearner:
+    torch.set_num_threads(1)
+    return LocalLearner(tiny_job(**overrides), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer)
+
+
+def segment(name: str, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float]) -> Segment:
+    context = len(prompt)
+    return Segment(
+        rollout_id=name,
+        token_ids=(*prompt, *answer),
+        decision=(CONTEXT,) * context + (0,) * len(answer),
+        logprobs=(0.0,) * context + tuple(logprobs),
+        versions=(CONTEXT,) * context + (0,) * len(answer),
+        temperatures=(1.0,) * (context + len(answer)),
+    )
+
+
+def episodes_of(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
+    """Single-decision episodes whose log-probs are the learner's own, as if it had sampled them."""
+    drafts = [segment(f"r{i}", [5, 6, 7 + i], [20 + i, 30 + i], [0.0, 0.0]) for i in range(len(advantages))]
+    own = score(learner.model, drafts, **SIZE)
+    segments = [
+        segment(item.rollout_id, item.token_ids[:3], item.token_ids[3:], values)
+        for item, values in zip(drafts, own, strict=True)
+    ]
+    return [
+        CreditedEpisode(item.rollout_id, [item], [advantage])
+        for item, advantage in zip(segments, advantages, strict=True)
+    ]
+
+
+def logprob_of(learner: LocalLearner, episode: CreditedEpisode) -> float:
+    return sum(score(learner.model, episode.segments, **SIZE)[0])
+
+
+def test_what_went_well_becomes_likelier_and_what_went_badly_less_so(tokenizer):
+    learner = learner_of(tokenizer, training__entropy_coef=0.0)
+    good, bad = episodes_of(learner, [1.0, -1.0])
+    before = logprob_of(learner, good), logprob_of(learner, bad)
+    metrics = learner.update([good, bad], iteration=1)
+    assert logprob_of(learner, good) > before[0]
+    assert logprob_of(learner, bad) < before[1]
+    assert metrics["optim/steps"] == 2  # two passes of one step
+    assert metrics["mismatch/logprob_max"] < 1e-6
+
+
+def test_without_advantage_and_entropy_nothing_changes(tokenizer):
+    learner = learner_of(tokenizer, training__entropy_coef=0.0)
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    learner.update(episodes_of(learner, [0.0, 0.0]), iteration=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+
+
+def test_the_same_update_twice_gives_the_same_weights(tokenizer):
+    one, two = learner_of(tokenizer), learner_of(tokenizer)
+    for learner in (one, two):
+        learner.update(episodes_of(learner, [1.0, -0.5, 0.25]), iteration=1)
+    assert all(torch.equal(tensor, two.weights()[name]) for name, tensor in one.weights().items())
+
+
+def test_a_nan_stops_the_update_before_the_weights_and_names_the_token(tokenizer):
+    learner = learner_of(tokenizer)
+    episodes = episodes_of(learner, [1.0, -1.0])
+    with torch.no_grad():
+        learner.model.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
+    before = learner.model.lm_head.weight.detach().clone()
+    with pytest.raises(NonFiniteLoss, match=r"r0.*turn 1.*token 3.*nan"):
+        learner.update(episodes, iteration=1)
+    assert torch.equal(learner.model.lm_head.weight, before)
+
+
+def test_an_infinite_gradient_is_not_stepped(tokenizer):
+    learner = learner_of(tokenizer)
+    episodes = episodes_of(learner, [1e38, -1e38])
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    with pytest.raises(NonFiniteLoss):
+        learner.update(episodes, iteration=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+
+
+@pytest.mark.parametrize(("decisions", "batch", "sizes"), [(10, 4, [5, 5]), (9, 3, [3, 3, 3]), (3, 8, [3])])
+def test_no_step_is_made_of_a_few_left_over_decisions(decisions: int, batch: int, sizes: list[int]):
+    order = [_Scored(segment(f"r{i}", [1], [2], [0.0]), [0.0]) for i in range(decisions)]
+    assert [len(step) for step in _in_steps(order, batch)] == sizes
+
+
+def test_a_checkpoint_restores_model_optimizer_and_progress(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer)
+    episodes = episodes_of(learner, [1.0, -1.0])
+    learner.update(episodes, iteration=1)
+    folder = tmp_path / "iteration_1"
+    learner.save(folder, Progress(iteration=1, policy_version=1, updates=2, best_evaluation=3.5))
+    again, progress = LocalLearner.resumed(learner.job, folder)
+    assert progress == Progress(1, 1, 2, 3.5)
+    for other in (learner, again):  # equal optimizer state: the next update is equal too
+        other.update(episodes, iteration=2)
+    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in learner.weights().items())
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole_and_no_half_one(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer)
+    folder = tmp_path / "iteration_1"
+    learner.save(folder, Progress(iteration=1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write past it fails, as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match="could not be written"):
+            learner.save(folder, Progress(iteration=9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert json.loads((folder / "state.json").read_text())["iteration"] == 1
+    assert load_file(folder / "model.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration_1"]
+
+
+def test_a_broken_checkpoint_is_refused_with_its_path(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer)
+    folder = tmp_path / "iteration_1"
+    learner.save(folder, Progress(iteration=1))
+    (folder / "optimizer.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="iteration_1"):
+        LocalLearner.resumed(learner.job, folder)
+
+
+def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
+    small, large = learner_of(tokenizer), learner_of(tokenizer)
+    small.update(episodes_of(small, [1.0, -1.0]), iteration=1)
+    small.save(tmp_path / "iteration_1", Progress(iteration=1))
+    large.model = build_preset("tiny-0.8m", tokenizer)
+    large.save(tmp_path / "iteration_2", Progress(iteration=2))
+    (tmp_path / "iteration_1/optimizer.safetensors").replace(tmp_path / "iteration_2/optimizer.safetensors")
+    with pytest.raises(CheckpointError, match="another model"):
+        LocalLearner.resumed(large.job, tmp_path / "iteration_2")
+
+
+def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    windowed = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=300, num_key_value_heads=2, use_sliding_window=True, max_window_layers=1, **size
+        )
+    )
+    with pytest.raises(ModelFolderError, match="sliding_attention"):
+        LocalLearner(tiny_job(), windowed, tokenizer)
+    with pytest.raises(ModelFolderError, match="no `model` and `lm_head`"):
+        LocalLearner(tiny_job(), GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=300, **size)), tokenizer)
+
+
+def test_a_warm_up_needs_something_to_imitate(tokenizer):
+    with pytest.raises(NothingToLearnFrom, match=r"warmup\.min_outcome_reward"):
+        learner_of(tokenizer).warm_up([], ListReporter())
