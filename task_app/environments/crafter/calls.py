@@ -18,11 +18,17 @@ def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_acti
     """The actions of all calls of one decision, in order.
 
     Raises:
-        InvalidCall: there is no call, or any call is not a proper one (then none is carried out).
+        InvalidCall: there is no call, any call is not a proper one, or all together hold more than
+            `max_actions` actions (then none is carried out).
     """
     if not calls:
         raise InvalidCall(f"no tool call; call {TOOL_NAME} once with 1 to {max_actions} actions")
-    return [action for call in calls for action in _actions_of(call, known=known, max_actions=max_actions)]
+    actions = [name for call in calls for name in _actions_of(call, known=known, max_actions=max_actions)]
+    if len(actions) > max_actions:
+        raise InvalidCall(
+            f"{len(calls)} calls hold {len(actions)} actions together; a decision has 1 to {max_actions}"
+        )
+    return actions
 
 
 def _actions_of(call: ToolRequest, *, known: Sequence[str], max_actions: int) -> list[str]:

@@ -227,6 +227,12 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         """(dx, dy) of the cell that the player faces."""
         return self._player.facing
 
+    @property
+    def faced_health(self) -> int:
+        """Health of the creature or plant in front of the player; 0 when there is none."""
+        # Arrows are things without health.
+        return int(getattr(self._world.at[self._player.target_cell()], "health", 0))
+
     def view(self) -> LocalView:
         """What a player sees, in words."""
         return local_view(self._world, self._player)

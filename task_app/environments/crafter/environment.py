@@ -19,6 +19,7 @@ from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolR
 
 # Below this daylight the game draws its picture dark and noisy (stock crafter's own limit).
 DARK_BELOW = 0.5
+VITALS = ("health", "food", "drink", "energy")
 _ACTION_IDS = {name: index for index, name in enumerate(ACTIONS)}
 
 
@@ -141,20 +142,24 @@ class _Before:
 
 
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
-    """The reward of each env step that ran, and whether the last one changed the player's own state."""
+    """The reward of each env step that ran, and whether the last one did anything."""
     rewards: list[float] = []
     changed = False
     for action in actions:
         if engine.over:
             break
-        before = _own_state(engine)
+        before = _doings(engine)
         rewards.append(float(engine.act(_ACTION_IDS[action])))
-        changed = _own_state(engine) != before
+        changed = _doings(engine) != before
     return rewards, changed
 
 
-def _own_state(engine: CrafterEngine) -> tuple[Any, ...]:
-    return engine.position, engine.facing, engine.sleeping, tuple(engine.inventory.values())
+def _doings(engine: CrafterEngine) -> tuple[Any, ...]:
+    """What an action can change. Without the vitals, which change by themselves; with the counters, which
+    tell of a drink at nine or of a tenth stone, and with the health of what is being hit."""
+    held = tuple(count for name, count in engine.inventory.items() if name not in VITALS)
+    counts = tuple(engine.achievements.values())
+    return engine.position, engine.facing, engine.sleeping, held, counts, engine.faced_health
 
 
 def observation_data(

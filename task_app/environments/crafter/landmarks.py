@@ -3,7 +3,7 @@
 Pure functions of `Observation.data`, so nothing here can know more than a player sees.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from task_app.environments.crafter.walks import (
     GROUND,
     Cell,
     Ground,
+    Leg,
     Trails,
     Walk,
     cheapest,
@@ -49,6 +50,7 @@ class Facts:
         neighbours: what stands left, right, up and down.
         near: which of table and furnace are in crafting range.
         walks: by kind, the way to the nearest thing or place; what is faced or out of reach has none.
+        lava: where the nearest visible lava lies, as cells across and then down: an offset, not a walk.
         sleeping: actions are ignored until the player wakes up.
         dark: it is night.
     """
@@ -60,6 +62,7 @@ class Facts:
     neighbours: Mapping[str, str]
     near: frozenset[str]
     walks: Mapping[str, Walk]
+    lava: tuple[Leg, ...]
     sleeping: bool
     dark: bool
 
@@ -85,9 +88,27 @@ def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk
         neighbours={name: ground.at(step(ground.player, name)) for name in DIRECTIONS},
         near=frozenset(data["near"]),
         walks=walks,
+        lava=_nearest_lava(data["rows"]),
         sleeping=data["sleeping"],
         dark=data["dark"],
     )
+
+
+def _nearest_lava(rows: Sequence[Sequence[str]]) -> tuple[Leg, ...]:
+    """The offset of the nearest lava of the view, of equally near ones the first row by row."""
+    offsets = [
+        (x - _CENTRE[0], y - _CENTRE[1])
+        for y, row in enumerate(rows)
+        if "lava" in row
+        for x, name in enumerate(row)
+        if name == "lava"
+    ]
+    if not offsets:
+        return ()
+    dx, dy = min(offsets, key=lambda offset: abs(offset[0]) + abs(offset[1]))
+    across = (Leg("left" if dx < 0 else "right", abs(dx)),) if dx else ()
+    along = (Leg("up" if dy < 0 else "down", abs(dy)),) if dy else ()
+    return across + along
 
 
 def facing_name(data: Mapping[str, Any]) -> str:

@@ -101,13 +101,15 @@ def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
 
 
 def _call_line(calls: Sequence[ToolRequest]) -> str:
-    return "; ".join(f"{call.name}: {_arguments(call)}"[:CLIP] for call in calls) or "no call"
+    return "; ".join(f"{call.name}: {_arguments(call)}" for call in calls)[:CLIP] or "no call"
 
 
 def _arguments(call: ToolRequest) -> str:
     if call.arguments is None:
         return call.raw_arguments
-    return json.dumps(dict(call.arguments), separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(dict(call.arguments), separators=(",", ":"), ensure_ascii=False)
+    # Half an emoji is valid JSON, but no text: it could never be sent or stored.
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def result_text(executed: Sequence[str], news: Mapping[str, Any]) -> str:

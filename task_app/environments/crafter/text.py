@@ -4,12 +4,12 @@
 parameters: a few dozen words of a small closed vocabulary, one token each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
 from task_app.environments.crafter.prompt import news_lines
-from task_app.environments.crafter.walks import Walk
+from task_app.environments.crafter.walks import Leg, Walk
 
 HELD = ("sapling", "wood", "stone", "coal", "iron", "diamond")
 TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
@@ -53,7 +53,7 @@ def full_text(data: Mapping[str, Any]) -> str:
 def _light(data: Mapping[str, Any]) -> str:
     if data["sleeping"]:
         return "asleep (every action is sleep until you wake)"
-    return "dark (night; zombies are about)" if data["dark"] else "day"
+    return "dark (night; zombies may be about)" if data["dark"] else "day"
 
 
 def compact_text(data: Mapping[str, Any]) -> str:
@@ -68,9 +68,12 @@ def compact_text(data: Mapping[str, Any]) -> str:
     `water L2 U1` is a walk: two left, then one up (which bumps into the water and so faces it). `xU2` are two
     cells up through stone: dig each, then enter it. `more`: the walk goes on. What stands in front has no
     walk, it is `@...`. `grass` and `ground` (to build on) end facing such a cell; `way` leads on out of view.
+    `lava R2 D1` is no walk but a warning: where the nearest lava lies, straight across and then down.
     """
     facts = read_facts(data)
     head, news = list(_state_words(facts)), list(_news_words(data["news"]))
+    if facts.lava:
+        head += ["lava", *_leg_words(facts.lava)]
     for kind in KINDS:
         # A crowded view loses the kinds that come last.
         words = [kind, *_walk_words(facts.walks[kind])] if kind in facts.walks else []
@@ -90,8 +93,12 @@ def _state_words(facts: Facts) -> Iterator[str]:
     yield from (f"todo-{name}" for name in TODO if name not in facts.achievements)
 
 
+def _leg_words(legs: Iterable[Leg]) -> Iterator[str]:
+    yield from (f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{leg.count}" for leg in legs)
+
+
 def _walk_words(walk: Walk) -> Iterator[str]:
-    yield from (f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{leg.count}" for leg in walk.legs)
+    yield from _leg_words(walk.legs)
     if walk.more:
         yield "more"
 

@@ -23,7 +23,7 @@ _LONGEST_LEG = {"left": COLUMNS - 1, "right": COLUMNS - 1, "up": ROWS - 1, "down
 def compact_vocabulary() -> tuple[str, ...]:
     """All words of the compact text, sorted, each once; `more` tells that a walk goes on."""
     seen = sorted({*MATERIALS, *THINGS, VOID})
-    words = {*KINDS, *LIGHT_WORDS, *NEWS_WORDS, *TOOLS, "more"}
+    words = {*KINDS, *LIGHT_WORDS, *NEWS_WORDS, *TOOLS, "lava", "more"}
     words |= {
         f"{word}{count}" for name, word in VITAL_WORDS.items() for count in range(RULES.item_max[name] + 1)
     }

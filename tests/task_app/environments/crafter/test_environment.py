@@ -51,6 +51,10 @@ def test_several_calls_of_one_message_are_one_decision_in_order():
         ([ToolRequest("interact_many", {"action": ["noop"]})], "unknown argument 'action'"),
         ([ToolRequest("interact_many", {"actions": "noop"})], "'actions' must be a list"),
         ([call("noop"), call("fly")], "unknown action 'fly'"),
+        (
+            [call(*["noop"] * 5), call(*["noop"] * 4)],
+            "2 calls hold 9 actions together; a decision has 1 to 8",
+        ),
     ],
 )
 def test_an_invalid_call_runs_one_noop_and_says_why(calls, reason):
@@ -190,3 +194,28 @@ def test_the_tool_bounds_the_actions_and_the_config_refuses_what_it_does_not_kno
     for bad in ({"max_actions": 9}, {"max_actions": 0}, {"text": "short"}, {"lenght": 5}):
         with pytest.raises(ValidationError):
             CrafterConfig(**bad)
+
+
+def test_hitting_a_creature_that_survives_is_an_effect():
+    seen = 0
+    for seed in range(12):
+        environment = fresh(seed=seed)
+        engine = environment._engine
+        assert engine is not None
+        world, player = engine._world, engine._player
+        cows = [thing for thing in world.things if thing.name == "cow"]
+        if not cows or world.at[cows[0].cell - 1] is not None:
+            continue
+        world.move(player, cows[0].cell - 1)
+        player.facing = (1, 0)
+        data = environment.step([call("do")]).observation.data
+        if data["target"] == "cow":  # it did not wander off in the same step
+            seen += 1
+            assert not data["news"]["no_effect"]
+    assert seen
+
+
+def test_waiting_at_full_vitals_and_hunger_alone_are_no_effect():
+    environment = fresh(seed=3)
+    news = [environment.step([call("noop")]).observation.data["news"]["no_effect"] for _ in range(40)]
+    assert all(news)  # hunger has struck within 40 steps, and is nothing that the noop did

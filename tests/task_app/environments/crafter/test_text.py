@@ -93,7 +93,7 @@ def test_the_full_text_prints_the_view_row_by_row_north_first():
 def test_the_full_text_says_when_it_is_dark_and_what_just_happened():
     news = NO_NEWS | {"unlocked": ["wake_up"], "health_change": -2}
     text = full_text(view(LAKE, dark=True, news=news))
-    assert "Light: dark (night; zombies are about)" in text
+    assert "Light: dark (night; zombies may be about)" in text
     assert "News: unlocked wake_up\nNews: health fell by 2\n" in text
 
 
@@ -123,6 +123,12 @@ def test_walks_lead_around_what_blocks_and_never_through_lava():
     walks = read_facts(view(picture)).walks
     assert walks["iron"] == Walk((Leg("down", 2), Leg("left", 3)), more=True)
     assert "lava" not in walks
+
+
+def test_the_compact_text_warns_of_the_nearest_lava():
+    picture = "\n".join(("." * 9, "." * 9, "......L..", "....P....", "." * 9, "L........", "." * 9))
+    assert " lava R2 U1 " in compact_text(view(picture))
+    assert "lava" not in compact_text(view(LAKE))
 
 
 def test_walks_go_through_stone_only_with_a_pickaxe():
@@ -164,6 +170,7 @@ def read_compact(text: str) -> Facts:
         neighbours=dict(word.split("=") for word in words[7:11]),
         near=frozenset(name for name in ("table", "furnace") if f"near-{name}" in words),
         walks=_walks(words[25:]),
+        lava=(),  # a warning that the teacher does not read: its walks never enter lava
         sleeping=words[4] == "asleep",
         dark=words[4] == "dark",
     )
@@ -173,13 +180,14 @@ def _walks(words: list[str]) -> dict[str, Walk]:
     walks: dict[str, Walk] = {}
     kind = ""
     for word in words:
-        if word in KINDS:
+        if word in (*KINDS, "lava"):
             kind, walks[word] = word, Walk(())
         elif word == "more":
             walks[kind] = Walk(walks[kind].legs, more=True)
         elif match := _LEG.fullmatch(word):
             leg = Leg(_NAME_OF_LETTER[match[2]], int(match[3]), dig=bool(match[1]))
             walks[kind] = Walk((*walks[kind].legs, leg))
+    walks.pop("lava", None)
     return walks
 
 
