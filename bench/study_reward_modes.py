@@ -31,7 +31,7 @@ from trainer_backend.job_schema import JobConfig, ModelTable
 from trainer_backend.progress import ConsoleReporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.start import run_job
+from trainer_backend.start import Stopped, run_job
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "configs" / "crafter_cpu.toml"
@@ -53,10 +53,6 @@ QUICK = (
     "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
     "warmup.batch_decisions=32",
 )  # fmt: skip
-
-
-class Stopped(Exception):
-    """Ctrl-C: what is finished is saved, and the same command goes on from there."""
 
 
 def study(folder: Path, results: Path, *, seeds: Sequence[int], settings: Sequence[str]) -> dict[str, Any]:
@@ -103,9 +99,9 @@ def _finished(path: Path, job: JobConfig) -> RunDirectory:
         return directory
     with ConsoleReporter(Console()) as reporter:
         reporter.say(f"{path}: {'resumed' if resume else 'started'}")
-        progress = asyncio.run(run_job(job, directory, reporter, resume=resume))
-    if progress.iteration < job.training.iterations or not is_finished(directory, job.training.iterations):
-        raise Stopped(str(path))
+        ended = asyncio.run(run_job(job, directory, reporter, resume=resume))
+    if ended.stopped or not is_finished(directory, job.training.iterations):
+        raise Stopped(f"{path} is not finished")
     return directory
 
 
@@ -137,7 +133,7 @@ def main() -> int:
     try:
         outcome = study(folder, results, seeds=seeds, settings=QUICK if options.quick else FULL)
     except Stopped as stopped:
-        print(f"stopped in {stopped}; the same command goes on from there")
+        print(f"stopped: {stopped}; the same command goes on from there")
         return 130
     print(json.dumps({"study": name, "results": str(results), **outcome["summary"]}))
     return 0

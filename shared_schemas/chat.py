@@ -5,6 +5,8 @@ Request header ROLLOUT_HEADER names the conversation; the reply then carries the
 
     prompt_token_ids, prompt_ids_reused      at the top of the reply
     token_ids, token_logprobs, versions      in choices[0]
+    raw_text                                 in choices[0]: all that was sampled, but the stop token, as text;
+                                             what was parsed as a call has left the message's content
 
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
 

@@ -6,14 +6,26 @@ rollout, the same id with another body is a 409.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
 from shared_schemas.base import Body
 from shared_schemas.rewards import StepRewards
 from shared_schemas.trajectory import Trajectory
 
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
-Seed = Annotated[int, Field(ge=0, lt=2**31 - 1)]
+Name = Annotated[str, Field(max_length=200)]
+# Strict: `false`, "7" and 7.0 are mistakes, and would start another world than the caller meant.
+Seed = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
+
+
+def _fits_a_header(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("a key is made of printable ASCII characters")
+    return key
+
+
+InferenceKey = Annotated[SecretStr, Field(max_length=500), AfterValidator(_fits_a_header)]
 
 
 class SeedStart(Body):
@@ -23,25 +35,22 @@ class SeedStart(Body):
 
 
 class EnvSpec(Body):
-    env_name: str
+    env_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
 
 
 class PolicySpec(Body):
     """`inference_key` is sent to `inference_url` as a Bearer key; it is never stored or logged."""
 
-    policy_name: str
+    policy_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
-    inference_key: SecretStr | None = None
+    inference_key: InferenceKey | None = None
 
 
 class RolloutLimits(Body):
     max_decisions: int = Field(default=50, ge=1, le=10_000)
     max_invalid_decisions: int = Field(default=5, ge=1, le=10_000)
     timeout_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
-    termination_regex: str | None = Field(
-        default=None, max_length=500, description="ends the episode when found in what the policy wrote"
-    )
 
 
 class RolloutRequest(Body):

@@ -11,7 +11,10 @@ from shared_schemas.rewards import DecisionRewards, RewardPart
 
 
 class StopReason(StrEnum):
-    """Why an episode ended, in the order in which the reasons are tested (DESIGN.md 4.5)."""
+    """Why an episode ended, in the order in which the reasons are tested (DESIGN.md 4.5).
+
+    Nothing gives TERMINATION_REGEX yet: a caller's pattern needs a bound on its time first.
+    """
 
     CRITICAL_ERROR = "critical_error"
     ENVIRONMENT_DONE = "environment_done"

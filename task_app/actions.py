@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_schemas.messages import FunctionCall, ToolCall
+from task_app.encoding import encodable_json
+from task_app.errors import encodable
 from task_app.protocols import ToolRequest
 
 NO_TOOL_CALL = "the reply holds no tool call; call one of the tools"
@@ -19,22 +21,24 @@ class ReadAction:
     requests: tuple[ToolRequest, ...] = ()
     invalid_reason: str | None = None
     terminate: bool = False
-    text: str | None = None
 
 
 def read_action(action: Mapping[str, Any]) -> ReadAction:
     """Read the first element of `AgentPolicy.get_action`'s tuple.
+
+    A single call may stand in the action itself, as source 2 writes it; several are a list.
 
     Raises:
         ValueError: `type` is none of the three that the protocol names; a fault of the policy's code.
     """
     match action.get("type"):
         case "tool_call":
-            calls = tuple(_tool_call(call) for call in action["tool_calls"])
+            named = action.get("tool_calls", [action])
+            calls = tuple(_tool_call(call, index) for index, call in enumerate(named))
             return ReadAction(tool_calls=calls, requests=tuple(tool_request(call) for call in calls))
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
-            return ReadAction(invalid_reason=reason, text=action.get("content") or "")
+            return ReadAction(invalid_reason=encodable(reason))
         case "terminate":
             return ReadAction(terminate=True)
         case other:
@@ -50,7 +54,7 @@ def tool_request(call: ToolCall) -> ToolRequest:
 def json_object(text: str) -> Mapping[str, Any] | None:
     """The JSON object that `text` spells, or None: a model may write anything, nested however deep."""
     try:
-        value = json.loads(text)
+        value = encodable_json(json.loads(text))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -60,7 +64,7 @@ def requests_from_wire(calls: Sequence[Mapping[str, Any]]) -> tuple[ToolRequest,
     """The tool calls of POST /env/step, in OpenAI's form or as {tool | tool_name | name, args | arguments}.
 
     Raises:
-        ValueError: a call names no tool; the message says which one.
+        ValueError: a call names no tool, or is nested too deeply; the message says which one.
     """
     return tuple(_wire_request(call, index) for index, call in enumerate(calls))
 
@@ -71,13 +75,20 @@ def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
     name = next((source[key] for key in ("name", "tool", "tool_name") if key in source), None)
     if not isinstance(name, str) or not name:
         raise ValueError(f"tool_calls.{index} names no tool; give 'tool' (or 'function.name')")
-    arguments: Any = next((source[key] for key in ("arguments", "args") if key in source), {})
-    if isinstance(arguments, dict):
-        return ToolRequest(name=name, arguments=arguments, raw_arguments=json.dumps(arguments))
-    if isinstance(arguments, str):
-        return ToolRequest(name=name, arguments=json_object(arguments), raw_arguments=arguments)
-    return ToolRequest(name=name, arguments=None, raw_arguments=json.dumps(arguments))
+    given: Any = next((source[key] for key in ("arguments", "args") if key in source), {})
+    try:
+        arguments = encodable_json(given)
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    except RecursionError as exc:
+        raise ValueError(f"tool_calls.{index} is nested too deeply") from exc
+    found = arguments if isinstance(arguments, dict) else json_object(text)
+    return ToolRequest(name=encodable(name), arguments=found, raw_arguments=text)
 
 
-def _tool_call(call: Mapping[str, Any]) -> ToolCall:
-    return ToolCall(id=call["id"], function=FunctionCall(name=call["name"], arguments=call["arguments"]))
+def _tool_call(call: Mapping[str, Any], index: int) -> ToolCall:
+    arguments = call["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(
+        id=encodable(call.get("id") or f"call_{index}"),
+        function=FunctionCall(name=encodable(call["name"]), arguments=encodable(text)),
+    )

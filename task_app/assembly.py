@@ -1,10 +1,7 @@
 """From a rollout request to the worker that runs it; whatever is wrong with a request is found here."""
 
-import re
-
 from shared_schemas.rollouts import RolloutRequest
 from task_app.episode import RLRolloutWorker
-from task_app.errors import InvalidRequest
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.switches import agreed_step_rewards, take_step_rewards
 
@@ -28,7 +25,6 @@ def build_worker(
     found |= of_policy
     if "step_rewards" in request.model_fields_set:
         found[where + "step_rewards"] = request.step_rewards
-    _check_regex(request.limits.termination_regex, where + "limits.termination_regex")
     return RLRolloutWorker(
         environment=boards.environment(request.env.env_name, env_config, where=where + "env."),
         agent_policy=boards.policy(
@@ -38,10 +34,3 @@ def build_worker(
         limits=request.limits,
         step_rewards=agreed_step_rewards(found),
     )
-
-
-def _check_regex(pattern: str | None, place: str) -> None:
-    try:
-        re.compile(pattern or "")
-    except re.error as exc:
-        raise InvalidRequest(f"{place} is no regular expression: {exc}", where=place) from exc

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shared_schemas.base import did_you_mean
-from task_app.errors import InvalidRequest
+from task_app.errors import InvalidRequest, clipped
 
 
 def most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -20,9 +20,9 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
         where: the body path that `error["loc"]` continues.
         known: field names, for the suggestion when a key is unknown.
     """
-    place = ".".join([*filter(None, [where]), *(str(part) for part in error["loc"])])
+    place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
-        name = str(error["loc"][-1])
+        name = clipped(str(error["loc"][-1]))
         return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
     return InvalidRequest(f"{place}: {error['msg']}{_found(error, place)}", where=place)
 

@@ -4,10 +4,10 @@ Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; DESIGN.md 4.2 to 4.5.
 """
 
 import asyncio
-import re
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shared_schemas.messages import Message
@@ -15,7 +15,15 @@ from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from task_app.actions import ReadAction, read_action
-from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, EpisodeFailed, boundary
+from task_app.errors import (
+    ContextLengthExceeded,
+    CriticalError,
+    DeadlineExceeded,
+    EpisodeFailed,
+    PolicyUnavailable,
+    boundary,
+    encodable,
+)
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,
@@ -23,6 +31,7 @@ from task_app.protocols import (
     Observation,
     PastDecision,
     PolicyObservation,
+    RetryingPolicy,
 )
 from task_app.records import Choice, Decided, ended, finite, step_data
 from task_app.termination import EpisodeFacts, stop_reason
@@ -38,7 +47,7 @@ class RLRolloutWorker:
         environment: started here; not shared with another worker.
         agent_policy: asked once a decision.
         seed: of the world.
-        limits: decisions, invalid decisions, seconds, termination regex.
+        limits: decisions, invalid decisions, seconds.
         step_rewards: whether the steps' metadata carries decision_rewards.
         clock: seconds that only grow.
     """
@@ -59,8 +68,6 @@ class RLRolloutWorker:
         self._limits = limits or RolloutLimits()
         self._step_rewards = step_rewards or StepRewards()
         self._clock = clock
-        pattern = self._limits.termination_regex
-        self._regex = re.compile(pattern) if pattern is not None else None
         self._tools = [tool.model_dump(mode="json") for tool in environment.tools()]
         self._past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
         self._steps: list[StepData] = []
@@ -72,6 +79,10 @@ class RLRolloutWorker:
         self._started_s = 0.0
         self._wall_s = 0.0
         self._observation: Observation
+
+    @property
+    def decisions_done(self) -> int:
+        return len(self._steps)
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
         """Play until a reason to end holds.
@@ -87,11 +98,13 @@ class RLRolloutWorker:
         try:
             await self._start()
             facts = self._facts()
-            while (reason := stop_reason(facts, self._limits, termination_regex=self._regex)) is None:
+            while (reason := self._check_termination(facts)) is None:
                 facts = await self._decide()
+                # A scripted policy awaits nothing: without this, no cancel and no other rollout gets through.
+                await asyncio.sleep(0)
             self._finish(reason)
         except EpisodeFailed as exc:
-            exc.decisions_done = len(self._steps)
+            exc.decisions_done = self.decisions_done
             raise
         return list(self._steps), transcript(self._steps), None
 
@@ -104,7 +117,7 @@ class RLRolloutWorker:
         return Trajectory(
             env_name=self._environment.name,
             policy_name=self._policy.name,
-            model=self._model,
+            model=encodable(self._model),
             seed=self._seed,
             tools=self._environment.tools(),
             steps=tuple(self._steps),
@@ -129,13 +142,13 @@ class RLRolloutWorker:
 
     async def _decide(self) -> EpisodeFacts:
         """Try to complete one decision; say what is known after it."""
-        with boundary("environment.messages"):
-            messages = self._environment.messages(self._observation, tuple(self._past))
+        observation = self._prepare_policy_observation()
         asked_s = self._clock()
         try:
             async with asyncio.timeout(max(0.0, self._limits.timeout_s - self._elapsed_s())):
-                choice, read = await self._ask(PolicyObservation(messages, self._observation.data))
-        except TimeoutError:
+                choice, read = await self._ask(observation)
+        except TimeoutError as exc:
+            self._refuse_an_outage(exc)
             return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
         except ContextLengthExceeded:
             if not self._steps:
@@ -150,7 +163,7 @@ class RLRolloutWorker:
         decided = Decided(
             turn=len(self._steps) + 1,
             before=self._observation,
-            messages=messages,
+            messages=observation.messages,
             choice=choice,
             read=read,
             outcome=outcome,
@@ -158,6 +171,18 @@ class RLRolloutWorker:
             environment_s=self._clock() - answered_s,
         )
         return self._record(decided)
+
+    def _prepare_policy_observation(self) -> PolicyObservation:
+        """The next prompt, and the data behind it."""
+        with boundary("environment.messages"):
+            messages = self._environment.messages(self._observation, tuple(self._past))
+        return PolicyObservation(messages, self._observation.data)
+
+    def _refuse_an_outage(self, deadline: TimeoutError) -> None:
+        """A deadline met while the model could not be asked is no slowness of the policy."""
+        pending = self._policy.pending_failure if isinstance(self._policy, RetryingPolicy) else None
+        if pending is not None:
+            raise PolicyUnavailable(f"limits.timeout_s passed during an outage: {pending}") from deadline
 
     async def _ask(self, observation: PolicyObservation) -> tuple[Choice, ReadAction]:
         with boundary(f"policy {self._policy.name}"):
@@ -167,7 +192,8 @@ class RLRolloutWorker:
     def _execute_action_in_environment(self, read: ReadAction) -> DecisionOutcome:
         """Step inline: tens of microseconds an env step. A terminate action runs no env step."""
         if read.terminate:
-            return DecisionOutcome(observation=self._observation, env_rewards=())
+            # No env step: what the last one paid is not paid again.
+            return DecisionOutcome(replace(self._observation, reward_last_step=0.0), env_rewards=())
         with boundary("environment.step"):
             return self._environment.step(read.requests, invalid_reason=read.invalid_reason)
 
@@ -182,11 +208,9 @@ class RLRolloutWorker:
         self._model = decided.choice.log_probs.get("model") or self._model
         self._invalid_decisions += outcome.invalid_reason is not None
         self._environment_truncated = outcome.truncated and not outcome.terminated
-        written = decided.choice.raw_output
         return self._facts(
             environment_done=outcome.terminated or outcome.truncated,
             terminate_action=decided.read.terminate,
-            policy_output=written if written is not None else decided.read.text,
         )
 
     def _facts(self, *, elapsed_s: float | None = None, **found: Any) -> EpisodeFacts:
@@ -196,6 +220,9 @@ class RLRolloutWorker:
             elapsed_s=self._elapsed_s() if elapsed_s is None else elapsed_s,
             **found,
         )
+
+    def _check_termination(self, facts: EpisodeFacts) -> StopReason | None:
+        return stop_reason(facts, self._limits)
 
     def _finish(self, reason: StopReason) -> None:
         """Mark the last step with the reason; an episode without a decision has failed."""

@@ -83,7 +83,8 @@ class UnknownName(InvalidRequest):
     code = "unknown_name"
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, where: str | None = None) -> None:
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean(name, known)}", where=where)
+        shown = clipped(name)
+        super().__init__(f"unknown {kind} {shown!r}{did_you_mean(shown, known)}", where=where)
 
 
 class HostNotAllowed(InvalidRequest):
@@ -95,7 +96,7 @@ class UnknownId(TaskAppError):
     status = 404
 
     def __init__(self, kind: str, unknown_id: str, *, where: str, hint: str | None = None) -> None:
-        super().__init__(f"there is no {kind} {unknown_id!r}", where=where, hint=hint)
+        super().__init__(f"there is no {kind} {clipped(unknown_id)!r}", where=where, hint=hint)
 
 
 class Conflict(TaskAppError):
@@ -183,6 +184,11 @@ def boundary(what: str) -> Iterator[None]:
         log.exception("boundary", what=what)
         first_line = (str(exc).splitlines() or [""])[0][:200]
         raise CriticalError(encodable(f"{what} raised {type(exc).__name__}: {first_line}")) from exc
+
+
+def clipped(name: str, at_most: int = 80) -> str:
+    """A caller's name as a message shows it: it may be as long as a whole body."""
+    return name if len(name) <= at_most else name[:at_most] + "..."
 
 
 def encodable(text: str) -> str:

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shared_schemas.messages import Message, ToolSpec
 
@@ -118,9 +118,11 @@ class AgentPolicy(Protocol):
             available_tools_specs: the tools on offer, as JSON Schema (OpenAI form).
 
         Returns:
-            action: {"type": "tool_call", "tool_calls": [{"id", "name", "arguments": str}, ...]},
-                {"type": "text", "content": str, "invalid_reason": str | None} or {"type": "terminate"}.
-            raw_policy_output: the text the model wrote, None for policies that are not models.
+            action: {"type": "tool_call", "name", "arguments": dict | str}, or several of them as
+                {"type": "tool_call", "tool_calls": [{"id", "name", "arguments"}, ...]}, with the text beside
+                the calls as "content" if there is one; {"type": "text", "content": str,
+                "invalid_reason": str | None}; or {"type": "terminate"}.
+            raw_policy_output: all that the model wrote, None for policies that are not models.
             log_probs: the fields of PolicyLogprobs plus "sampling" and "model", None where unknown.
             value_estimate: V(s_t), None for policies without a critic.
 
@@ -128,3 +130,14 @@ class AgentPolicy(Protocol):
             PolicyUnavailable: the model could not be asked (a failed rollout, not a decision).
             ContextLengthExceeded: the prompt does not fit (ends the episode with that reason).
         """
+
+
+@runtime_checkable
+class RetryingPolicy(Protocol):
+    """An AgentPolicy that asks a server again when it fails.
+
+    `pending_failure` says what is wrong while it retries, and is None as soon as an answer is there: a
+    deadline that falls into an outage is a failed rollout, not a slow policy.
+    """
+
+    pending_failure: str | None

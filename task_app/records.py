@@ -16,6 +16,8 @@ from shared_schemas.trajectory import (
 )
 from task_app.actions import ReadAction
 from task_app.decisions import achievements_status, step_metadata
+from task_app.encoding import encodable_json
+from task_app.errors import encodable
 from task_app.protocols import DecisionOutcome, Observation
 from task_app.termination import ends_by_a_limit
 
@@ -81,9 +83,9 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         turn=decided.turn,
         observation_data=observation_data(decided.before, decided.messages),
         next_observation=observation_data(outcome.observation),
-        action_taken=choice.action,
+        action_taken=encodable_json(choice.action),
         tool_calls=decided.read.tool_calls,
-        raw_policy_output=choice.raw_output,
+        raw_policy_output=None if choice.raw_output is None else encodable(choice.raw_output),
         policy_name=policy_name,
         sampling=choice.log_probs.get("sampling"),
         policy_logprobs=_policy_logprobs(choice.log_probs),
@@ -110,9 +112,9 @@ def ended(step: StepData, reason: StopReason, *, environment_truncated: bool) ->
 def _step_info(decided: Decided) -> StepInfo:
     outcome, log_probs = decided.outcome, decided.choice.log_probs
     return StepInfo(
-        tool_result=outcome.result,
-        invalid_reason=outcome.invalid_reason,
-        executed_actions=outcome.executed_actions,
+        tool_result=encodable(outcome.result),
+        invalid_reason=None if outcome.invalid_reason is None else encodable(outcome.invalid_reason),
+        executed_actions=tuple(map(encodable, outcome.executed_actions)),
         policy_s=decided.policy_s,
         environment_s=decided.environment_s,
         prompt_tokens=log_probs.get("prompt_tokens"),

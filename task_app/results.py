@@ -4,8 +4,9 @@ A result is kept as the JSON that it will be sent as, dumped once.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest, RolloutStatus
 from shared_schemas.trajectory import Trajectory
@@ -47,9 +48,21 @@ class Run:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def since(self, sequence: int, *, at_most: int) -> list[Record]:
-        newer = [record for number, record in self.ended.items() if number > sequence]
-        return newer[:at_most]
+    def since(self, sequence: int) -> Iterator[Record]:
+        """What ended after this number, oldest first."""
+        return (record for number, record in self.ended.items() if number > sequence)
+
+
+def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
+    """The first of the records, within both bounds; one at least, or a large one would never be delivered."""
+    page: list[Record] = []
+    size = 0
+    for record in islice(records, at_most):
+        size += len(record.ended_json)
+        if page and size > at_most_bytes:
+            break
+        page.append(record)
+    return page
 
 
 class Results:
@@ -60,6 +73,7 @@ class Results:
         self._records: dict[str, Record] = {}
         self._runs: dict[str, Run] = {}
         self._sequence = 0
+        self.held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -99,6 +113,7 @@ class Results:
         self._sequence += 1
         record.status, record.ended_json = status, ended_json
         record.sequence, record.ended_s = self._sequence, now_s
+        self.held_bytes += len(ended_json)
         run = self._runs[record.run_id]
         run.unfinished -= 1
         run.ended[record.sequence] = record
@@ -108,6 +123,7 @@ class Results:
         """Drop an ended record, and its run when nothing of it is left."""
         assert record.has_ended, "only what has ended can be forgotten"
         del self._records[record.rollout_id]
+        self.held_bytes -= len(record.ended_json)
         run = self._runs[record.run_id]
         del run.ended[record.sequence]
         if not run.ended and not run.unfinished:

@@ -5,8 +5,9 @@ One misbehaving rollout ends as a recorded failure of its own; the runner goes o
 
 import asyncio
 import hashlib
+import json
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -32,9 +33,10 @@ from task_app.errors import (
     ShuttingDown,
     TaskAppError,
     boundary,
+    encodable,
 )
 from task_app.plugins import PlugBoards, PolicyContext
-from task_app.results import Record, Results, page_json, rollout_json
+from task_app.results import Record, Results, page_json, page_of, rollout_json
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
@@ -67,7 +69,7 @@ class RolloutRunner:
         self._make_context = make_context
         self._clock = clock
         self.results = Results(instance_id)
-        self._queue: deque[tuple[Record, RLRolloutWorker]] = deque()
+        self._queue: OrderedDict[str, tuple[Record, RLRolloutWorker]] = OrderedDict()
         self._running: dict[str, asyncio.Task[tuple[RolloutStatus, bytes]]] = {}
         self._draining = False
 
@@ -88,18 +90,14 @@ class RolloutRunner:
                 where="rollouts",
             )
         new, known = self._sort(batch)
-        free = self._settings.max_rollouts_held - len(self.results)
-        if len(new) > free:
-            raise CapacityReached(
-                f"{len(new)} new rollouts, but only {max(0, free)} more can be held",
-                hint="acknowledge finished rollouts (POST /rollouts/ack) or delete what is not needed",
-            )
+        if new:
+            self._check_room(len(new))
         workers = [
             build_worker(request, self._boards, self._make_context(request), where=f"rollouts.{index}.")
             for index, request, _ in new
         ]
         for (_, request, digest), worker in zip(new, workers, strict=True):
-            self._queue.append((self.results.add(request, digest), worker))
+            self._queue[request.rollout_id] = (self.results.add(request, digest), worker)
         self._start_queued()
         return RolloutsAccepted(
             accepted=tuple(request.rollout_id for _, request, _ in new),
@@ -112,7 +110,11 @@ class RolloutRunner:
         after = self.results.sequence_of(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.results.run(run_id)
-        records = run.since(after, at_most=self._settings.max_page_rollouts) if run else []
+        records = page_of(
+            run.since(after) if run else (),
+            at_most=self._settings.max_page_rollouts,
+            at_most_bytes=self._settings.max_page_bytes,
+        )
         return page_json(
             records,
             cursor=self.results.cursor(records[-1].sequence if records else after),
@@ -145,6 +147,7 @@ class RolloutRunner:
             task.cancel()
             await asyncio.wait({task}, timeout=self._settings.drain_s)
         elif not record.has_ended:
+            del self._queue[rollout_id]
             self._end_cancelled(record, "cancelled before it started")
         return record.ended_json or rollout_json(record, self.results.instance_id, record.status)
 
@@ -163,9 +166,8 @@ class RolloutRunner:
     async def drain(self) -> None:
         """Cancel what has not ended and wait for it, within `settings.drain_s`."""
         self.begin_drain()
-        for record, _ in self._queue:
-            if not record.has_ended:
-                self._end_cancelled(record, "the task app stopped before it started")
+        for record, _ in self._queue.values():
+            self._end_cancelled(record, "the task app stopped before it started")
         self._queue.clear()
         tasks = set(self._running.values())
         for task in tasks:
@@ -177,12 +179,23 @@ class RolloutRunner:
         """Until something ended since `after`, nothing is left to wait for, or the time is over."""
         try:
             async with asyncio.timeout(wait_s):
-                while (run := self.results.run(run_id)) and not run.since(after, at_most=1):
+                while (run := self.results.run(run_id)) and not any(run.since(after)):
                     if not run.unfinished or self._draining:
                         return
                     await run.changed.wait()
         except TimeoutError:
             return
+
+    def _check_room(self, new: int) -> None:
+        settings, hint = self._settings, "acknowledge finished rollouts (POST /rollouts/ack) or delete some"
+        free = settings.max_rollouts_held - len(self.results)
+        if new > free:
+            raise CapacityReached(f"{new} new rollouts, but only {max(0, free)} more can be held", hint=hint)
+        if self.results.held_bytes >= settings.max_held_bytes:
+            raise CapacityReached(
+                f"{self.results.held_bytes} bytes of results are held, of {settings.max_held_bytes}",
+                hint=hint,
+            )
 
     def _sort(self, batch: RolloutBatch) -> tuple[list[tuple[int, RolloutRequest, bytes]], list[str]]:
         """New requests with their place in the batch, and the ids of those seen before."""
@@ -206,13 +219,11 @@ class RolloutRunner:
 
     def _start_queued(self) -> None:
         while self._queue and len(self._running) < self._settings.max_concurrent_rollouts:
-            record, worker = self._queue.popleft()
-            if record.has_ended:
-                continue  # cancelled while it waited
+            _, (record, worker) = self._queue.popitem(last=False)
             record.status = "running"
             task = asyncio.get_running_loop().create_task(self._run(record, worker))
             self._running[record.rollout_id] = task
-            task.add_done_callback(partial(self._ended, record))
+            task.add_done_callback(partial(self._ended, record, worker))
 
     async def _run(self, record: Record, worker: RLRolloutWorker) -> tuple[RolloutStatus, bytes]:
         try:
@@ -222,19 +233,21 @@ class RolloutRunner:
         except TaskAppError as exc:
             return "failed", self._failed(record, exc)
 
-    def _ended(self, record: Record, task: asyncio.Task[tuple[RolloutStatus, bytes]]) -> None:
+    def _ended(
+        self, record: Record, worker: RLRolloutWorker, task: asyncio.Task[tuple[RolloutStatus, bytes]]
+    ) -> None:
         """Called once for every started rollout, however it ended; gives its place to the next."""
         del self._running[record.rollout_id]
+        if not self._draining:
+            self._start_queued()
         if task.cancelled():
-            self._end_cancelled(record, "cancelled while it ran")
+            self._end_cancelled(record, "cancelled while it ran", decisions_done=worker.decisions_done)
         elif task.exception() is not None:
             # Even a fault of this file must end the rollout: the trainer waits for every one that it sent.
             self._end_broken(record, task.exception())
         else:
             status, body = task.result()
             self.results.end(record, status, body, now_s=self._clock())
-        if not self._draining:
-            self._start_queued()
 
     def _finished(self, record: Record, trajectory: Trajectory) -> bytes:
         log.info(
@@ -253,21 +266,24 @@ class RolloutRunner:
             "rollout_failed",
             run=record.run_id, rollout=record.rollout_id, code=exc.code, detail=exc.detail, decisions=done,
         )  # fmt: skip
-        failure = RolloutFailure(code=exc.code, detail=exc.detail, decisions_done=done)
+        failure = RolloutFailure(code=exc.code, detail=encodable(exc.detail), decisions_done=done)
         return rollout_json(record, self.results.instance_id, "failed", failure=failure)
 
     def _end_broken(self, record: Record, exc: BaseException | None) -> None:
-        log.error("rollout_broken", run=record.run_id, rollout=record.rollout_id, exc_info=exc)
         failure = RolloutFailure(code="internal_error", detail="an error inside the task app; see its log")
         body = rollout_json(record, self.results.instance_id, "failed", failure=failure)
         self.results.end(record, "failed", body, now_s=self._clock())
+        # Last: a log that cannot be written (stderr is closed) is such a fault too.
+        log.error("rollout_broken", run=record.run_id, rollout=record.rollout_id, exc_info=exc)
 
-    def _end_cancelled(self, record: Record, detail: str) -> None:
-        failure = RolloutFailure(code="cancelled", detail=detail)
+    def _end_cancelled(self, record: Record, detail: str, *, decisions_done: int = 0) -> None:
+        failure = RolloutFailure(code="cancelled", detail=detail, decisions_done=decisions_done)
         body = rollout_json(record, self.results.instance_id, "cancelled", failure=failure)
         self.results.end(record, "cancelled", body, now_s=self._clock())
 
 
 def _digest(request: RolloutRequest) -> bytes:
     """Of the whole request but the key, which pydantic masks: a retry may carry a fresh one."""
-    return hashlib.blake2b(request.model_dump_json().encode(), digest_size=16).digest()
+    # Not model_dump_json: a config may hold half a character, which its plug-in is yet to refuse.
+    text = json.dumps(request.model_dump(mode="json"))
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -57,9 +57,17 @@ class Services:
     def expire(self) -> None:
         """Forget idle sessions and results that nobody fetched."""
         self.runner.expire()
-        idle = {"environments": self.environments.expire(), "policies": self.policies.expire()}
-        if any(idle.values()):
-            log.info("sessions_expired", **idle)
+        environments, policies = self.environments.expire(), self.policies.expire()
+        for policy_id, session in policies.items():
+            self.unbind(policy_id, session)
+        if environments or policies:
+            log.info("sessions_expired", environments=len(environments), policies=len(policies))
+
+    def unbind(self, policy_id: str, session: PolicySession) -> None:
+        """Take the training switches of a forgotten policy from its environment, if that is still there."""
+        environment = self.environments.find(session.bound_env_id) if session.bound_env_id else None
+        if environment is not None:
+            environment.switches.pop(policy_id, None)
 
     @property
     def session(self) -> aiohttp.ClientSession:

@@ -13,7 +13,7 @@ from shared_schemas.rewards import StepRewards
 from shared_schemas.trajectory import StepMetadata
 from task_app.decisions import NO_METADATA, step_metadata
 from task_app.episode import PAST_DECISIONS_SHOWN
-from task_app.errors import CapacityReached, UnknownId, boundary
+from task_app.errors import CapacityReached, EpisodeOver, UnknownId, boundary
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,
@@ -22,6 +22,7 @@ from task_app.protocols import (
     PastDecision,
     ToolRequest,
 )
+from task_app.switches import agreed_step_rewards
 
 
 @dataclass(slots=True, eq=False)
@@ -29,19 +30,24 @@ class EnvironmentSession:
     """One environment that a client steps itself.
 
     `lock` is held for a whole reset or step: a reset runs in a thread, and nothing may step meanwhile.
-    `switches` are those found so far, by the place that named them (the environment, then its policy).
+    `switches` are those found so far, by who named them: the environment's request, then the ids of the
+    policies bound to it. They agree, or the later request was refused.
     """
 
     environment: Environment
     switches: dict[str, StepRewards] = field(default_factory=dict)
-    step_rewards: StepRewards = field(default_factory=StepRewards)
     seed: int = 0
     step_idx: int = 0
     turn: int = 0
+    over: bool = False
     metadata: StepMetadata = NO_METADATA
     past: deque[PastDecision] = field(default_factory=lambda: deque(maxlen=PAST_DECISIONS_SHOWN))
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     observation: Observation = field(init=False)
+
+    @property
+    def step_rewards(self) -> StepRewards:
+        return agreed_step_rewards(self.switches)
 
     async def reset(self, seed: int) -> Observation:
         """Start the world of `seed`; counters and history begin anew."""
@@ -49,6 +55,7 @@ class EnvironmentSession:
             with boundary("environment.reset"):
                 self.observation = await asyncio.to_thread(self.environment.reset, seed)
             self.seed, self.step_idx, self.turn, self.metadata = seed, 0, 0, NO_METADATA
+            self.over = False
             self.past.clear()
             return self.observation
 
@@ -71,11 +78,18 @@ class EnvironmentSession:
                 step_rewards=self.step_rewards,
             )
             self.observation = outcome.observation
+            self.over = outcome.terminated or outcome.truncated
             self.past.append(PastDecision(tool_calls=tuple(requests), outcome=outcome))
             return before, outcome
 
     def prompt(self) -> tuple[Message, ...]:
-        """The messages of the next decision."""
+        """The messages of the next decision.
+
+        Raises:
+            EpisodeOver: there is none; a model need not be asked.
+        """
+        if self.over:
+            raise EpisodeOver("the episode has ended; no further decision is possible")
         with boundary("environment.messages"):
             return self.environment.messages(self.observation, tuple(self.past))
 
@@ -117,9 +131,6 @@ class Sessions(Generic[S]):
         self._sessions: dict[str, S] = {}
         self._used_s: dict[str, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     def check_capacity(self) -> None:
         """Raises CapacityReached when no further session fits."""
         if len(self._sessions) >= self._capacity:
@@ -152,14 +163,17 @@ class Sessions(Generic[S]):
         self._used_s[session_id] = self._clock()
         return session
 
-    def remove(self, session_id: str, *, where: str) -> None:
-        self.get(session_id, where=where)
-        del self._sessions[session_id], self._used_s[session_id]
+    def find(self, session_id: str) -> S | None:
+        """The session if it is there; looking is no use of it."""
+        return self._sessions.get(session_id)
 
-    def expire(self) -> int:
-        """Forget what was idle for too long; how many."""
+    def remove(self, session_id: str, *, where: str) -> S:
+        session = self.get(session_id, where=where)
+        del self._sessions[session_id], self._used_s[session_id]
+        return session
+
+    def expire(self) -> dict[str, S]:
+        """Forget what was idle for too long, and say what it was."""
         before_s = self._clock() - self._idle_s
         idle = [session_id for session_id, used_s in self._used_s.items() if used_s < before_s]
-        for session_id in idle:
-            del self._sessions[session_id], self._used_s[session_id]
-        return len(idle)
+        return {session_id: self.remove(session_id, where="") for session_id in idle}

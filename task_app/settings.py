@@ -34,8 +34,14 @@ class Settings(Body):
     max_rollouts_held: int = Field(
         default=8_192, ge=1, le=1_000_000, description="queued, running and finished but not acknowledged"
     )
+    max_held_bytes: int = Field(
+        default=1 << 30, ge=1, le=1 << 40, description="of results; above it nothing new is accepted"
+    )
     max_concurrent_rollouts: int = Field(default=64, ge=1, le=10_000)
     max_page_rollouts: int = Field(default=256, ge=1, le=10_000)
+    max_page_bytes: int = Field(
+        default=32 << 20, ge=1, le=1 << 36, description="a page holds no more, but one rollout at least"
+    )
     finished_expiry_s: float = Field(
         default=21_600.0, gt=0.0, le=1e9, description="an unacknowledged result is forgotten after this"
     )

@@ -3,7 +3,6 @@
 Source: 2-rollout-worker-and-gigpo.md, Task 2.3; the order is that of DESIGN.md 4.5.
 """
 
-import re
 from dataclasses import dataclass
 
 from shared_schemas.rollouts import RolloutLimits
@@ -21,7 +20,6 @@ class EpisodeFacts:
         critical_error: the environment raised what it may not raise.
         environment_done: the environment's own end, or a limit inside it.
         terminate_action: the policy chose to stop.
-        policy_output: the text of the last decision, for the termination regex.
         context_exceeded: the next prompt did not fit the model.
     """
 
@@ -31,25 +29,21 @@ class EpisodeFacts:
     critical_error: bool = False
     environment_done: bool = False
     terminate_action: bool = False
-    policy_output: str | None = None
     context_exceeded: bool = False
 
 
-def stop_reason(
-    facts: EpisodeFacts, limits: RolloutLimits, *, termination_regex: re.Pattern[str] | None = None
-) -> StopReason | None:
+def stop_reason(facts: EpisodeFacts, limits: RolloutLimits) -> StopReason | None:
     """The first reason that holds, in the order of `StopReason`; None while the episode goes on."""
     holds = {
         StopReason.CRITICAL_ERROR: facts.critical_error,
         StopReason.ENVIRONMENT_DONE: facts.environment_done,
         StopReason.TERMINATE_ACTION: facts.terminate_action,
-        StopReason.TERMINATION_REGEX: _matches(termination_regex, facts.policy_output),
         StopReason.INVALID_ACTION: facts.invalid_decisions >= limits.max_invalid_decisions,
         StopReason.CONTEXT_LENGTH: facts.context_exceeded,
         StopReason.DEADLINE: facts.elapsed_s >= limits.timeout_s,
         StopReason.MAX_DECISIONS: facts.decisions_done >= limits.max_decisions,
     }
-    return next((reason for reason in StopReason if holds[reason]), None)
+    return next((reason for reason in StopReason if holds.get(reason)), None)
 
 
 def ends_by_a_limit(reason: StopReason) -> bool:
@@ -60,7 +54,3 @@ def ends_by_a_limit(reason: StopReason) -> bool:
         StopReason.DEADLINE,
         StopReason.MAX_DECISIONS,
     }
-
-
-def _matches(pattern: re.Pattern[str] | None, text: str | None) -> bool:
-    return pattern is not None and text is not None and pattern.search(text) is not None

@@ -21,5 +21,6 @@ def transcript(steps: Sequence[StepData]) -> list[Message]:
 
 
 def _answer(step: StepData) -> Message:
-    written = step.raw_policy_output or step.action_taken.get("content") or ""
+    # The raw output of a call holds the call itself, which stands in tool_calls already.
+    written = step.action_taken.get("content", step.raw_policy_output) or ""
     return Message(role="assistant", content=written, tool_calls=step.tool_calls or None)

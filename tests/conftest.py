@@ -78,7 +78,7 @@ def train_job(
 
     directory = resume or create_run(job, path)
     reporter = ListReporter()
-    progress = asyncio.run(run_job(job, directory, reporter, resume=resume is not None))
+    progress, _ = asyncio.run(run_job(job, directory, reporter, resume=resume is not None))
     return directory, reporter, progress
 
 

@@ -3,15 +3,18 @@
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from trainer_backend.errors import JobError, TrainerError
-from trainer_backend.job import dump_job, load_job
-from trainer_backend.rundir.layout import create_run, open_run
+from trainer_backend.job import LoadedJob, dump_job, load_job, load_new_job
+from trainer_backend.rundir.boundary import writing
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
@@ -29,49 +32,60 @@ Overrides = Annotated[
 def train(
     job: Annotated[Path | None, typer.Argument(help="a job TOML; not with --resume")] = None,
     run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
-    resume: Annotated[Path | None, typer.Option(help="a run directory to continue")] = None,
+    resume: Annotated[Path | None, typer.Option(help="a run to continue; --set changes its job.toml")] = None,
     report: Annotated[bool, typer.Option(help="write the report at the end")] = True,
     overrides: Overrides = None,
 ) -> None:
     """Train as the job says, then write the report; Ctrl-C saves the last finished iteration."""
     from trainer_backend.progress import ConsoleReporter, closing_lines
+    from trainer_backend.report.story import read_story
     from trainer_backend.report.write import write_report
     from trainer_backend.start import Stopped, run_job
 
-    if (job is None) == (resume is None):
-        raise JobError("give either a job TOML, or --resume with a run directory")
-    if resume is not None:
-        directory = open_run(resume)
-        loaded = load_job(directory.path / "job.toml", overrides or ())
-    else:
-        assert job is not None
-        loaded = load_job(job, overrides or ())
-        directory = create_run(loaded.config, run)
-    for warning in loaded.warnings:
-        _err.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    loaded, directory = _what_to_train(job, run, resume, overrides or ())
+    _warn(loaded)
     with ConsoleReporter(_out) as reporter:
         reporter.say(f"run directory: {directory.path}")
         try:
-            progress = asyncio.run(run_job(loaded.config, directory, reporter, resume=resume is not None))
+            ended = asyncio.run(run_job(loaded.config, directory, reporter, resume=resume is not None))
         except Stopped as stopped:
             reporter.say(str(stopped))
             raise typer.Exit(130) from stopped
-        reporter.say(f"{progress.iteration} iterations done; saved in {directory.checkpoints}")
-    for line in closing_lines(directory.metrics()):
-        _out.print(line, highlight=False)
+        reporter.say(f"{ended.progress.iteration} iterations done; saved in {directory.checkpoints}")
+    for line in closing_lines(read_story(directory)):
+        _tell(line)
     if report:
-        _out.print(f"report: {write_report(directory).resolve()}", highlight=False, soft_wrap=True)
-    if progress.iteration < loaded.config.training.iterations:
-        _out.print(f"stopped early; continue with: turnwise train --resume {directory.path}")
+        _tell(f"report: {write_report(directory).resolve()}")
+    if ended.stopped:
+        _tell(f"stopped early; continue with: turnwise train --resume {directory.path}")
         raise typer.Exit(130)
+
+
+def _what_to_train(
+    job: Path | None, run: Path | None, resume: Path | None, overrides: Sequence[str]
+) -> tuple[LoadedJob, RunDirectory]:
+    """A new run of a job, or one that exists, with the overrides written down in either."""
+    if (job is None) == (resume is None):
+        raise JobError("give either a job TOML, or --resume with a run directory")
+    if job is not None:
+        loaded = load_new_job(job, overrides)
+        return loaded, create_run(loaded.config, run)
+    assert resume is not None, "one of the two is given"
+    if run is not None:
+        raise JobError(f"--run {run} makes a new run, but --resume {resume} continues one: leave --run out")
+    directory = open_run(resume)
+    loaded = load_job(directory.path / "job.toml", overrides)
+    if overrides:
+        # The next resume, the report and eval read this file: they must see what the run really did.
+        directory.replace_job(loaded.config)
+    return loaded, directory
 
 
 @app.command()
 def check(job: JobPath, overrides: Overrides = None) -> None:
     """Read a job and print it with every default filled in; starts and writes nothing."""
-    loaded = load_job(job, overrides or ())
-    for warning in loaded.warnings:
-        _err.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    loaded = load_new_job(job, overrides or ())
+    _warn(loaded)
     print(dump_job(loaded.config), end="")
 
 
@@ -113,7 +127,8 @@ def evaluate_policy(
         result = asyncio.run(evaluate(loaded.config, player, tell))
     _out.print(tables(result))
     if json_file is not None:
-        json_file.write_text(as_json(result), encoding="utf-8")
+        with writing(json_file):
+            json_file.write_text(as_json(result), encoding="utf-8")
 
 
 @app.command(
@@ -130,8 +145,18 @@ def main() -> None:
     try:
         app()
     except TrainerError as error:
-        _err.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
+
+
+# Text, never a string: rich would read what stands in brackets as markup, drop it, or raise on it.
+def _tell(line: str) -> None:
+    _out.print(Text(line), soft_wrap=True)
+
+
+def _warn(loaded: LoadedJob) -> None:
+    for warning in loaded.warnings:
+        _err.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Planner
 from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.evaluation import refuse_empty
 from trainer_backend.evaluation_result import Evaluated, evaluated
 from trainer_backend.job import LoadedJob, load_job
 from trainer_backend.job_schema import JobConfig
@@ -89,7 +90,11 @@ async def evaluate(job: JobConfig, policy: Checkpoint | Scripted, tell: Tell | N
     """
     with tempfile.TemporaryDirectory() as folder:
         async with task_apps(job, Path(folder) / "task_app.log") as clients:
-            collector = Collector(clients, timeout_s=job.services.iteration_timeout_s)
+            collector = Collector(
+                clients,
+                timeout_s=job.services.iteration_timeout_s,
+                max_running=job.rollout.max_concurrent_rollouts,
+            )
             if isinstance(policy, Scripted):
                 config = {**_warmup_config(job, policy.policy_name), **policy.config}
                 plan = Planner(job, _run_id(job)).evaluation(
@@ -116,7 +121,8 @@ async def _checkpoint(
 
 async def _played(collector: Collector, plan: Sequence[RolloutRequest], tell: Tell | None) -> Collection:
     collection = await collector.collect(plan, tell)
-    await collector.ack(plan[0].run_id, (*collection.rollouts, *collection.failed))
+    await collector.ack(plan[0].run_id, collection.all)
+    refuse_empty(collection, "evaluation")
     return collection
 
 

@@ -45,6 +45,23 @@ def collection_metrics(collection: Collection) -> dict[str, float]:
     }
 
 
+def refuse_empty(collection: Collection, stage: str) -> None:
+    """Say why nothing came back; the collection itself is stored by then.
+
+    Raises:
+        NothingToLearnFrom: no rollout was finished.
+    """
+    if collection.rollouts:
+        return
+    counts = ", ".join(f"{count} x {code}" for code, count in collection.failures.most_common())
+    example = next((item for item in collection.failed if item.failure is not None), None)
+    told = f"; {example.rollout_id}: {example.failure.detail}" if example and example.failure else ""
+    raise NothingToLearnFrom(
+        f"{stage}: none of {len(collection.failed)} rollouts was finished ({counts or 'no failures'}{told})",
+        hint="Failures are counted over both attempts; the task app's log says more.",
+    )
+
+
 def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Trajectory]:
     """The trajectories of the finished rollouts.
 

@@ -1,11 +1,12 @@
 """The figures of `turnwise eval`, for people and for programs. Pure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection
@@ -79,19 +80,17 @@ def evaluated(policy: str, collection: Collection) -> Evaluated:
 def tables(result: Evaluated) -> Group:
     """The figures for a terminal."""
     facts = Table(box=None, show_header=False, pad_edge=False)
-    facts.add_row("policy", result.policy)
+    facts.add_row("policy", Text(result.policy))  # Text: what is in brackets is no markup
     facts.add_row("episodes", str(result.unique.count))
     facts.add_row("unique achievements", _interval(result.unique, "{:.2f}"))
     facts.add_row("decisions", _interval(result.decisions, "{:.1f}"))
     facts.add_row("Crafter score", f"{result.crafter_score:.1f} %")
     facts.add_row("invalid decisions", f"{result.invalid_frac:.2%}")
-    facts.add_row("ended by", ", ".join(f"{name} {count}" for name, count in sorted(result.endings.items())))
-    facts.add_row(
-        "failures", ", ".join(f"{code} {count}" for code, count in result.failures.items()) or "none"
-    )
+    facts.add_row("ended by", _counts(sorted(result.endings.items())))
+    facts.add_row("failures", _counts(result.failures.items()))
     rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
     for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
-        rates.add_row(name, f"{rate.mean:.1%}", _interval(rate, "{:.1%}").partition(" ")[2])
+        rates.add_row(Text(name), f"{rate.mean:.1%}", _interval(rate, "{:.1%}").partition(" ")[2])
     turns = Table("turns", "unique achievements a decision", box=None, pad_edge=False)
     for first in range(0, len(result.unique_by_turn), 10):
         part = result.unique_by_turn[first : first + 10]
@@ -102,6 +101,10 @@ def tables(result: Evaluated) -> Group:
 def as_json(result: Evaluated) -> str:
     """The figures as JSON; what is not known (a bound of one episode) is null."""
     return json.dumps(asdict(result), indent=2, allow_nan=False) + "\n"
+
+
+def _counts(items: Iterable[tuple[str, int]]) -> Text:
+    return Text(", ".join(f"{name} {count}" for name, count in items) or "none")
 
 
 def _rates(episodes: Sequence[Trajectory]) -> dict[str, Interval]:

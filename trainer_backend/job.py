@@ -1,5 +1,6 @@
 """From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import estimator, policy_loss
+from trainer_backend.plugins import estimator, policy_loss, preset
 
 # Tables that launchers of other backends send along; they say nothing to this one.
 FOREIGN_TABLES = frozenset(
@@ -59,6 +60,24 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
     return parse_job(document, where=str(path))
 
 
+def load_new_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
+    """`load_job` for a run that is to begin: the model folder that it names must be there.
+
+    A job that was resolved into a run directory is read with `load_job`: its run has checkpoints of its own,
+    and the folder that it began from may be gone.
+
+    Raises:
+        JobError: as `load_job`, and: model.path is no folder with a config.json.
+    """
+    loaded = load_job(path, overrides)
+    folder = loaded.config.model.path
+    if folder is not None and not folder.is_dir():
+        raise JobError(f"{path}: model.path is {str(folder)!r}, which is no folder{_folder_meant(folder)}")
+    if folder is not None and not (folder / "config.json").is_file():
+        raise JobError(f"{path}: model.path is {str(folder)!r}, which holds no model: config.json is missing")
+    return loaded
+
+
 def parse_job(document: Mapping[str, Any], *, where: str) -> LoadedJob:
     """Validate a parsed TOML document; `where` begins every error message."""
     foreign = sorted(FOREIGN_TABLES & document.keys())
@@ -74,6 +93,8 @@ def parse_job(document: Mapping[str, Any], *, where: str) -> LoadedJob:
     try:
         estimator(config.algorithm.advantage)
         policy_loss(config.algorithm.loss)
+        if config.model.preset is not None:
+            preset(config.model.preset)
     except JobError as error:
         raise JobError(f"{where}: {error}") from error
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
@@ -94,10 +115,10 @@ def _without_none(value: Any) -> Any:
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")
+    dotted, equals, text = override.partition("=")  # in errors without its value, which may be a key
     keys = dotted.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
-        raise JobError(f"--set {override!r}: expected table.key=value, such as training.group_size=4")
+        raise JobError(f"--set {dotted!r}: expected table.key=value, such as training.group_size=4")
     try:
         value = tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
@@ -106,19 +127,20 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     for key in keys[:-1]:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise JobError(f"--set {override!r}: {key} is a value, not a table")
+            raise JobError(f"--set {dotted!r}: {key} is a value, not a table")
     table[keys[-1]] = value
 
 
 def _gather_reward_switches(tables: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
     result = dict(tables)
-    training = dict(result.get("training") or {})
-    rewards = training.pop("rewards", None)
-    rollout = dict(result.get("rollout") or {})
+    training = _table_of(result, "training", where=where)
+    rewards = _table_of(training, "rewards", where=where, inside="training.")
+    training.pop("rewards", None)
+    rollout = _table_of(result, "rollout", where=where)
     homes = {
         "training": {key: training[key] for key in _REWARD_KEYS if key in training},
-        "training.rewards": dict(rewards or {}),
+        "training.rewards": rewards,
         "rollout": {key: rollout.pop(key) for key in _REWARD_KEYS if key in rollout},
     }
     unknown = sorted(homes["training.rewards"].keys() - set(_REWARD_KEYS))
@@ -138,6 +160,24 @@ def _gather_reward_switches(tables: Mapping[str, Any], *, where: str) -> dict[st
     if "rollout" in result:
         result["rollout"] = rollout
     return result
+
+
+def _table_of(tables: Mapping[str, Any], name: str, *, where: str, inside: str = "") -> dict[str, Any]:
+    """A copy of a table, empty where there is none."""
+    found = tables.get(name, {})
+    if not isinstance(found, dict):
+        raise JobError(f"{where}: {inside}{name} is {found!r}, but it is a table; write [{inside}{name}]")
+    return dict(found)
+
+
+def _folder_meant(folder: Path) -> str:
+    """`". Did you mean 'x'?"` for a misspelt last part of a path."""
+    try:
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(folder.name, beside, n=1)
+    return f". Did you mean {str(folder.with_name(close[0]))!r}?" if close else ""
 
 
 def _advice(config: JobConfig) -> list[str]:
@@ -180,9 +220,16 @@ def _explain_one(finding: Any, model: type[BaseModel]) -> str:
         allowed = finding["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return f"{dotted} is {found!r}{did_you_mean(str(found), allowed)}"
     message = finding["msg"].removeprefix("Value error, ")
-    if isinstance(found, dict | SecretStr):
+    if isinstance(found, dict | SecretStr) or _is_secret(model, path):
         return f"{dotted}: {message}" if path else message
     return f"{dotted} is {found!r}: {message}"
+
+
+def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
+    """Whether the key holds a secret: then even a value of the wrong type is not repeated."""
+    table = _model_at(model, path[:-1])
+    field = table.model_fields.get(path[-1]) if table and path else None
+    return field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
 
 
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:

@@ -10,9 +10,9 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from trainer_backend.core.presets import PRESETS
 from trainer_backend.job import FOREIGN_TABLES
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.models import PRESETS
 from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
 
 _HEAD = """\
@@ -74,7 +74,8 @@ def _type(field: FieldInfo) -> str:
 def _listed(annotation: Any) -> str:
     inner = get_args(annotation)[0]
     origin = str(getattr(annotation, "__origin__", annotation).__name__)
-    return f"list of {inner.__name__}" if origin == "tuple" else "table"
+    bare = get_args(inner)[0] if get_args(inner) else inner  # Annotated[int, ...] is int to a reader
+    return f"list of {bare.__name__}" if origin == "tuple" else "table"
 
 
 def _default(field: FieldInfo) -> str:

@@ -3,13 +3,27 @@
 `trainer_backend.job.load_job` reads a file into `JobConfig`; docs/configuration.md is checked against it.
 """
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, SecretStr, model_validator
+from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+from shared_schemas.rollouts import Name, Seed
+
+# What a policy is told by the job itself, and the key that says it. Given in rollout.policy_config it would
+# replace what the job checks, trains on and derives its seeds for.
+SET_BY_THE_JOB = {
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "max_tokens": "rollout.max_tokens",
+    "seed": "job.seed",
+    "model": "job.name",
+    "inference_url": "services.gateway_host and services.gateway_port",
+}
 
 
 class Table(Body):
@@ -77,15 +91,19 @@ class InferenceTable(Table):
 class RolloutTable(Table):
     """[rollout]"""
 
-    env_name: str = Field(
+    env_name: Name = Field(
         default="crafter", description="environment, by its name on the task app's plug board"
     )
     env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
-    policy_name: str = Field(default="openai", description="policy that asks the gateway")
-    policy_config: dict[str, Any] = Field(default_factory=dict, description="passed to the policy")
+    policy_name: Name = Field(default="openai", description="policy that asks the gateway")
+    policy_config: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the policy; what the job sets itself is refused in it"
+    )
     max_turns: int = Field(default=50, ge=1, le=10_000, description="decisions an episode may take")
-    max_invalid_decisions: int = Field(default=5, ge=1, description="then the episode ends as invalid_action")
-    timeout_s: float = Field(default=600.0, gt=0, description="of one episode")
+    max_invalid_decisions: int = Field(
+        default=5, ge=1, le=10_000, description="then the episode ends as invalid_action"
+    )
+    timeout_s: float = Field(default=600.0, gt=0, le=86_400, description="of one episode")
     episodes_per_batch: int = Field(default=64, ge=1, description="episodes of one iteration")
     max_concurrent_rollouts: int = Field(
         default=64, ge=1, description="running at a time, over all task apps"
@@ -98,6 +116,14 @@ class RolloutTable(Table):
         default=False,
         description="let training rollouts use top_p < 1 or top_k > 0; the lost mass is not trained",
     )
+
+    @field_validator("policy_config")
+    @classmethod
+    def _leaves_the_job_its_own(cls, config: dict[str, Any]) -> dict[str, Any]:
+        for key in config:
+            if key in SET_BY_THE_JOB:
+                raise ValueError(f"{key!r} is set by the job itself; use {SET_BY_THE_JOB[key]}")
+        return config
 
 
 class TrainingTable(Table):
@@ -171,7 +197,7 @@ class AlgorithmTable(Table):
 class WarmupTable(Table):
     """[warmup]: supervised steps on a teacher's rollouts before RL."""
 
-    policy_name: str = Field(default="crafter_teacher", description="the teacher, a policy of the task app")
+    policy_name: Name = Field(default="crafter_teacher", description="the teacher, a policy of the task app")
     policy_config: dict[str, Any] = Field(default_factory=dict, description="passed to the teacher")
     episodes: int = Field(default=480, ge=1, description="that the teacher plays")
     min_outcome_reward: float = Field(default=0.0, description="episodes below it are not imitated")
@@ -188,11 +214,19 @@ class EvaluationTable(Table):
     every_n_iters: int = Field(
         default=10, ge=1, description="iterations between evaluations; also at both ends"
     )
-    instances: int = Field(default=128, ge=1, description="held-out worlds, never used in training")
-    seeds: tuple[int, ...] = Field(
-        default=(), description="explicit worlds instead; training then avoids them"
+    instances: int = Field(default=128, ge=1, lt=2**30, description="held-out worlds, never used in training")
+    seeds: tuple[Seed, ...] = Field(
+        default=(), description="explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"
     )
     temperature: float | None = Field(default=None, gt=0, description="absent: that of [rollout]")
+
+    @field_validator("seeds")
+    @classmethod
+    def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        twice = [seed for seed, count in Counter(seeds).items() if count > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice, and each world counts once in a mean")
+        return seeds
 
 
 class JobConfig(Table):
@@ -214,6 +248,11 @@ class JobConfig(Table):
             raise ValueError(
                 f"rollout.episodes_per_batch ({self.rollout.episodes_per_batch}) must be a multiple of "
                 f"training.group_size ({self.training.group_size})"
+            )
+        if self.rollout.max_tokens >= self.inference.max_model_len:
+            raise ValueError(
+                f"rollout.max_tokens ({self.rollout.max_tokens}) must be below inference.max_model_len "
+                f"({self.inference.max_model_len}): prompt and response share it"
             )
         truncated = self.rollout.top_p < 1.0 or self.rollout.top_k > 0
         if truncated and not self.rollout.allow_truncated_sampling:

@@ -12,6 +12,7 @@ from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.aggregation import Aggregation, decision_mean, episode_equal, token_mean
 from trainer_backend.core.losses import PolicyLoss, clipped_policy_loss
+from trainer_backend.core.presets import PRESETS, Preset
 from trainer_backend.errors import JobError
 
 Plug = TypeVar("Plug")
@@ -38,6 +39,11 @@ def policy_loss(name: str) -> PolicyLoss:
 def aggregation(name: str) -> Aggregation:
     """The loss aggregation of that name; JobError if there is none."""
     return _chosen(AGGREGATIONS, name, key="training.aggregation")
+
+
+def preset(name: str) -> Preset:
+    """The shape of the small model of that name; JobError if there is none."""
+    return _chosen(PRESETS, name, key="model.preset")
 
 
 def _chosen(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:

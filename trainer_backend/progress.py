@@ -1,7 +1,6 @@
 """What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,6 +9,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from trainer_backend.core.statistics import Interval
+from trainer_backend.report.stored_episodes import last_minus_first
+from trainer_backend.report.story import Row, Story
 
 _SHOWN_ROWS = 14
 _COLUMNS = (
@@ -50,20 +53,24 @@ class ConsoleReporter:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(f"[dim]{self._elapsed()}[/dim] {text}", highlight=False)
+        self._print(Text(text))
 
     def stage(self, name: str, done: int, total: int) -> None:
         self._stage = (name, done, total)
 
     def metrics(self, row: dict[str, Any]) -> None:
         if row["kind"] == "evaluation":
-            self.say(evaluation_line(row))
+            self._print(evaluation_line(row))
             return
         if row["kind"] != "iteration":
             return
         self._rows.append(row)
         if self._live is None:
             self.say("  ".join(f"{title} {_cell(row, key, form)}" for key, title, form in _COLUMNS))
+
+    def _print(self, line: Text) -> None:
+        # Text, never a string: rich would read what stands in brackets as markup, drop it, or raise on it.
+        self._console.print(Text.assemble((self._elapsed(), "dim"), " ", line), soft_wrap=self._live is None)
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False)
@@ -80,31 +87,45 @@ class ConsoleReporter:
         return f"{minutes:02d}:{seconds:02d}"
 
 
-def evaluation_line(row: dict[str, Any]) -> str:
+def evaluation_line(row: Row) -> Text:
     """An evaluation in a sentence, the best-known achievements first."""
     rates = sorted(row["eval/success_rates"].items(), key=lambda item: -item[1])
     told = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate > 0)
-    return (
-        f"[bold]held-out worlds after iteration {row['iteration']}: "
-        f"{_unique(row)} unique achievements[/bold], {row['eval/episodes']} episodes: {told}"
-    )
+    result = f"held-out worlds after iteration {row['iteration']}: {_unique(row)} unique achievements"
+    return Text.assemble((result, "bold"), f", {row['eval/episodes']} episodes: {told}")
 
 
-def closing_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Before and after, in two lines: the first and the best evaluation of a run."""
-    evaluations = [row for row in rows if row["kind"] == "evaluation"]
-    if not evaluations:
+def closing_lines(story: Story) -> list[str]:
+    """What the run came to: the first and the last evaluation, their difference, the best checkpoint.
+
+    The last evaluation is the result. The best one is chosen on the worlds that it is measured on, so its
+    figure flatters it; it comes last, and says so.
+    """
+    evaluations, best = story.evaluations, story.best_evaluation
+    if best is None:
         return []
-    best = max(evaluations, key=lambda row: float(row["eval/outcome_reward"]))
-    named = [("before RL", evaluations[0]), (f"best, after iteration {best['iteration']}", best)]
-    return [f"{name:>26}: {_unique(row)} unique achievements" for name, row in named]
+    first, last = evaluations[0], evaluations[-1]
+    named = [("before RL", f"{_unique(first)} unique achievements")]
+    if last is not first:
+        named.append((f"after iteration {last['iteration']}", f"{_unique(last)} unique achievements"))
+        found = last_minus_first(story)
+        if found is not None:
+            named.append(("difference, world by world", f"{_interval(found)}, {found.count} worlds"))
+        chosen = f"iteration {best['iteration']}, {best['eval/unique_achievements']:.2f}"
+        named.append(("best checkpoint", f"{chosen} (chosen on these worlds: not a result)"))
+    return [f"{name:>26}: {told}" for name, told in named]
 
 
-def _unique(row: dict[str, Any]) -> str:
+def _unique(row: Row) -> str:
     low, high = row["eval/unique_achievements_low"], row["eval/unique_achievements_high"]
     interval = f" (95 % {low:.2f} to {high:.2f})" if low is not None else ""
     return f"{row['eval/unique_achievements']:.2f}{interval}"
 
 
-def _cell(row: dict[str, Any], key: str, form: str) -> str:
+def _interval(found: Interval) -> str:
+    bounds = f" (95 % {found.low:+.2f} to {found.high:+.2f})" if found.low is not None else ""
+    return f"{found.mean:+.2f}{bounds}"
+
+
+def _cell(row: Row, key: str, form: str) -> str:
     return form.format(row[key]) if key in row else "-"

@@ -3,7 +3,7 @@
 *learner* scores and updates the policy, *inference* serves it; `reporter` tells a person what happens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,20 +36,21 @@ class Progress:
         iteration: iterations that are finished; 0 after warm-up.
         policy_version: counts published weights.
         updates: optimizer steps of RL.
-        best_evaluation: highest mean outcome of an evaluation so far.
     """
 
     iteration: int = 0
     policy_version: int = 0
     updates: int = 0
-    best_evaluation: float | None = None
 
 
 class Learner(Protocol):
     """Holds the policy that is trained. Calls block; the orchestrator makes them on a thread."""
 
-    def warm_up(self, episodes: Sequence[Trajectory], reporter: "Reporter") -> dict[str, float]:
-        """Supervised steps on a teacher's decisions."""
+    def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
+        """Supervised steps on a teacher's decisions.
+
+        `tell` is called with the steps done and their total; what it raises ends the warm-up there.
+        """
 
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
         """Score, then one iteration of policy updates; the metrics of it.

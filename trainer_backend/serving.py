@@ -10,9 +10,10 @@ from pydantic import SecretStr
 from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import ServedPolicy, create_gateway
-from trainer_backend.inference.server import GatewayServer
+from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.logs import configure_logs
 
 ACTOR = "actor"
 
@@ -28,13 +29,26 @@ class LocalServer:
         await self._engine.load_weights(policy_version, self._learner.weights())
 
 
-@asynccontextmanager
-async def serving(job: JobConfig, learner: LocalLearner) -> AsyncIterator[LocalServer]:
-    """A gateway for `{job}/actor` with a fresh key; ended when the context is left.
+def gateway_listener(job: JobConfig) -> Listener:
+    """The gateway's port, held before there is a model to serve.
 
     Raises:
+        JobError: services.gateway_host is no address that a task app can call.
         PortTaken: services.gateway_port is in use.
     """
+    return Listener(job.services.gateway_host, job.services.gateway_port)
+
+
+@asynccontextmanager
+async def serving(
+    job: JobConfig, learner: LocalLearner, listener: Listener | None = None
+) -> AsyncIterator[LocalServer]:
+    """A gateway for `{job}/actor` with a fresh key; ended when the context is left.
+
+    Args:
+        listener: where it listens; absent: `gateway_listener(job)`, and raises what that raises.
+    """
+    configure_logs()
     table = job.inference
     key = SecretStr(secrets.token_urlsafe(32))
     model = f"{job.job.name}/{ACTOR}"
@@ -46,7 +60,7 @@ async def serving(job: JobConfig, learner: LocalLearner) -> AsyncIterator[LocalS
         ),
     )
     app = create_gateway({model: ServedPolicy(engine, learner.tokenizer)}, key=key)
-    server = GatewayServer(app, job.services.gateway_host, job.services.gateway_port)
+    server = GatewayServer(app, listener or gateway_listener(job))
     engine.start()
     try:
         url = server.start()

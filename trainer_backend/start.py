@@ -1,51 +1,85 @@
 """From a job to a run that trains: services, model, warm-up, inference. `train.train` does the rest."""
 
 import asyncio
+import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Planner
-from trainer_backend.evaluation import collection_metrics, evaluation_metrics, finished_trajectories
+from trainer_backend.evaluation import (
+    collection_metrics,
+    evaluation_metrics,
+    finished_trajectories,
+    refuse_empty,
+)
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.logs import configure_logs
 from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.services import task_apps
-from trainer_backend.serving import serving
-from trainer_backend.stopping import stop_on_signals, until
-from trainer_backend.train import Run, train
+from trainer_backend.serving import gateway_listener, serving
+from trainer_backend.stopping import stop_on_signals, until, until_on_thread
+from trainer_backend.train import Run, train, work_left
 
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
 _PROMPT_EPISODES = 64
+# Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
+_FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 
 class Stopped(Exception):
     """Somebody asked to stop before there was anything to save."""
 
 
-async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *, resume: bool) -> Progress:
+class Ended(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        progress: the last finished iteration, which is saved.
+        stopped: somebody asked to stop, and a resumed run has something left to do.
+    """
+
+    progress: Progress
+    stopped: bool
+
+
+async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *, resume: bool) -> Ended:
     """Start everything, train, and end everything again, also after an error or Ctrl-C.
 
     Raises:
         TrainerError: with a sentence for the user.
         Stopped: a stop was asked for before the first checkpoint.
     """
-    with stop_on_signals() as stop:
+    configure_logs()
+    # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
+    # ids with another body would be refused. Seeds do not depend on it.
+    run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
+    # The port first: a taken one must not cost the minutes of a warm-up.
+    with stop_on_signals() as stop, gateway_listener(job) as listener:
         async with task_apps(job, directory.path / "task_app.log") as clients:
-            collector = Collector(clients, timeout_s=job.services.iteration_timeout_s)
+            collector = Collector(
+                clients,
+                timeout_s=job.services.iteration_timeout_s,
+                max_running=job.rollout.max_concurrent_rollouts,
+            )
             reporter.say(f"task app{'s' if len(clients) > 1 else ''}: {', '.join(c.url for c in clients)}")
             reporter.say(echo_of_switches(job))
-            beginning = _Beginning(job, directory, collector, reporter, stop)
+            beginning = _Beginning(job, directory, run_id, collector, reporter, stop)
             learner, progress = await (beginning.resumed() if resume else beginning.fresh())
-            async with serving(job, learner) as server:
+            async with serving(job, learner, listener) as server:
                 reporter.say(f"gateway: {server.inference.url} serves {server.inference.model}")
-                run = Run(job, directory, collector, learner, server, reporter)
-                return await train(run, progress, stop)
+                run = Run(job, directory, run_id, collector, learner, server, reporter)
+                progress = await train(run, progress, stop)
+                return Ended(progress, stop.is_set() and work_left(run, progress))
 
 
 def echo_of_switches(job: JobConfig) -> str:
@@ -67,13 +101,14 @@ class _Beginning:
         self,
         job: JobConfig,
         directory: RunDirectory,
+        run_id: str,
         collector: Collector,
         reporter: Reporter,
         stop: asyncio.Event,
     ) -> None:
         self._job, self._directory, self._collector = job, directory, collector
-        self._reporter, self._stop = reporter, stop
-        self._planner = Planner(job, directory.run_id)
+        self._run_id, self._reporter, self._stop = run_id, reporter, stop
+        self._planner = Planner(job, run_id)
 
     async def resumed(self) -> tuple[LocalLearner, Progress]:
         """The newest checkpoint; a run that was stopped before its first one begins anew."""
@@ -81,7 +116,7 @@ class _Beginning:
         if checkpoint is None:
             self._reporter.say("no checkpoint yet: the run begins anew")
             return await self.fresh()
-        learner, progress = LocalLearner.resumed(self._job, checkpoint)
+        learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._job, checkpoint)
         self._directory.forget_metrics_after(progress.iteration)
         self._reporter.say(f"resumed from {checkpoint}")
         return learner, progress
@@ -91,15 +126,25 @@ class _Beginning:
         self._directory.forget_metrics_after(-1)
         if self._job.warmup is None:
             needs_prompts = self._job.model.preset is not None
-            prompts = await self._played(
-                "prompts", self._planner.prompts(_PROMPT_EPISODES) if needs_prompts else []
-            )
-            return LocalLearner.fresh(self._job, prompts), Progress()
-        episodes = await self._played("warmup", self._planner.warmup())
-        learner = LocalLearner.fresh(self._job, episodes)
+            plan = self._planner.prompts(_PROMPT_EPISODES) if needs_prompts else []
+            prompts = await self._played("prompts", plan)
+            return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts), Progress()
+        episodes = await self._played("teacher", self._planner.warmup())
+        learner = await asyncio.to_thread(LocalLearner.fresh, self._job, episodes)
+        await self._warm_up(learner, episodes)
+        return learner, Progress()
+
+    async def _warm_up(self, learner: LocalLearner, episodes: Sequence[Trajectory]) -> None:
         started = time.monotonic()
-        work = asyncio.to_thread(learner.warm_up, episodes, self._reporter)
-        metrics = await until(self._stop, work)
+
+        def work(check: Callable[[], None]) -> dict[str, float]:
+            def tell(done: int, total: int) -> None:
+                check()
+                self._reporter.stage("warm-up", done, total)
+
+            return learner.warm_up(episodes, tell)
+
+        metrics = await until_on_thread(self._stop, work)
         if metrics is None:
             raise Stopped("stopped in the warm-up; nothing to save yet")
         # Minutes of work: on disk before anything else can fail.
@@ -108,38 +153,54 @@ class _Beginning:
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
         self._directory.append_metrics(row)
         self._reporter.say(
-            f"warm-up: {metrics['warmup/examples']:.0f} decisions of {self._job.warmup.policy_name}, "
+            f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
             f"loss {metrics['warmup/loss']:.3f} nats a token, {row['time/warmup_s']:.0f} s"
         )
-        return learner, Progress()
 
-    async def _played(self, name: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        """Finished episodes of a plan; those of an interrupted start are on disk and used again."""
-        path = self._directory.rollouts_file(name)
+    async def _played(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+        """Finished episodes of a plan, and their row; those of an interrupted start are used again."""
         if not requests:
             return []
-        if path.exists():
-            return finished_trajectories(read_rollouts(path), name)
+        path = self._directory.rollouts_file(_FILES[kind])
+        stored = read_rollouts(path) if path.exists() else []
         started = time.monotonic()
-
-        def tell(done: int, total: int) -> None:
-            self._reporter.stage(f"collect {name}", done, total)
-
-        collection = await until(self._stop, self._collector.collect(requests, tell))
-        if collection is None:
-            raise Stopped(f"stopped while collecting {name}; nothing to save yet")
-        write_rollouts(path, (*collection.rollouts, *collection.failed))
-        await self._collector.ack(self._directory.run_id, (*collection.rollouts, *collection.failed))
+        if any(rollout.trajectory is not None for rollout in stored):
+            collection, time_taken, told = _collection_of(stored), {}, "as stored before"
+        else:
+            collection = await self._collected(kind, path, requests)
+            time_taken = {"time/collect_s": time.monotonic() - started}
+            told = f"{time_taken['time/collect_s']:.0f} s"
         row = {
-            "kind": name,
+            "kind": kind,
             "iteration": 0,
             **evaluation_metrics(collection.rollouts),
             **collection_metrics(collection),
-            "time/collect_s": time.monotonic() - started,
+            **time_taken,
         }
         self._directory.append_metrics(row)
         self._reporter.say(
-            f"{name}: {row['eval/episodes']} episodes with {row['eval/unique_achievements']:.2f} unique "
-            f"achievements on average, {row['time/collect_s']:.0f} s"
+            f"{kind}: {row['eval/episodes']} episodes with {row['eval/unique_achievements']:.2f} unique "
+            f"achievements on average, {told}"
         )
-        return finished_trajectories(collection.rollouts, name)
+        return finished_trajectories(collection.rollouts, kind)
+
+    async def _collected(self, kind: str, path: Path, requests: Sequence[RolloutRequest]) -> Collection:
+        """Collect, store, and only then look whether anything was finished."""
+
+        def tell(done: int, total: int) -> None:
+            self._reporter.stage(f"collect {kind}", done, total)
+
+        collection = await until(self._stop, self._collector.collect(requests, tell))
+        if collection is None:
+            raise Stopped(f"stopped while collecting ({kind}); nothing to save yet")
+        write_rollouts(path, collection.all)
+        refuse_empty(collection, kind)
+        await self._collector.ack(self._run_id, collection.all)
+        return collection
+
+
+def _collection_of(stored: Sequence[Rollout]) -> Collection:
+    """A stored stage as it was collected; failures that a second attempt made good are not stored."""
+    failed = tuple(rollout for rollout in stored if rollout.trajectory is None)
+    codes = Counter(rollout.failure.code for rollout in failed if rollout.failure is not None)
+    return Collection(tuple(item for item in stored if item.trajectory is not None), failed, codes)

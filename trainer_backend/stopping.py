@@ -1,12 +1,22 @@
 """Stopping in order: Ctrl-C and SIGTERM set an event, and whoever waits, waits for that event too."""
 
 import asyncio
+import os
 import signal
-from collections.abc import Coroutine, Iterator
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class Halted(Exception):
+    """Raised inside work on a thread, between two of its steps, to end it; see `until_on_thread`."""
 
 
 async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Result | None:
@@ -22,22 +32,60 @@ async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Res
         await asyncio.gather(task, waiter, return_exceptions=True)
 
 
+async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None]], Result]) -> Result | None:
+    """The result of `work(check)` on a thread, or None if `stop` came first; the thread has then ended.
+
+    A thread cannot be cancelled, and an abandoned one would go on working until the interpreter waits for it
+    at exit. So `work` calls `check` between its steps, which raises Halted once `stop` is set.
+    """
+    halt = threading.Event()
+
+    def check() -> None:
+        if halt.is_set():
+            raise Halted
+
+    async def pass_on() -> None:
+        await stop.wait()
+        halt.set()
+
+    passing_on = asyncio.ensure_future(pass_on())
+    try:
+        return await asyncio.to_thread(work, check)
+    except Halted:
+        return None
+    finally:
+        halt.set()  # also when it is this wait that is cancelled
+        passing_on.cancel()
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[asyncio.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one interrupts at once."""
+    """An event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
+
+    At once means without waiting for a step on a thread and without saving: files are written aside and
+    renamed, and an embedded task app ends when its standard input closes.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
 
-    def heard() -> None:
+    def heard(number: int) -> None:
+        if stop.is_set():
+            _end_at_once(number)
         stop.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
 
     for number in signals:
-        loop.add_signal_handler(number, heard)
+        loop.add_signal_handler(number, partial(heard, number))
     try:
         yield stop
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+def _end_at_once(number: int) -> None:
+    # An exception would still wait for every thread of the pool, and an update can take minutes.
+    if sys.stdout.isatty():
+        sys.stdout.write(_SHOW_CURSOR)  # a live table hides it, and will not be there to show it again
+        sys.stdout.flush()
+    os._exit(128 + number)

@@ -7,18 +7,28 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Planner
-from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
-from trainer_backend.core.rewards import RewardConfig, reward_vector
-from trainer_backend.core.segments import segments_of
-from trainer_backend.core.statistics import decision_metrics, episode_metrics, unique_by_turn
-from trainer_backend.evaluation import collection_metrics, evaluation_metrics, finished_trajectories
+from trainer_backend.core.statistics import (
+    ach_by_turn,
+    episode_metrics,
+    unique_by_turn,
+)
+from trainer_backend.credit import Credited, credit
+from trainer_backend.errors import TrainerError
+from trainer_backend.evaluation import (
+    collection_metrics,
+    evaluation_metrics,
+    finished_trajectories,
+    refuse_empty,
+)
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import estimator
-from trainer_backend.protocols import CreditedEpisode, InferenceServer, Learner, Progress, Reporter
+from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import mark_best, prune_checkpoints
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
@@ -27,10 +37,15 @@ from trainer_backend.stopping import until
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run works with."""
+    """What a run works with.
+
+    Attributes:
+        run_id: names this start of the run at the task apps (start.run_job).
+    """
 
     job: JobConfig
     directory: RunDirectory
+    run_id: str
     collector: Collector
     learner: Learner
     server: InferenceServer
@@ -38,39 +53,50 @@ class Run:
 
     @property
     def planner(self) -> Planner:
-        return Planner(self.job, self.directory.run_id, self.server.inference)
+        return Planner(self.job, self.run_id, self.server.inference)
 
 
 @dataclass(frozen=True, slots=True)
-class Credited:
-    """Stops 7, 9 and 10 for a batch of episodes: what the update needs, and what the logs say."""
+class Gathered:
+    """Stops 2 to 10 of an iteration: collected, credited, stored."""
 
-    episodes: list[CreditedEpisode]
-    credits: list[Credit]
-    metrics: dict[str, float]
+    collection: Collection
+    trajectories: list[Trajectory]
+    credited: Credited
+    started: float
+    collected: float
+    credit_done: float
 
 
 async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     """Iterate until the job is done or `stop` is set; the state of the last finished iteration.
 
     A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
-    so what is saved is always the end of an iteration.
+    so what is saved is always the end of an iteration. That holds for errors of the rollouts too.
     """
     await run.server.publish(progress.policy_version)
+    _mark_best(run)  # a kill may have come between an evaluation and this
     while True:
-        if _evaluation_due(run, progress):
-            progress = await _evaluate_and_save(run, progress, stop)
-        elif progress.iteration % run.job.training.checkpoint_every == 0:
+        evaluation_due = _evaluation_due(run, progress)
+        if evaluation_due or progress.iteration % run.job.training.checkpoint_every == 0:
             await _save(run, progress)
-        if progress.iteration >= run.job.training.iterations or stop.is_set():
-            break
-        finished = await iterate(run, progress, stop)
-        if finished is None:
-            break
-        progress = finished
-    if not (run.directory.checkpoints / f"iteration_{progress.iteration}").exists():
-        await _save(run, progress)
-    return progress
+        try:
+            if evaluation_due:
+                await _evaluate(run, progress, stop)
+            ends = progress.iteration >= run.job.training.iterations or stop.is_set()
+            gathered = None if ends else await _gather(run, progress.iteration + 1, stop)
+        except TrainerError:
+            await _save(run, progress)
+            raise
+        if gathered is None:
+            await _save(run, progress)
+            return progress
+        progress = await _learn(run, progress, gathered)
+
+
+def work_left(run: Run, progress: Progress) -> bool:
+    """Whether a resumed run would have something to do."""
+    return progress.iteration < run.job.training.iterations or _evaluation_due(run, progress)
 
 
 def _evaluation_due(run: Run, progress: Progress) -> bool:
@@ -83,21 +109,33 @@ def _evaluation_due(run: Run, progress: Progress) -> bool:
     return not any(row["kind"] == "evaluation" and row["iteration"] == iteration for row in rows)
 
 
-async def iterate(run: Run, progress: Progress, stop: asyncio.Event) -> Progress | None:
-    """One iteration (stops 2 to 13); None when it was stopped before the update."""
-    iteration = progress.iteration + 1
+async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | None:
+    """Stops 2 to 10; None when it was stopped while it collected."""
     started = time.monotonic()
+    name = f"iteration_{iteration}"
     requests = run.planner.training(iteration)  # 2, 3
     collection = await _collect(run, requests, f"collect {iteration}", stop)  # 4 to 6
     if collection is None:
         return None
     collected = time.monotonic()
-    trajectories = finished_trajectories(collection.rollouts, "training")
-    credited = credit(run.job, collection.rollouts)  # 7, 9, 10
-    _store(run, f"iteration_{iteration}", collection, credited.credits)
-    await run.collector.ack(run.directory.run_id, (*collection.rollouts, *collection.failed))
-    credit_done = time.monotonic()
-    update = await asyncio.to_thread(run.learner.update, credited.episodes, iteration=iteration)  # 8, 11
+    try:
+        refuse_empty(collection, f"iteration {iteration}")
+        credited = credit(run.job, collection.rollouts)  # 7, 9, 10
+    except TrainerError:
+        _store(run, name, collection, None)  # what was wrong with them can be looked at
+        raise
+    _store(run, name, collection, credited.credits)
+    await run.collector.ack(run.run_id, collection.all)
+    trajectories = finished_trajectories(collection.rollouts, name)
+    return Gathered(collection, trajectories, credited, started, collected, time.monotonic())
+
+
+async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
+    """Stops 11 to 13: the update, the new weights served, the row of metrics."""
+    iteration = progress.iteration + 1
+    episodes = gathered.credited.episodes
+    started = time.monotonic()
+    update = await asyncio.to_thread(run.learner.update, episodes, iteration=iteration)  # 8, 11
     updated = time.monotonic()
     progress = replace(
         progress,
@@ -106,82 +144,50 @@ async def iterate(run: Run, progress: Progress, stop: asyncio.Event) -> Progress
         updates=progress.updates + int(update["optim/steps"]),
     )
     await run.server.publish(progress.policy_version)  # 12
-    decisions = credited.metrics["decision/count"]
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **episode_metrics(trajectories),
-        **credited.metrics,
+        **_gathered_metrics(gathered, ended=time.monotonic()),
         **update,
-        **collection_metrics(collection),
-        "decision/unique_by_turn": unique_by_turn(trajectories),
         "policy/version": progress.policy_version,
-        "time/collect_s": collected - started,
-        "time/credit_s": credit_done - collected,
-        "time/update_s": updated - credit_done,
+        "time/update_s": updated - started,
         "time/publish_s": time.monotonic() - updated,
-        "time/environment_s": sum(
-            step.step_info.environment_s for item in trajectories for step in item.steps
-        ),
-        "time/policy_s": sum(step.step_info.policy_s for item in trajectories for step in item.steps),
-        "perf/decisions_per_s": decisions / (time.monotonic() - started),
-        "perf/collect_decisions_per_s": decisions / (collected - started),
     }
     run.directory.append_metrics(row)
     run.reporter.metrics(row)
     return progress
 
 
-def credit(job: JobConfig, rollouts: Sequence[Rollout]) -> Credited:
-    """Segments, r_t and advantages of finished rollouts. Pure: a stored file gives the same anywhere."""
-    config = reward_config(job)
-    trajectories = finished_trajectories(rollouts, "credit")
-    rewards = [
-        reward_vector(
-            item.steps, outcome_reward=item.outcome_reward, config=config, rollout_id=rollout.rollout_id
-        )
-        for rollout, item in zip(rollouts, trajectories, strict=True)
-    ]
-    advantages = estimator(job.algorithm.advantage)(
-        [
-            EpisodeRewards(rollout.rollout_id, rollout.group_id, rewards_T)
-            for rollout, rewards_T in zip(rollouts, rewards, strict=True)
-        ],
-        AdvantageConfig(gamma=job.algorithm.gamma),
-    )
-    episodes = [
-        CreditedEpisode(
-            rollout.rollout_id, segments_of(item.steps, rollout_id=rollout.rollout_id), advantages_T
-        )
-        for rollout, item, advantages_T in zip(rollouts, trajectories, advantages.per_episode, strict=True)
-    ]
-    credits = [Credit(*pair) for pair in zip(rewards, advantages.per_episode, strict=True)]
-    return Credited(episodes, credits, {**decision_metrics(trajectories, rewards), **advantages.diagnostics})
+def _gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
+    """What the rollouts of an iteration that ended at `ended` say of themselves."""
+    trajectories, metrics = gathered.trajectories, gathered.credited.metrics
+    steps = [step.step_info for item in trajectories for step in item.steps]
+    decisions = metrics["decision/count"]
+    return {
+        **episode_metrics(trajectories),
+        **metrics,
+        **collection_metrics(gathered.collection),
+        "decision/unique_by_turn": unique_by_turn(trajectories),
+        "decision/ach_by_turn": ach_by_turn(trajectories),
+        "time/collect_s": gathered.collected - gathered.started,
+        "time/credit_s": gathered.credit_done - gathered.collected,
+        "time/environment_s": sum(step.environment_s for step in steps),
+        "time/policy_s": sum(step.policy_s for step in steps),
+        "perf/decisions_per_s": decisions / (ended - gathered.started),
+        "perf/collect_decisions_per_s": decisions / (gathered.collected - gathered.started),
+    }
 
 
-def reward_config(job: JobConfig) -> RewardConfig:
-    """The step-reward switches of [training], for `core.rewards`."""
-    table = job.training
-    return RewardConfig(
-        enabled=table.step_rewards_enabled,
-        mode=table.step_rewards_mode,
-        kind=table.event_rewards_kind,
-        beta=table.step_rewards_beta,
-        indicator_lambda=table.step_rewards_indicator_lambda,
-        horizon=table.step_rewards_horizon,
-        max_decisions=job.rollout.max_turns,
-    )
-
-
-async def _evaluate_and_save(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
-    """Play the held-out worlds; keep this checkpoint as the best if none was better."""
+async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
+    """Play the held-out worlds; this checkpoint, saved before, becomes the best if none was better."""
     started = time.monotonic()
     requests = run.planner.evaluation(str(progress.iteration))
     collection = await _collect(run, requests, f"evaluate {progress.iteration}", stop)
     if collection is None:
-        return progress
+        return
     _store(run, f"evaluation_{progress.iteration}", collection, None)
-    await run.collector.ack(run.directory.run_id, (*collection.rollouts, *collection.failed))
+    refuse_empty(collection, f"evaluation after iteration {progress.iteration}")
+    await run.collector.ack(run.run_id, collection.all)
     row = {
         "kind": "evaluation",
         "iteration": progress.iteration,
@@ -191,11 +197,23 @@ async def _evaluate_and_save(run: Run, progress: Progress, stop: asyncio.Event) 
     }
     run.directory.append_metrics(row)
     run.reporter.metrics(row)
-    score = row["eval/outcome_reward"]
-    best = progress.best_evaluation is None or score > progress.best_evaluation
-    progress = replace(progress, best_evaluation=score) if best else progress
-    await _save(run, progress, best=best)
-    return progress
+    _mark_best(run)
+
+
+def _mark_best(run: Run) -> None:
+    """Point at the checkpoint with the best evaluation, the first of equals.
+
+    Derived from the rows and the folders, so that a kill between any two writes is made good by the next
+    start. An evaluation that lost worlds to failures is not comparable, and never the best.
+    """
+    found = [
+        (row["eval/outcome_reward"], _folder(run, row["iteration"]))
+        for row in run.directory.metrics()
+        if row["kind"] == "evaluation" and row["rollout/failed"] == 0
+    ]
+    kept = [(score, folder) for score, folder in found if folder.exists()]
+    if kept:
+        mark_best(max(kept, key=lambda item: item[0])[1])
 
 
 async def _collect(
@@ -207,14 +225,17 @@ async def _collect(
     return await until(stop, run.collector.collect(requests, tell))
 
 
-async def _save(run: Run, progress: Progress, *, best: bool = False) -> None:
-    folder = run.directory.checkpoints / f"iteration_{progress.iteration}"
-    await asyncio.to_thread(run.learner.save, folder, progress)
-    if best:
-        mark_best(folder)
-    prune_checkpoints(run.directory.checkpoints, run.job.training.keep_checkpoints)
+def _folder(run: Run, iteration: int) -> Path:
+    return run.directory.checkpoints / f"iteration_{iteration}"
+
+
+async def _save(run: Run, progress: Progress) -> None:
+    """A checkpoint of this iteration, unless it is on disk."""
+    folder = _folder(run, progress.iteration)
+    if not folder.exists():
+        await asyncio.to_thread(run.learner.save, folder, progress)
+        prune_checkpoints(run.directory.checkpoints, run.job.training.keep_checkpoints)
 
 
 def _store(run: Run, name: str, collection: Collection, credits: Sequence[Credit] | None) -> None:
-    path = run.directory.rollouts_file(name)
-    write_rollouts(path, (*collection.rollouts, *collection.failed), credits)
+    write_rollouts(run.directory.rollouts_file(name), collection.all, credits)

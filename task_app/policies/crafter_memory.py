@@ -43,12 +43,14 @@ class MapMemory:
 
     def __init__(self) -> None:
         self._cells: dict[Cell, str] = {}
+        self._step = 0
 
     def facts(self, data: Mapping[str, Any]) -> Facts:
         """The facts of this view, with walks to the nearest known things, seen now or earlier."""
         player: Cell = (data["position"][0], data["position"][1])
-        if data["step"] == 0:
-            self._cells = {}
+        if data["step"] == 0 or data["step"] < self._step:
+            self._cells = {}  # another episode
+        self._step = data["step"]
         seen = _seen(data, player)
         ground = Ground(self._cells | seen, player=player, facing=facing_name(data))
         trails = find_trails(ground, can_dig=can_dig(data))

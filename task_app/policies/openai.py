@@ -35,7 +35,9 @@ class OpenAIConfig(Body):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary and is not sent")
     max_tokens: int = Field(default=64, ge=1, le=1_000_000)
-    seed: int | None = Field(default=None, ge=0, description="each decision samples with a seed of its own")
+    seed: int | None = Field(
+        default=None, ge=0, strict=True, description="each decision samples with a seed of its own"
+    )
     tool_choice: Literal["auto", "required", "none"] = "auto"
     ask_token_ids: bool = Field(default=True, description="false for servers that refuse return_token_ids")
     request_timeout_s: float = Field(default=120.0, gt=0.0, le=3_600.0)
@@ -86,12 +88,14 @@ class OpenAIAgentPolicy:
         self._headers = {"Content-Type": "application/json"}
         if rollout_id is not None:
             self._headers[ROLLOUT_HEADER] = rollout_id
+        self._key = inference_key.get_secret_value() if inference_key is not None else ""
         if inference_key is not None:
-            self._headers["Authorization"] = f"Bearer {inference_key.get_secret_value()}"
+            self._headers["Authorization"] = f"Bearer {self._key}"
         self._timeout = aiohttp.ClientTimeout(total=config.request_timeout_s)
         self._max_reply_bytes = max_reply_bytes
         self._turn = 0
         self._ids_seen = 0
+        self.pending_failure: str | None = None
 
     async def get_action(
         self, observation: PolicyObservation, available_tools_specs: list[dict[str, Any]] | None = None
@@ -134,10 +138,14 @@ class OpenAIAgentPolicy:
 
     async def _complete(self, body: dict[str, Any]) -> Reply:
         """Ask, and ask again within the budget; the caller's deadline may cut in at any time."""
+        self.pending_failure = None
         try:
             return await self._ask_once(body, first=self._turn == 1)
         except TryAgain as exc:
-            return await self._ask_again(body, exc)
+            self.pending_failure = str(exc)
+            reply = await self._ask_again(body, exc)
+        self.pending_failure = None
+        return reply
 
     async def _ask_again(self, body: dict[str, Any], failed: TryAgain) -> Reply:
         """The attempts after the first. Apart from it: stamina's machinery costs as much as an env step."""
@@ -165,7 +173,7 @@ class OpenAIAgentPolicy:
         status, text = await self._post(json.dumps(sent).encode())
         if status == 200:
             return read_reply(text)
-        code, sentence = refusal(status, text)
+        code, sentence = refusal(status, text, key=self._key)
         if status in TRY_AGAIN:
             raise TryAgain(sentence)
         if is_context_length(code, sentence):

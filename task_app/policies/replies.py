@@ -18,6 +18,7 @@ from task_app.actions import NO_TOOL_CALL
 from task_app.errors import PolicyUnavailable, encodable
 
 PROTOCOL = "inference_protocol"
+UNAUTHORISED = frozenset({401, 403})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def read_reply(body: bytes) -> Reply:
     usage = raw_usage if isinstance(raw_usage, dict) else {}
     return Reply(
         action=_action(message),
-        text=_text(message),
+        text=_raw_text(choice, message),
         tokens=_tokens(reply, choice),
         finish_reason=_finish_reason(choice),
         model=_string(reply.get("model")),
@@ -67,22 +68,32 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def refusal(status: int, body: bytes) -> tuple[str, str]:
-    """Code and sentence of an error reply, in OpenAI's form, as problem+json, or as nothing known."""
+def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
+    """Code and sentence of an error reply, in OpenAI's form, as problem+json, or as nothing known.
+
+    Servers like to repeat the key that they refuse, also in part: of a 401 or 403 the code alone is kept,
+    and `key` stands nowhere.
+    """
     try:
         value = parse_object(body)
     except PolicyUnavailable:
         return "", f"status {status}"
     inner = value.get("error")
     source = inner if isinstance(inner, dict) else value
-    code = _string(source.get("code")) or ""
-    sentence = _string(source.get("detail")) or _string(source.get("message")) or ""
+    code = _without(key, _string(source.get("code")) or "")[:100]
+    if status in UNAUTHORISED:
+        return code, f"status {status} {code}".strip()
+    sentence = _without(key, _string(source.get("detail")) or _string(source.get("message")) or "")
     return code, f"status {status} {code} {sentence[:300]}".strip()
 
 
 def is_context_length(code: str, sentence: str) -> bool:
     """Our gateway and OpenAI send the code; others only say it."""
     return code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower()
+
+
+def _without(key: str, text: str) -> str:
+    return text.replace(key, "[key]") if key else text
 
 
 def protocol_error(what: str) -> PolicyUnavailable:
@@ -100,7 +111,8 @@ def _action(message: Mapping[str, Any]) -> dict[str, Any]:
     """All calls of a message are one action; a message without one is text with a reason."""
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        return {"type": "tool_call", "tool_calls": [_call(call, index) for index, call in enumerate(calls)]}
+        named = [_call(call, index) for index, call in enumerate(calls)]
+        return {"type": "tool_call", "tool_calls": named, "content": _text(message)}
     reason = _string(message.get("tool_call_error")) or NO_TOOL_CALL
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
 
@@ -116,6 +128,12 @@ def _call(call: Any, index: int) -> dict[str, str]:
         "name": _string(function.get("name")) or "",
         "arguments": encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments),
     }
+
+
+def _raw_text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
+    """All that was sampled, where the server sends it; else a reply that is only a call has no text."""
+    raw = _string(choice.get("raw_text"))
+    return _text(message) if raw is None else raw
 
 
 def _text(message: Mapping[str, Any]) -> str:

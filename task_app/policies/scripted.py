@@ -23,7 +23,7 @@ class RandomConfig(Body):
     """Settings of random play."""
 
     max_actions: int = Field(default=8, ge=1, le=8, description="actions of every decision")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, strict=True)
 
 
 class TeacherConfig(Body):
@@ -37,7 +37,7 @@ class TeacherConfig(Body):
         le=1.0,
         description="probability of a random decision, marked `exploratory` in its action",
     )
-    seed: int = Field(default=0, ge=0, description="of the random decisions")
+    seed: int = Field(default=0, ge=0, strict=True, description="of the random decisions")
 
 
 class RandomPolicy:

@@ -4,42 +4,42 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from shared_schemas.base import OpenBody
-from shared_schemas.rollouts import Seed
+from shared_schemas.rollouts import Name, Seed
 from task_app.actions import requests_from_wire
 from task_app.errors import InvalidRequest
-from task_app.routes.wire import observation_json, step_json
+from task_app.routes.bodies import ForeignBody
+from task_app.routes.wire import ReplyJSON, observation_json, step_json
 from task_app.services import services_of
 from task_app.sessions import EnvironmentSession
-from task_app.switches import agreed_step_rewards, take_step_rewards
+from task_app.switches import take_step_rewards
 
 router = APIRouter(prefix="/env", tags=["env"])
 
 EnvId = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class EnvCreate(OpenBody):
-    env_name: str = Field(max_length=200)
+class EnvCreate(ForeignBody):
+    env_name: Name
     config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     seed: Seed = 0
     rl_run_id: str | None = Field(default=None, max_length=200)
 
 
-class EnvReset(OpenBody):
+class EnvReset(ForeignBody):
     env_id: EnvId
     seed: Seed | None = Field(default=None, description="the seed of before when absent")
 
 
-class EnvStep(OpenBody):
+class EnvStep(ForeignBody):
     env_id: EnvId
     tool_calls: tuple[dict[str, Any], ...] = Field(
         description="OpenAI's form, or {tool | tool_name, args | arguments}; one decision"
     )
 
 
-class EnvTerminate(OpenBody):
+class EnvTerminate(ForeignBody):
     env_id: EnvId
 
 
@@ -52,12 +52,11 @@ async def create(request: Request, body: EnvCreate) -> Response:
     session = EnvironmentSession(
         environment=services.boards.environment(body.env_name, config),
         switches={f"the environment's {place}": found for place, found in switches.items()},
-        step_rewards=agreed_step_rewards(switches),
     )
     observation = await session.reset(body.seed)
     env_id = services.environments.add(session)
     tools = [tool.model_dump(mode="json") for tool in session.environment.tools()]
-    return JSONResponse(
+    return ReplyJSON(
         {
             "env_id": env_id,
             "observation": observation_json(observation),
@@ -72,7 +71,7 @@ async def reset(request: Request, body: EnvReset) -> Response:
     """Start anew, in the same world or in another."""
     session = services_of(request).environments.get(body.env_id, where="env_id")
     observation = await session.reset(session.seed if body.seed is None else body.seed)
-    return JSONResponse(
+    return ReplyJSON(
         {"observation": observation_json(observation), "info": {"seed": session.seed}, "step_idx": 0}
     )
 
@@ -93,7 +92,7 @@ async def step(request: Request, body: EnvStep) -> Response:
     answer = step_json(
         before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata
     )
-    return JSONResponse(answer)
+    return ReplyJSON(answer)
 
 
 @router.post("/terminate")

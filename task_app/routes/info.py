@@ -8,8 +8,8 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 
-from shared_schemas.rollouts import Seed
 from task_app.errors import InvalidRequest, boundary
 from task_app.protocols import Environment
 from task_app.routes.service import SERVICE
@@ -19,6 +19,8 @@ from task_app.services import Services, services_of
 router = APIRouter(tags=["info"])
 
 SEED_RANGE = [0, 2**31 - 2]
+# Of a query, where every number is text; in bodies a seed is a strict integer (shared_schemas.rollouts.Seed).
+QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 ENDPOINTS = {
     "env": ["/env/create", "/env/reset", "/env/step", "/env/terminate", "/env/{env_id}/frame"],
     "policy": ["/policy/create", "/policy/step", "/policy/terminate"],
@@ -63,8 +65,8 @@ async def info(request: Request) -> dict[str, Any]:
 @router.get("/task_info")
 async def task_info(
     request: Request,
-    seed: Annotated[tuple[Seed, ...], Query()] = (),
-    seeds: Annotated[tuple[Seed, ...], Query()] = (),
+    seed: Annotated[tuple[QuerySeed, ...], Query()] = (),
+    seeds: Annotated[tuple[QuerySeed, ...], Query()] = (),
     env_name: Annotated[str | None, Query(max_length=200)] = None,
 ) -> Any:
     """The set of tasks; with one `seed` that task, with several (also as `seeds`) a list of them."""

@@ -4,20 +4,21 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, SecretStr, ValidationError
-from starlette.responses import JSONResponse, Response
+from pydantic import Field, ValidationError
+from starlette.responses import Response
 
-from shared_schemas.base import OpenBody
 from shared_schemas.messages import Message
-from shared_schemas.rollouts import EnvSpec
+from shared_schemas.rollouts import EnvSpec, InferenceKey, Name
 from shared_schemas.trajectory import StepMetadata
 from task_app.actions import ReadAction, read_action
 from task_app.complaints import invalid
 from task_app.decisions import NO_METADATA
-from task_app.errors import InvalidRequest, boundary
+from task_app.encoding import encodable_json
+from task_app.errors import InvalidRequest, boundary, encodable
 from task_app.protocols import Environment, Observation, PolicyObservation
 from task_app.records import Choice
-from task_app.routes.wire import messages_json, tool_calls_json
+from task_app.routes.bodies import ForeignBody
+from task_app.routes.wire import ReplyJSON, messages_json, tool_calls_json
 from task_app.services import Services, services_of
 from task_app.sessions import PolicySession
 from task_app.switches import agreed_step_rewards, take_step_rewards
@@ -25,16 +26,16 @@ from task_app.switches import agreed_step_rewards, take_step_rewards
 router = APIRouter(prefix="/policy", tags=["policy"])
 
 
-class PolicyCreate(OpenBody):
-    policy_name: str = Field(max_length=200)
+class PolicyCreate(ForeignBody):
+    policy_name: Name
     config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
-    inference_key: SecretStr | None = Field(default=None, description="for config.inference_url alone")
+    inference_key: InferenceKey | None = Field(default=None, description="for config.inference_url alone")
     bound_env_id: str | None = Field(default=None, max_length=200)
     env: EnvSpec | None = Field(default=None, description="words the prompts of an unbound policy")
     rl_run_id: str | None = Field(default=None, max_length=200)
 
 
-class PolicyStep(OpenBody):
+class PolicyStep(ForeignBody):
     policy_id: str = Field(min_length=1, max_length=200)
     observation: dict[str, Any] | None = Field(
         default=None,
@@ -43,26 +44,35 @@ class PolicyStep(OpenBody):
     dry_run: bool = Field(default=False, description="build the prompt, ask nobody")
 
 
-class PolicyTerminate(OpenBody):
+class PolicyTerminate(ForeignBody):
     policy_id: str = Field(min_length=1, max_length=200)
 
 
 @router.post("/create")
 async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
-    """Make a policy. Bound to an environment, its training switches reach that environment too."""
+    """Make a policy. Bound to an environment, its training switches reach that environment too.
+
+    They stand in `config` or in `env.config`, as in a rollout request.
+    """
     services = services_of(request)
     services.policies.check_capacity()
     config, switches = take_step_rewards(body.config, where="config")
+    env_config, of_env = take_step_rewards(body.env.config if body.env else {}, where="env.config")
+    switches |= of_env
     context = services.policy_context(inference_key=body.inference_key)
     policy = services.boards.policy(body.policy_name, config, context)
     session = PolicySession(policy=policy, bound_env_id=body.bound_env_id)
     if body.bound_env_id is not None:
         environment = services.environments.get(body.bound_env_id, where="bound_env_id")
-        found = environment.switches | switches
-        environment.step_rewards, environment.switches = agreed_step_rewards(found), found
-    elif body.env is not None:
-        session.environment = services.boards.environment(body.env.env_name, body.env.config, where="env.")
-    return {"policy_id": services.policies.add(session), "bound_env_id": body.bound_env_id}
+        agreed = agreed_step_rewards(environment.switches | switches)
+        policy_id = services.policies.add(session)
+        if switches:
+            environment.switches[policy_id] = agreed
+        return {"policy_id": policy_id, "bound_env_id": body.bound_env_id}
+    agreed_step_rewards(switches)
+    if body.env is not None:
+        session.environment = services.boards.environment(body.env.env_name, env_config, where="env.")
+    return {"policy_id": services.policies.add(session), "bound_env_id": None}
 
 
 @router.post("/step")
@@ -77,7 +87,7 @@ async def step(request: Request, body: PolicyStep) -> Response:
         meta |= metadata.model_dump(mode="json", exclude_none=True)
         if body.dry_run:
             meta |= {"dry_run": True, "messages": messages_json(seen.messages), "tools": tools}
-            return JSONResponse({"tool_calls": [], "meta": meta})
+            return ReplyJSON({"tool_calls": [], "meta": meta})
         started_s = time.perf_counter()
         with boundary(f"policy {session.policy.name}"):
             choice = Choice(*_named(await session.policy.get_action(seen, tools)))
@@ -85,13 +95,14 @@ async def step(request: Request, body: PolicyStep) -> Response:
         session.turn += 1
         meta |= _choice_meta(choice, read)
         meta |= {"turn": session.turn, "policy_s": time.perf_counter() - started_s}
-        return JSONResponse({"tool_calls": tool_calls_json(read), "meta": meta})
+        return ReplyJSON({"tool_calls": tool_calls_json(read), "meta": meta})
 
 
 @router.post("/terminate")
 async def terminate(request: Request, body: PolicyTerminate) -> dict[str, bool]:
-    """Forget the policy; a bound environment stays."""
-    services_of(request).policies.remove(body.policy_id, where="policy_id")
+    """Forget the policy and its training switches; a bound environment stays."""
+    services = services_of(request)
+    services.unbind(body.policy_id, services.policies.remove(body.policy_id, where="policy_id"))
     return {"ok": True}
 
 
@@ -112,12 +123,13 @@ def _observe(
 
 def _brought(observation: dict[str, Any], environment: Environment | None) -> PolicyObservation:
     data = observation.get("data")
-    data = data if isinstance(data, dict) else {}
+    data = encodable_json(data) if isinstance(data, dict) else {}
     if "messages" in observation:
         return PolicyObservation(_messages(observation["messages"]), data)
     text = observation.get("text")
     if not isinstance(text, str):
         raise InvalidRequest("observation holds neither messages nor a text", where="observation")
+    text = encodable(text)
     if environment is None:
         return PolicyObservation((Message(role="user", content=text),), data)
     with boundary("environment.messages"):

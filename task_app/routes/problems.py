@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.complaints import invalid, most_telling
-from task_app.errors import BodyTooLarge, CriticalError, TaskAppError
+from task_app.errors import BodyTooLarge, CriticalError, TaskAppError, encodable
+from task_app.routes.bodies import MISSPELT
 
 log = structlog.get_logger("task_app")
 
@@ -37,8 +38,10 @@ def problem_response(error: TaskAppError) -> Response:
             title=HTTPStatus(error.status).phrase,
             status=error.status,
             code=error.code,
-            detail="a plug-in of this task app failed; its log says how" if internal else error.detail,
-            where=error.where,
+            detail="a plug-in of this task app failed; its log says how"
+            if internal
+            else encodable(error.detail),
+            where=error.where and encodable(error.where),
             hint=error.hint,
         )
     )
@@ -73,6 +76,8 @@ async def _validation(request: Request, exc: Exception) -> Response:
         error["loc"] = ("body",)
         error["msg"] = f"no JSON: {error.get('ctx', {}).get('error', 'unreadable')} at byte {place[-1]}"
         error["input"] = None
+    elif error["type"] == MISSPELT:
+        error["loc"], error["input"] = (*place[1:], error["ctx"]["name"]), None
     elif place == ("body",):
         error["msg"] += "; send it as JSON with Content-Type: application/json"
     elif place[0] in ("body", "query", "path", "header"):

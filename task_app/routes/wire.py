@@ -1,12 +1,23 @@
 """Pure: observations, outcomes and actions as the environment and policy routes show them."""
 
+import json
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepMetadata
 from task_app.actions import ReadAction
 from task_app.decisions import achievements_added, achievements_status
 from task_app.protocols import DecisionOutcome, Observation
+
+
+class ReplyJSON(JSONResponse):
+    """JSON that half a character in a plug-in's text cannot break."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "replace")
 
 
 def observation_json(observation: Observation) -> dict[str, Any]:
@@ -33,6 +44,7 @@ def step_json(
         "terminated": outcome.terminated,
         "truncated": outcome.truncated,
         "env_rewards": list(outcome.env_rewards),
+        "reward_parts": [],
         "step_idx": step_idx,
         "info": {
             "turn": turn,

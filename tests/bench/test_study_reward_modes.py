@@ -1,6 +1,7 @@
 """The study of reward modes in its 20-second version: every part runs, no figure is looked at."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,17 @@ def test_both_arms_start_from_one_checkpoint_and_leave_their_curves(tmp_path):
     assert arms["decision_stepwise"]["evaluations"][0] == arms["off"]["evaluations"][0]
     assert found["summary"]["off"]["final"]["seeds"] == 1
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path / "runs")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "task app: " in line:  # the warm-up's episodes are about to be collected
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130, rest
+    assert "the same command goes on from there" in rest
+    assert "Traceback" not in rest

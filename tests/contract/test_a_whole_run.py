@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.credit import credit
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.train import credit
 
 
 def test_the_job_runs_to_its_end_and_changes_the_model(trained):

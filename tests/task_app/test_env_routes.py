@@ -48,6 +48,7 @@ async def test_a_step_carries_what_the_design_says():
     assert answer == {
         "reward": 1.0,
         "env_rewards": [0.0, 1.0, 0.0],
+        "reward_parts": [],
         "done": False,
         "terminated": False,
         "truncated": False,
@@ -132,6 +133,13 @@ async def test_an_unknown_or_terminated_id_is_a_404():
         ({"seed": 2**31 - 1}, "seed"),
         ({"seed": "soon"}, "seed"),
         ({"seed": 1.5}, "seed"),
+        ({"seed": 7.0}, "seed"),
+        ({"seed": "7"}, "seed"),
+        ({"seed": False}, "seed"),
+        ({"sed": 7}, "sed"),
+        ({"seeds": [7]}, "seeds"),
+        ({"confg": {}}, "confg"),
+        ({"env_name": "x" * 201}, "env_name"),
         ({"config": {"length": "long"}}, "config.length"),
         ({"config": {"step_rewards": {"enable": True}}}, "config.step_rewards.enable"),
     ],
@@ -202,3 +210,21 @@ async def test_a_crafter_step_after_the_end_is_a_conflict():
         assert (ended["truncated"], ended["terminated"], ended["step_idx"]) == (True, False, 2)
         after = await stepped(client, made["env_id"], [call])
     assert (after.status_code, after.json()["code"]) == (409, "episode_over")
+
+
+async def test_a_misspelling_of_one_of_our_keys_is_told_from_a_key_of_others():
+    others = {"run_id": "r", "parent_env_id": None, "x" * 10_000: 1}
+    async with running_app() as client:
+        made = await created(client, **others)
+        answer = await client.post("/env/reset", json={"env_id": made["env_id"], "sede": 1, "sead": 1})
+        assert answer.status_code == 200, "too far from 'seed' to be sure"
+        answer = await client.post("/env/step", json={"env_id": made["env_id"], "tool_call": calls("a")})
+    assert (answer.status_code, answer.json()["where"]) == (422, "tool_call")
+    assert answer.json()["detail"] == "tool_call: unknown key 'tool_call'. Did you mean 'tool_calls'?"
+
+
+async def test_a_long_name_is_cut_in_the_message():
+    async with running_app() as client:
+        for body in ({"env_name": "x" * 200}, {"env_name": "counting", "config": {"y" * 5_000: 1}}):
+            answer = await client.post("/env/create", json=body)
+            assert (answer.status_code, len(answer.json()["detail"]) < 400) == (422, True)

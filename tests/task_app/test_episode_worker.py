@@ -132,10 +132,17 @@ async def test_a_terminate_action_ends_without_an_env_step():
     assert (trajectory.terminated, trajectory.truncated, trajectory.env_steps) == (True, False, 1)
 
 
-async def test_a_termination_regex_ends_after_its_decision():
-    trajectory = await played(add("a"), TEXT, add("b"), termination_regex="th[i]nk")
-    assert trajectory.stop_reason is StopReason.TERMINATION_REGEX
-    assert len(trajectory.steps) == 2
+async def test_a_terminate_decision_is_not_paid_again_for_the_last_env_step():
+    trajectory = await played(add("a"), {"type": "terminate"})
+    paid = [step.next_observation.reward_last_step for step in trajectory.steps if step.next_observation]
+    assert paid == [1.0, 0.0]
+    assert trajectory.steps[-1].next_observation.achievements_counts == {"a": 1, "b": 0}
+
+
+async def test_a_single_call_may_stand_in_the_action_itself():
+    trajectory = await played({"type": "tool_call", "name": "add", "arguments": {"names": ["a"]}})
+    assert trajectory.outcome_reward == 1.0
+    assert trajectory.steps[0].tool_calls[0].function.arguments == '{"names": ["a"]}'
 
 
 async def test_a_model_that_never_calls_the_tool_ends_as_invalid_action():
@@ -177,6 +184,17 @@ async def test_a_policy_that_never_answers_runs_into_the_deadline():
     with pytest.raises(DeadlineExceeded) as caught:
         await played(policy=WaitingPolicy(), timeout_s=0.05)
     assert caught.value.decisions_done == 0
+
+
+class FailingPolicy(WaitingPolicy):
+    """Retries for ever."""
+
+    pending_failure = "status 503"
+
+
+async def test_a_deadline_that_falls_into_an_outage_is_a_failure_and_no_slowness():
+    with pytest.raises(PolicyUnavailable, match=r"limits.timeout_s passed during an outage: status 503"):
+        await played(policy=FailingPolicy(), timeout_s=0.05)
 
 
 async def test_an_unavailable_policy_fails_the_episode_whatever_was_done_before():

@@ -163,6 +163,12 @@ async def test_a_message_without_a_call_is_text_with_a_reason(message, text):
     assert raw_output == text
 
 
+@pytest.mark.parametrize("raw_text", ["<call>add a</call>", ""])
+async def test_the_raw_text_of_our_gateway_is_what_the_model_wrote(raw_text):
+    action, raw_output, _, _ = await answer_to(calling("a", choice={"raw_text": raw_text}))
+    assert (raw_output, action["content"]) == (raw_text, "")
+
+
 async def test_half_a_character_is_replaced_so_that_it_can_be_recorded():
     text = '{"choices": [{"message": {"content": "\\ud83d!"}}]}'
     action, raw_output, _, _ = await answer_to(raw(text))

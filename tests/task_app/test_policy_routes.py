@@ -1,5 +1,7 @@
 """/policy: a policy that the caller asks itself."""
 
+import asyncio
+
 import pytest
 
 from tests.task_app.counting import running_app
@@ -54,6 +56,61 @@ async def test_switches_of_the_environment_and_its_policy_must_agree():
         other = {**body, "config": {"step_rewards": {"enabled": True, "mode": "env_sparse"}}}
         assert (await client.post("/policy/create", json=other)).status_code == 422
         assert (await client.post("/policy/create", json=body)).status_code == 200
+
+
+async def test_a_second_bound_policy_cannot_change_the_switches_of_the_first():
+    sparse = {"enabled": True, "mode": "env_sparse"}
+    async with running_app() as client:
+        env_id = await env_id_of(client)
+        first = await policy_id_of(client, bound_env_id=env_id, config={"step_rewards": ON})
+        other = {"policy_name": "planned", "bound_env_id": env_id, "config": {"step_rewards": sparse}}
+        refused = await client.post("/policy/create", json=other)
+        assert (refused.status_code, refused.json()["where"]) == (422, "config.step_rewards")
+        assert first in refused.json()["detail"]
+        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+        assert "decision_rewards" in step.json()["metadata"], "the first policy's switches hold"
+        await client.post("/policy/terminate", json={"policy_id": first})
+        assert (await client.post("/policy/create", json=other)).status_code == 200
+        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+        assert "decision_rewards" not in step.json()["metadata"]
+
+
+async def test_an_expired_policy_takes_its_switches_with_it():
+    async with running_app(session_idle_s=0.05) as client:
+        env_id = await env_id_of(client)
+        await policy_id_of(client, bound_env_id=env_id, config={"step_rewards": ON})
+        await asyncio.sleep(0.1)
+        await client.post("/env/reset", json={"env_id": env_id})
+        client._transport.app.state.services.expire()
+        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+    assert step.json()["metadata"] == {}
+
+
+async def test_the_switches_may_stand_in_the_environments_config_as_in_a_rollout_request():
+    env = {"env_name": "counting", "config": {"step_rewards": ON}}
+    async with running_app() as client:
+        env_id = await env_id_of(client)
+        await policy_id_of(client, bound_env_id=env_id, env=env)
+        step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+        assert "decision_rewards" in step.json()["metadata"]
+        await policy_id_of(client, env=env)
+        both = {"policy_name": "planned", "env": env, "config": {"step_rewards": {}}}
+        answer = await client.post("/policy/create", json=both)
+    assert (answer.status_code, answer.json()["where"]) == (422, "env.config.step_rewards")
+
+
+async def test_after_the_end_of_the_episode_nobody_is_asked_until_a_reset():
+    end = [{"tool": "add", "args": {"names": ["end"]}}]
+    async with running_app() as client, fake_inference(calling("a")) as fake:
+        env_id = await env_id_of(client)
+        config = {"inference_url": fake.url, "model": "m"}
+        policy_id = await policy_id_of(client, "openai", bound_env_id=env_id, config=config)
+        await client.post("/env/step", json={"env_id": env_id, "tool_calls": end})
+        answer = await asked(client, policy_id)
+        assert (answer.status_code, answer.json()["code"]) == (409, "episode_over")
+        assert fake.bodies == []
+        await client.post("/env/reset", json={"env_id": env_id})
+        assert (await asked(client, policy_id)).status_code == 200
 
 
 async def test_a_dry_run_shows_the_prompt_and_asks_nobody():

@@ -15,6 +15,13 @@ def test_several_calls_of_one_message_stay_in_order():
     assert [one.function.arguments for one in read.tool_calls] == ['{"n": 1}', '{"n": 2}']
 
 
+@pytest.mark.parametrize("arguments", [{"n": 1}, '{"n": 1}'])
+def test_the_single_form_of_source_2_is_one_call(arguments):
+    read = read_action({"type": "tool_call", "name": "add", "arguments": arguments})
+    assert [(one.id, one.function.name) for one in read.tool_calls] == [("call_0", "add")]
+    assert [request.arguments for request in read.requests] == [{"n": 1}]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", "[" * 100_000, "NaN"])
 def test_arguments_that_are_no_json_object_are_kept_as_text(text):
     assert json_object(text) is None

@@ -2,7 +2,7 @@
 
 from task_app.errors import PolicyUnavailable
 from tests.task_app.counting import PlannedPolicy, add, boards, rollout, running_app
-from tests.task_app.fake_inference import completion, fake_inference, raw
+from tests.task_app.fake_inference import calling, completion, fake_inference, raw, status
 from tests.task_app.rollout_client import accept, all_of
 
 
@@ -77,3 +77,29 @@ async def test_failures_of_the_inference_server_are_recorded_with_their_code():
     talked = found["talker"].trajectory
     assert talked is not None
     assert (talked.stop_reason, len(talked.steps)) == ("invalid_action", 3)
+
+
+async def test_an_outage_that_meets_the_deadline_fails_and_an_answer_ends_the_outage():
+    def asking(rollout_id, url):
+        config = {"inference_url": url, "model": "m", "max_attempts": 100}
+        return rollout(
+            rollout_id,
+            env={"env_name": "counting", "config": {"length": 1_000_000}},
+            policy={"policy_name": "openai", "config": config},
+            limits={"timeout_s": 1.0, "max_decisions": 10_000},
+        )
+
+    async with (
+        fake_inference(calling("a"), status(503, {})) as out,
+        fake_inference(status(503, {}), calling("a")) as back,
+        running_app() as client,
+    ):
+        await accept(client, asking("out", out.url), asking("back", back.url))
+        found = await all_of(client, 2)
+    failure = found["out"].failure
+    assert failure is not None
+    assert (failure.code, failure.decisions_done) == ("inference_unavailable", 1)
+    assert "status 503" in failure.detail
+    answered = found["back"].trajectory
+    assert answered is not None
+    assert answered.stop_reason == "deadline"

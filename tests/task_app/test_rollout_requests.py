@@ -22,7 +22,8 @@ BAD = {
     "rollouts.0.start.seed": rollout("a", start={"seed": -1}),
     "rollouts.0.start.sed": rollout("a", start={"sed": 1}),
     "rollouts.0.limits.max_decisions": rollout("a", limits={"max_decisions": 0}),
-    "rollouts.0.limits.termination_regex": rollout("a", limits={"termination_regex": "("}),
+    "rollouts.0.limits.termination_regex": rollout("a", limits={"termination_regex": "(a+)+$"}),
+    "rollouts.0.policy.config.seed": rollout("a", **openai(seed=False)),
     "rollouts.0.rollout_id": rollout("a b"),
     "rollouts.0.step_rewards.mode": rollout("a", step_rewards={"mode": "decision_step"}),
     "rollouts.0.env.config.step_rewards.modes": rollout(

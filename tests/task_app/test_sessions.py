@@ -20,9 +20,9 @@ def test_a_session_expires_after_its_idle_time_unless_it_is_used():
     clock.now_s = 6.0
     assert sessions.get(used, where="env_id") == "used"
     clock.now_s = 10.0
-    assert sessions.expire() == 0, "ten seconds are not yet too long"
+    assert sessions.expire() == {}, "ten seconds are not yet too long"
     clock.now_s = 10.5
-    assert sessions.expire() == 1
+    assert sessions.expire() == {idle: "idle"}
     assert sessions.get(used, where="env_id") == "used"
     with pytest.raises(UnknownId, match=idle):
         sessions.get(idle, where="env_id")
@@ -36,5 +36,7 @@ def test_an_expired_session_makes_room():
         sessions.add("second")
     clock.now_s = 2.0
     sessions.expire()
-    sessions.add("second")
-    assert len(sessions) == 1
+    second = sessions.add("second")
+    assert sessions.find(second) == "second"
+    assert sessions.remove(second, where="policy_id") == "second"
+    assert sessions.find(second) is None

@@ -1,7 +1,9 @@
+import io
 import json
 from collections import Counter
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_job
@@ -10,7 +12,7 @@ from trainer_backend.__main__ import app
 from trainer_backend.collect.collector import Collection
 from trainer_backend.errors import JobError, NothingToLearnFrom, RunDirectoryError
 from trainer_backend.evaluate import Checkpoint, Scripted, evaluate, what_to_evaluate
-from trainer_backend.evaluation_result import as_json, evaluated
+from trainer_backend.evaluation_result import as_json, evaluated, tables
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.layout import create_run
 
@@ -34,6 +36,14 @@ def test_the_figures_of_two_episodes_by_hand():
     assert found.unique_by_turn == (0.5, 1.0, 0.5)
     assert found.endings == {"max_decisions": 2}
     assert found.failures == {"inference_unavailable": 1}
+
+
+def test_a_name_in_brackets_is_printed_as_it_is():
+    out = io.StringIO()
+    found = evaluated("runs/[/x]/[best]", Collection(LAST, failures=Counter({"[odd]": 1})))
+    Console(file=out, width=100).print(tables(found))
+    assert "runs/[/x]/[best]" in out.getvalue()
+    assert "[odd] 1" in out.getvalue()
 
 
 def test_one_episode_has_no_interval_and_none_is_an_error():
@@ -85,5 +95,5 @@ def test_the_command_plays_a_scripted_policy_and_writes_json(job_file, tmp_path)
     figures = json.loads(out.read_text())
     assert figures["policy"] == "crafter_teacher"
     assert figures["unique"]["count"] == 3
-    assert figures["decisions"]["mean"] == 6.0
+    assert figures["decisions"]["mean"] == tiny_job().rollout.max_turns
     assert figures["invalid_frac"] == 0.0

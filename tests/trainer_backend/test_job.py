@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from shared_schemas.rollouts import RolloutLimits
 from trainer_backend.errors import JobError
-from trainer_backend.job import dump_job, load_job, parse_job
+from trainer_backend.job import dump_job, load_job, load_new_job, parse_job
+from trainer_backend.job_schema import RolloutTable
 
 MODEL = {"model": {"preset": "tiny-0.3m"}}
 
@@ -52,6 +54,127 @@ def test_a_number_out_of_bounds_is_refused_with_the_bound():
 
 def test_a_number_that_is_not_finite_is_refused():
     assert "training.learning_rate is inf" in refusal({"training": {"learning_rate": float("inf")}})
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"training": 5}, "job.toml: training is 5, but it is a table; write [training]"),
+        ({"rollout": "x"}, "job.toml: rollout is 'x', but it is a table; write [rollout]"),
+        (
+            {"training": {"rewards": 3}},
+            "job.toml: training.rewards is 3, but it is a table; write [training.rewards]",
+        ),
+    ],
+)
+def test_a_value_where_a_table_belongs_is_refused(document: dict[str, object], told: str):
+    assert refusal(document) == told
+
+
+@pytest.mark.parametrize("table", ["job", "services", "model", "inference", "algorithm", "evaluation"])
+def test_every_other_table_is_one_too(table: str):
+    assert refusal({table: 5}).startswith(f"job.toml: {table} is 5: ")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "told"),
+    [
+        ([-1], "evaluation.seeds.0 is -1"),
+        ([2**31 - 1], f"evaluation.seeds.0 is {2**31 - 1}"),
+        ([1, 2.0], "evaluation.seeds.1 is 2.0"),
+        ([True], "evaluation.seeds.0 is True"),
+        (["7"], "evaluation.seeds.0 is '7'"),
+        ([4, 5, 4], "4 is given twice"),
+    ],
+)
+def test_an_evaluation_world_is_a_seed_and_comes_once(seeds: list[object], told: str):
+    assert told in refusal({"evaluation": {"seeds": seeds}})
+
+
+@pytest.mark.parametrize(
+    ("key", "limit"),
+    [
+        ("max_turns", "max_decisions"),
+        ("max_invalid_decisions", "max_invalid_decisions"),
+        ("timeout_s", "timeout_s"),
+    ],
+)
+def test_what_a_job_may_ask_for_is_what_a_task_app_accepts(key: str, limit: str):
+    ours, theirs = RolloutTable.model_fields[key], RolloutLimits.model_fields[limit]
+    assert set(ours.metadata) == set(theirs.metadata)
+
+
+def test_an_unknown_preset_is_refused_with_what_was_meant():
+    message = refusal({"model": {"preset": "tiny-0.3"}})
+    assert message.startswith("job.toml: model.preset is 'tiny-0.3'; known: tiny-0.3m, tiny-0.8m")
+    assert message.endswith("Did you mean 'tiny-0.3m'?")
+
+
+def test_a_response_must_leave_room_for_a_prompt():
+    message = refusal({"rollout": {"max_tokens": 64}, "inference": {"max_model_len": 64}})
+    assert "rollout.max_tokens (64) must be below inference.max_model_len (64)" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("temperature", "rollout.temperature"),
+        ("top_p", "rollout.top_p"),
+        ("top_k", "rollout.top_k"),
+        ("max_tokens", "rollout.max_tokens"),
+        ("seed", "job.seed"),
+        ("model", "job.name"),
+        ("inference_url", "services.gateway_host"),
+    ],
+)
+def test_a_policy_config_cannot_go_past_what_the_job_checks(key: str, meant: str):
+    message = refusal({"rollout": {"policy_config": {key: 1}}})
+    assert f"rollout.policy_config: {key!r} is set by the job itself; use {meant}" in message
+
+
+def test_what_is_the_policy_s_own_may_be_configured():
+    job = parse_job({**MODEL, "rollout": {"policy_config": {"max_attempts": 2}}}, where="x").config
+    assert job.rollout.policy_config == {"max_attempts": 2}
+
+
+def job_of_a_folder(tmp_path: Path, folder: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(f'[model]\npath = "{folder}"\n')
+    return path
+
+
+def test_a_new_job_needs_its_model_folder_and_a_stored_one_does_not(tmp_path: Path):
+    path = job_of_a_folder(tmp_path, tmp_path / "models" / "smoll")
+    assert load_job(path).config.model.path == tmp_path / "models" / "smoll"
+    with pytest.raises(JobError, match=r"which is no folder$"):
+        load_new_job(path)
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    with pytest.raises(JobError, match=r"no folder\. Did you mean '.*/models/small'\?$"):
+        load_new_job(path)
+
+
+def test_a_model_folder_holds_a_config(tmp_path: Path):
+    path = job_of_a_folder(tmp_path, tmp_path / "m")
+    (tmp_path / "m").mkdir()
+    with pytest.raises(JobError, match=r"config\.json is missing"):
+        load_new_job(path)
+    (tmp_path / "m" / "config.json").write_text("{}")
+    assert load_new_job(path).config.model.path == tmp_path / "m"
+
+
+@pytest.mark.parametrize("value", [12345, ["hush-12345"], {"key": "hush-12345"}])
+def test_a_key_of_the_wrong_type_is_not_repeated(value: object):
+    message = refusal({"services": {"task_api_key": value}})
+    assert "services.task_api_key" in message
+    assert "12345" not in message
+
+
+def test_a_key_in_a_malformed_override_is_not_repeated(tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\npreset = "tiny-0.3m"\n[services]\ntask_api_key = "a"\n')
+    with pytest.raises(JobError) as caught:
+        load_job(path, ["services.task_api_key.x=hush-hush"])
+    assert "hush" not in str(caught.value)
 
 
 def test_groups_must_fill_a_batch():

@@ -1,5 +1,6 @@
 """The task app's rollout routes, as a client. Every call has a deadline, every retry a budget."""
 
+import json
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,14 @@ from trainer_backend.errors import TaskAppError
 
 _ATTEMPTS = 6
 _SUBMIT_AT_ONCE = 64
+_ACK_AT_ONCE = 1024
+_LATER = (429, 502, 503, 504)
+
+
+class CursorExpired(TaskAppError):
+    """The task app was started anew since the cursor was given; what it had accepted is lost."""
+
+    code = "cursor_expired"
 
 
 class _Unreachable(Exception):
@@ -66,7 +75,12 @@ class TaskAppClient:
             RolloutsAccepted.model_validate(await self._call("POST", "/rollouts", body=_wire(batch)))
 
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
-        """Everything that ended since `cursor`; waits up to `wait_s` for at least one."""
+        """Everything that ended since `cursor`; waits up to `wait_s` for at least one.
+
+        Raises:
+            CursorExpired: the cursor is of a process that has ended; poll without one.
+            TaskAppError: anything else that went wrong.
+        """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
         answer = await self._call("GET", "/rollouts", params=params, extra_s=wait_s)
         try:
@@ -75,13 +89,14 @@ class TaskAppClient:
             raise TaskAppError(f"{self.url}: GET /rollouts answered something else: {error}") from error
 
     async def ack(self, run_id: str, rollout_ids: Sequence[str]) -> None:
-        """Tell the task app that these are stored here."""
-        ack = RolloutAck(run_id=run_id, rollout_ids=tuple(rollout_ids))
-        RolloutAcked.model_validate(
-            await self._call("POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
-        )
+        """Tell the task app that it may forget these; ids that it does not know are harmless."""
+        for first in range(0, len(rollout_ids), _ACK_AT_ONCE):
+            ack = RolloutAck(run_id=run_id, rollout_ids=tuple(rollout_ids[first : first + _ACK_AT_ONCE]))
+            body = ack.model_dump(mode="json")
+            RolloutAcked.model_validate(await self._call("POST", "/rollouts/ack", body=body))
 
     async def cancel(self, rollout_id: str) -> None:
+        """End a rollout that has not ended."""
         await self._call("DELETE", f"/rollouts/{rollout_id}")
 
     async def _call(
@@ -112,15 +127,21 @@ class TaskAppClient:
             async with self._session.request(
                 method, self.url + path, json=body, params=params, timeout=timeout
             ) as reply:
-                answer = await reply.json(content_type=None)
-        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+                status, text = reply.status, await reply.text(errors="replace")
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise TaskAppError(f"{self.url}: {method} {path} did not answer with JSON: {error}") from error
-        if reply.status in (429, 502, 503, 504) and not _is_final(answer):
-            raise _Unreachable(f"status {reply.status}: {_detail(answer)}")
-        if reply.status >= 400:
-            raise TaskAppError(f"{self.url}: {method} {path}: status {reply.status}: {_detail(answer)}")
+        except aiohttp.ClientError as error:
+            raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
+        # The status first: what a proxy says while the task app starts is a page of HTML.
+        answer = _parsed(text)
+        if status in _LATER and not _is_final(answer):
+            raise _Unreachable(f"status {status}: {_detail(answer, text)}")
+        if status >= 400:
+            expired = isinstance(answer, dict) and answer.get("code") == CursorExpired.code
+            kind = CursorExpired if expired else TaskAppError
+            raise kind(f"{self.url}: {method} {path}: status {status}: {_detail(answer, text)}")
+        if answer is None:
+            raise TaskAppError(f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}")
         return answer
 
 
@@ -133,13 +154,21 @@ def _wire(batch: RolloutBatch) -> dict[str, Any]:
     return body
 
 
+def _parsed(text: str) -> Any:
+    """The JSON in `text`, or None where there is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
 def _is_final(answer: Any) -> bool:
     return isinstance(answer, dict) and answer.get("code") == "missing_environment_api_key"
 
 
-def _detail(answer: Any) -> str:
+def _detail(answer: Any, text: str) -> str:
     """The problem's own words, its place and its hint, if the answer is a problem."""
     if not isinstance(answer, dict):
-        return str(answer)[:200]
+        return text[:200]
     parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
-    return "; ".join(str(part) for part in parts if part) or str(answer)[:200]
+    return "; ".join(str(part) for part in parts if part) or text[:200]

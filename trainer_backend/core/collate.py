@@ -46,14 +46,6 @@ class Packed:
     behaviour_logprob_N: Tensor
     segment_N: Tensor
 
-    @property
-    def padding_share(self) -> float:
-        """Share of the B * L positions that hold no token, in [0, 1)."""
-        return float((self.segment_ids_BL == 0).double().mean())
-
-    def to(self, device: torch.device | str) -> Packed:
-        return Packed(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -68,10 +60,6 @@ class Batch:
     advantage_N: Tensor
     weight_N: Tensor
     proximal_logprob_N: Tensor
-
-    def to(self, device: torch.device | str) -> Batch:
-        columns = (self.advantage_N, self.weight_N, self.proximal_logprob_N)
-        return Batch(self.packed.to(device), *(column.to(device) for column in columns))
 
 
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
@@ -186,15 +174,10 @@ def block_mask(segment_ids_BL: Tensor) -> Tensor:
     has a softmax of NaNs, whose gradient would be NaN everywhere.
 
     For `attn_implementation="sdpa"`, with `position_ids_BL` beside it. Eager attention would *add* the
-    booleans to its scores without a word: it needs `additive_mask`.
+    booleans to its scores without a word; `learner.support` therefore sets sdpa.
     """
     same_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
     return same_BLL.tril().unsqueeze(1)
-
-
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as what attention adds to its scores: 0 where True, the lowest number where False."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _cuts(packed: Packed, max_rows: int) -> Iterator[tuple[Packed, slice]]:

@@ -2,9 +2,7 @@
 
 import math
 
-from trainer_backend.core.statistics import Interval
-
-_Z_975 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
+from trainer_backend.core.statistics import Z_975, Interval
 
 
 def wilson_interval(successes: int, count: int) -> Interval:
@@ -29,7 +27,7 @@ def wilson_interval(successes: int, count: int) -> Interval:
     if not 0 <= successes <= count:
         raise ValueError(f"successes must lie in 0 .. {count}, got {successes}")
     rate = successes / count
-    widening = 1 + _Z_975**2 / count
-    centre = (rate + _Z_975**2 / (2 * count)) / widening
-    half = _Z_975 / widening * math.sqrt(rate * (1 - rate) / count + _Z_975**2 / (4 * count**2))
+    widening = 1 + Z_975**2 / count
+    centre = (rate + Z_975**2 / (2 * count)) / widening
+    half = Z_975 / widening * math.sqrt(rate * (1 - rate) / count + Z_975**2 / (4 * count**2))
     return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0), count)

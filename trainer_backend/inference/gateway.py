@@ -157,7 +157,15 @@ class ChatEndpoint:
             self._conversations.remember(rollout_id, turn)
         created = int(self._clock())
         reply = completion_body(
-            Answer(completion_id, request.model, created, prompt.ids, generation, message),
+            Answer(
+                completion_id,
+                request.model,
+                created,
+                prompt.ids,
+                generation,
+                message,
+                raw_text if rollout_id else None,
+            ),
             prompt_ids_reused=_ids_left_out(request, rollout_id, prompt),
             logprobs_content=openai_logprobs(generation, policy.renderer) if request.logprobs else None,
         )

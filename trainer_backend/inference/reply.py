@@ -13,7 +13,10 @@ from trainer_backend.inference.tool_parsing import ParsedReply
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one generation has to say, before it is put into JSON."""
+    """What one generation has to say, before it is put into JSON.
+
+    `raw_text` is the sampled text as it was, for requests of a rollout; None leaves it out.
+    """
 
     completion_id: str
     model: str
@@ -21,6 +24,7 @@ class Answer:
     prompt_ids: Sequence[int]
     generation: Generation
     message: Mapping[str, Any]
+    raw_text: str | None = None
 
 
 def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str]:
@@ -63,7 +67,7 @@ def completion_body(
 ) -> dict[str, Any]:
     """The reply. `prompt_ids_reused` None leaves the prompt's ids out: nobody asked for them."""
     generation, message = answer.generation, answer.message
-    choice = {
+    choice: dict[str, Any] = {
         "index": 0,
         "message": message,
         "finish_reason": "tool_calls" if "tool_calls" in message else generation.finish_reason,
@@ -73,6 +77,8 @@ def completion_body(
         "token_logprobs": generation.logprobs,
         "versions": generation.versions,
     }
+    if answer.raw_text is not None:
+        choice["raw_text"] = answer.raw_text
     body: dict[str, Any] = {
         "id": answer.completion_id,
         "object": "chat.completion",

@@ -1,14 +1,16 @@
 """uvicorn on a thread of its own, so that a trainer or a test can serve an app and go on working."""
 
 import asyncio
+import ipaddress
 import socket
 import threading
+from typing import Self
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from trainer_backend.errors import InferenceError, PortTaken
+from trainer_backend.errors import InferenceError, JobError, PortTaken
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
@@ -18,11 +20,11 @@ BACKLOG = 2048
 class GatewayServer:
     """Serves an ASGI app on a background thread with its own event loop (uvloop).
 
-    >>> with GatewayServer(app, "127.0.0.1", 0) as url: ...     # port 0: any free one
+    >>> with GatewayServer(app, Listener("127.0.0.1", 0)) as url: ...     # port 0: any free one
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        self._host, self._port = host, port
+    def __init__(self, app: ASGIApp, listener: "Listener") -> None:
+        self._listener = listener
         config = uvicorn.Config(
             app,
             loop="uvloop",
@@ -35,31 +37,26 @@ class GatewayServer:
         self._server = uvicorn.Server(config)
         self._started = threading.Event()
         self._thread: threading.Thread | None = None
-        self._socket: socket.socket | None = None
 
     def start(self) -> str:
-        """Bind, serve, and return the base URL.
+        """Serve, and return the base URL.
 
         Raises:
-            PortTaken: the port is in use or may not be bound.
             InferenceError: the server did not come up in time.
         """
-        # Bound here and not by uvicorn, which would end the process on a taken port.
-        self._socket = _bound_socket(self._host, self._port)
         self._thread = threading.Thread(target=self._serve, name="turnwise-gateway", daemon=True)
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S) or not self._server.started:
             self.stop()
-            raise InferenceError("the gateway's server did not start", where=f"{self._host}:{self._port}")
-        return f"http://{self._host}:{self._socket.getsockname()[1]}"
+            raise InferenceError("the gateway's server did not start", where=self._listener.url)
+        return self._listener.url
 
     def stop(self) -> None:
         """Stop accepting, give open requests a few seconds, and wait for the thread."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
-        if self._socket is not None:
-            self._socket.close()
+        self._listener.close()
 
     def __enter__(self) -> str:
         return self.start()
@@ -72,8 +69,7 @@ class GatewayServer:
             runner.run(self._serve_async())
 
     async def _serve_async(self) -> None:
-        assert self._socket is not None, "start() binds before it starts the thread"
-        serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener.socket]))
         try:
             while not (self._server.started or serving.done()):
                 await asyncio.sleep(0.001)
@@ -83,9 +79,42 @@ class GatewayServer:
             self._started.set()
 
 
+class Listener:
+    """A port that is held from now on; what connects waits until a server accepts. Use as a context manager.
+
+    Bound here and not by uvicorn, which would end the process on a taken port.
+
+    Args:
+        host: an address or name of this machine, as task apps call it.
+        port: 0 takes a free one.
+
+    Raises:
+        JobError: the host stands for every address, so it makes no URL that a task app could call.
+        PortTaken: the port is in use or may not be bound.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        if _is_wildcard(host):
+            raise JobError(
+                f"services.gateway_host is {host!r}, which listens everywhere and is no address to call",
+                hint="Name the address of this machine that the task apps reach.",
+            )
+        self.socket = _bound_socket(host, port)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Let the port go; closing twice is harmless."""
+        self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
 def _bound_socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
@@ -100,3 +129,10 @@ def _bound_socket(host: str, port: int) -> socket.socket:
             hint="Choose another port, or 0 for any free one.",
         ) from error
     return bound
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a name

@@ -10,7 +10,7 @@ Nothing is pickled. A folder with the final name is whole: the rename is the com
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,8 @@ def save_checkpoint(
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         for file in aside.iterdir():
             _flush(file)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(aside, folder)
+        _flush(aside)
+        _put_in_place(aside, folder)
     except Exception as error:
         # safetensors raises an error class of its own for a full disk, so OSError alone would miss it.
         shutil.rmtree(aside, ignore_errors=True)
@@ -53,6 +52,26 @@ def save_checkpoint(
         ) from error
 
 
+def _put_in_place(aside: Path, folder: Path) -> None:
+    """Rename `aside` to `folder`; what had that name is renamed first, and removed last.
+
+    Removing it takes long, and a kill in the meantime would leave half of it under the final name.
+    """
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    try:
+        os.replace(aside, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
+    # A rename is on disk only when the folder that holds the names is.
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress:
     """Put optimizer and RNG back as they were; the model itself is loaded like any folder.
 
@@ -60,7 +79,9 @@ def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress
         CheckpointError: a file is missing or broken, or the optimizer is of another model.
     """
     try:
-        progress = Progress(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        # By name: earlier versions also wrote the best evaluation, which metrics.jsonl tells better.
+        progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
         _restore_optimizer(optimizer, load_file(folder / "optimizer.safetensors"), folder)
         torch.set_rng_state(load_file(folder / "rng.safetensors")["torch"])
     except CheckpointError:

@@ -1,7 +1,7 @@
 """The learner in this process: model, optimizer, and what the orchestrator asks of them."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
-from trainer_backend.protocols import CreditedEpisode, Progress, Reporter
+from trainer_backend.protocols import CreditedEpisode, Progress
 
 # Its bars for files of a megabyte would tear the live table apart.
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class LocalLearner:
         learner = cls(job, model, tokenizer, reference=reference)
         return learner, restore_progress(checkpoint, learner._optimizer)
 
-    def warm_up(self, episodes: Sequence[Trajectory], reporter: Reporter) -> dict[str, float]:
+    def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
         """Imitate the teacher; see `learner.warmup`."""
         table = self.job.warmup
         if table is None:
@@ -77,10 +77,6 @@ class LocalLearner:
         segments = demonstrations(
             episodes, ChatRenderer(self.tokenizer), min_outcome_reward=table.min_outcome_reward
         )
-
-        def tell(done: int, total: int) -> None:
-            reporter.stage("warm-up", done, total)
-
         self.model.train()
         result = warm_up(self.model, segments, self.job, table, tell)
         self.model.train(False)

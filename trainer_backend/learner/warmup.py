@@ -66,8 +66,11 @@ def warm_up(
 ) -> WarmupResult:
     """Minimise the mean negative log-prob of the demonstrations' tokens.
 
+    Args:
+        tell: is called with the steps done and their total; what it raises ends the warm-up there.
+
     Raises:
-        NonFiniteLoss: the loss is NaN or infinite; the step that met it is not taken.
+        NonFiniteLoss: the loss or the gradient is NaN or infinite; the step that met it is not taken.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=table.learning_rate, weight_decay=table.weight_decay, betas=(0.9, 0.98)
@@ -75,6 +78,7 @@ def warm_up(
     batches_per_epoch = -(-len(segments) // table.batch_decisions)
     total = batches_per_epoch * table.epochs
     losses: list[float] = []
+    tell(0, total)
     for epoch in range(table.epochs):
         order = list(segments)
         random.Random(derived_seed(job.job.seed, "warmup-shuffle", epoch)).shuffle(order)
@@ -107,7 +111,11 @@ def _step(
             raise NonFiniteLoss(f"warmup: the loss is {loss.item()}", hint="lower warmup.learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), table.max_grad_norm, error_if_nonfinite=True)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), table.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise NonFiniteLoss(
+            f"warmup: the norm of the gradient is {norm.item()}", hint="lower warmup.learning_rate"
+        )
     optimizer.step()
     return total
 

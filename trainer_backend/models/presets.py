@@ -1,37 +1,15 @@
 """Causal language models of under a million parameters, built from a `transformers` config.
 
 They are ordinary Qwen3 models: saved, loaded and served like any other, only small enough for a laptop core.
+Their shapes: `core.presets`.
 """
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from shared_schemas.base import did_you_mean
+from trainer_backend.core.presets import PRESETS, Preset
 from trainer_backend.errors import ModelFolderError
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """The shape of a preset. Key and value heads equal the query heads: no repetition in attention."""
-
-    width: int
-    layers: int
-    heads: int
-    head_dim: int
-    mlp_width: int
-    max_positions: int = 2048
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        "tiny-0.3m": Preset(width=96, layers=2, heads=4, head_dim=24, mlp_width=256),
-        "tiny-0.8m": Preset(width=128, layers=3, heads=4, head_dim=32, mlp_width=384),
-    }
-)
 
 
 def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> PreTrainedModel:

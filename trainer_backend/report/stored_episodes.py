@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.statistics import Interval, mean_interval
+from trainer_backend.report.story import Story
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
 
 
@@ -38,6 +39,15 @@ def paired_difference(first: Path, other: Path) -> Interval | None:
     before, after = _unique_by_seed(first), _unique_by_seed(other)
     shared = sorted(before.keys() & after.keys())
     return mean_interval([after[seed] - before[seed] for seed in shared]) if shared else None
+
+
+def last_minus_first(story: Story) -> Interval | None:
+    """`paired_difference` of a run's last evaluation and its first; None without two stored ones."""
+    if len(story.evaluations) < 2:
+        return None
+    iterations = (story.evaluations[0]["iteration"], story.evaluations[-1]["iteration"])
+    first, last = (story.rollouts_file(f"evaluation_{iteration}") for iteration in iterations)
+    return paired_difference(first, last) if first and last else None
 
 
 def best_episode(path: Path) -> Trajectory | None:

@@ -41,8 +41,12 @@ class Story:
 
     @property
     def best_evaluation(self) -> Row | None:
-        """The evaluation that `checkpoints/best` belongs to: highest mean outcome, the first of equals."""
-        return max(self.evaluations, key=lambda row: row["eval/outcome_reward"], default=None)
+        """The evaluation that `checkpoints/best` belongs to: highest mean outcome, the first of equals.
+
+        One that lost episodes for good is passed over, as it is for the checkpoint.
+        """
+        whole = [row for row in self.evaluations if not row.get("rollout/failed")]
+        return max(whole, key=lambda row: row["eval/outcome_reward"], default=None)
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
@@ -60,12 +64,12 @@ class Story:
     @property
     def teacher(self) -> Row | None:
         """Episodes that the warm-up imitates."""
-        return next((row for row in self._of("warmup") if "eval/episodes" in row), None)
+        return next(iter(self._of("teacher")), None)
 
     @property
     def warmup(self) -> Row | None:
         """The supervised steps."""
-        return next((row for row in self._of("warmup") if "warmup/steps" in row), None)
+        return next(iter(self._of("warmup")), None)
 
     @property
     def failures(self) -> Counter[str]:

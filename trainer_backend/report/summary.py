@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.core.statistics import Interval
 from trainer_backend.report.learning_charts import evaluation_interval, spaced
-from trainer_backend.report.stored_episodes import paired_difference
+from trainer_backend.report.stored_episodes import last_minus_first
 from trainer_backend.report.story import Row, Story
 from trainer_backend.report.training_charts import stage_totals
 
@@ -85,8 +85,6 @@ def failure_lines(story: Story) -> list[Line]:
 
 
 def _held_out(story: Story) -> list[Line]:
-    if not story.evaluations:
-        return []
     lines = [
         (
             f"held-out worlds after iteration {row['iteration']} ({words})",
@@ -94,13 +92,10 @@ def _held_out(story: Story) -> list[Line]:
         )
         for words, row in story.landmarks
     ]
-    first, last = story.evaluations[0], story.evaluations[-1]
-    paths = [story.rollouts_file(f"evaluation_{row['iteration']}") for row in (first, last)]
-    if first is not last and paths[0] and paths[1]:
-        found = paired_difference(paths[0], paths[1])
-        if found is not None:
-            told = f"{_told(found, sign='+')}, {found.count} worlds"
-            lines.append(("last minus first, world by world", told))
+    found = last_minus_first(story)
+    if found is not None:
+        told = f"{_told(found, sign='+')}, {found.count} worlds"
+        lines.append(("last minus first, world by world", told))
     return lines
 
 
@@ -108,13 +103,13 @@ def _training(rows: Sequence[Row]) -> list[Line]:
     if not rows:
         return []
     first, last = rows[0], rows[-1]
-    batches = sum(row.get("reward/batch_nonzero", 0.0) for row in rows) / len(rows)
+    batches = sum(row.get("decision/batch_nonzero", 0.0) for row in rows) / len(rows)
     unique, rewarded = "episode/unique_achievements", "decision/nonzero_frac"
     return [
         ("training episodes, first and last iteration", f"{first[unique]:.2f}, {last[unique]:.2f} unique"),
         ("decisions that unlocked something", f"{first[rewarded]:.1%}, {last[rewarded]:.1%}"),
         ("reward an episode", f"{first['reward/mean']:.2f}, {last['reward/mean']:.2f}"),
-        ("iterations with any reward", f"{batches:.0%}"),
+        ("iterations with any event reward", f"{batches:.0%}"),
     ]
 
 

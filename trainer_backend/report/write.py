@@ -11,6 +11,7 @@ from trainer_backend.report.page import Section, page
 from trainer_backend.report.replay import FrameSource, played_frames
 from trainer_backend.report.story import Story, read_story
 from trainer_backend.report.training_charts import reward_per_turn, time_per_stage, update_health
+from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.layout import RunDirectory
 
 FILE = "report.html"
@@ -31,18 +32,21 @@ def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames
 
     Raises:
         JobError: job.toml of the run cannot be read.
+        RunDirectoryError: the disk is full, or refuses.
     """
     story = read_story(directory)
     sections = _sections(story)
     film = filmstrip(story, frames)
-    directory.report.mkdir(exist_ok=True)
-    for picture in _pictures(sections, film):
-        (directory.report / f"{picture.name}.png").write_bytes(picture.light)
-        (directory.report / f"{picture.name}.dark.png").write_bytes(picture.dark)
     path = directory.report / FILE
-    aside = path.with_suffix(".tmp")
-    aside.write_text(page(story, sections, film), encoding="utf-8")
-    os.replace(aside, path)
+    html = page(story, sections, film)
+    with writing(directory.report):
+        directory.report.mkdir(exist_ok=True)
+        for picture in _pictures(sections, film):
+            (directory.report / f"{picture.name}.png").write_bytes(picture.light)
+            (directory.report / f"{picture.name}.dark.png").write_bytes(picture.dark)
+        aside = path.with_suffix(".tmp")
+        aside.write_text(html, encoding="utf-8")
+        os.replace(aside, path)
     return path
 
 

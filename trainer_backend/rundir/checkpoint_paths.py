@@ -4,13 +4,15 @@ import os
 import shutil
 from pathlib import Path
 
+from trainer_backend.rundir.boundary import writing
+
 STATE_FILE = "state.json"
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
     """The finished checkpoint with the highest iteration; folders still aside do not count."""
-    found = [path for path in checkpoints.glob("iteration_*") if (path / STATE_FILE).exists()]
-    return max(found, key=_iteration, default=None)
+    found = [path for path in _folders(checkpoints) if (path / STATE_FILE).exists()]
+    return found[-1] if found else None
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
@@ -25,18 +27,25 @@ def best_checkpoint(checkpoints: Path) -> Path | None:
 
 def mark_best(folder: Path) -> None:
     """Point `best` at this checkpoint."""
-    aside = folder.parent / ".best.tmp"
-    aside.write_text(folder.name, encoding="utf-8")
-    os.replace(aside, folder.parent / "best")
+    pointer, aside = folder.parent / "best", folder.parent / ".best.tmp"
+    with writing(pointer):
+        aside.write_text(folder.name, encoding="utf-8")
+        os.replace(aside, pointer)
 
 
 def prune_checkpoints(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest `keep`, the best one, and iteration_0 (what RL started from)."""
     best = best_checkpoint(checkpoints)
-    folders = sorted(checkpoints.glob("iteration_*"), key=_iteration)
-    for folder in folders[:-keep]:
+    for folder in _folders(checkpoints)[:-keep]:
         if folder != best and _iteration(folder) > 0:
-            shutil.rmtree(folder)
+            with writing(folder):
+                shutil.rmtree(folder)
+
+
+def _folders(checkpoints: Path) -> list[Path]:
+    """Oldest first; a copy that somebody made (iteration_5_backup) is not ours to count or remove."""
+    ours = [path for path in checkpoints.glob("iteration_*") if path.name[10:].isdecimal()]
+    return sorted(ours, key=_iteration)
 
 
 def _iteration(folder: Path) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -10,6 +11,7 @@ from uuid import uuid4
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job import dump_job, load_job
 from trainer_backend.job_schema import JobConfig
+from trainer_backend.rundir.boundary import writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,21 @@ class RunDirectory:
         """The resolved job that this run was started with."""
         return load_job(self.path / "job.toml").config
 
+    def replace_job(self, job: JobConfig) -> None:
+        """Write the job that the run goes on with; aside first, then renamed."""
+        path = self.path / "job.toml"
+        with writing(path):
+            aside = path.with_suffix(".tmp")
+            aside.write_text(dump_job(job), encoding="utf-8")
+            aside.replace(path)
+
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """One JSON line, on disk before this returns."""
-        with self.metrics_file.open("a", encoding="utf-8") as file:
+        """One JSON line, on disk before this returns.
+
+        Raises:
+            RunDirectoryError: the disk is full, or refuses.
+        """
+        with writing(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -65,9 +79,11 @@ class RunDirectory:
     def forget_metrics_after(self, iteration: int) -> None:
         """Drop rows of iterations that a resumed run will do again (those beyond its checkpoint)."""
         kept = [row for row in self.metrics() if row.get("iteration", 0) <= iteration]
-        aside = self.metrics_file.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in kept), encoding="utf-8")
-        aside.replace(self.metrics_file)
+        lines = "".join(json.dumps(row, sort_keys=True) + "\n" for row in kept)
+        with writing(self.metrics_file):
+            aside = self.metrics_file.with_suffix(".tmp")
+            aside.write_text(lines, encoding="utf-8")
+            aside.replace(self.metrics_file)
 
 
 def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
@@ -77,23 +93,37 @@ def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
         RunDirectoryError: `path` holds a run already, or cannot be written.
     """
     if path is None:
-        base = job.job.runs_dir / job.job.name
-        number = 1
-        path = base
-        while path.exists():
-            number += 1
-            path = base.with_name(f"{base.name}-{number}")
-    elif (path / "job.toml").exists():
-        raise RunDirectoryError(f"{path} holds a run already; `turnwise train --resume {path}` continues it")
+        path = _free_folder(job.job.runs_dir / job.job.name)
     run = RunDirectory(path, f"{job.job.name}.{uuid4().hex[:12]}")
-    try:
+    with writing(path):
         for folder in (path, path / "rollouts", path / "checkpoints"):
             folder.mkdir(parents=True, exist_ok=True)
-        (path / "job.toml").write_text(dump_job(job), encoding="utf-8")
+        try:
+            file = (path / "job.toml").open("x", encoding="utf-8")
+        except FileExistsError as error:
+            raise RunDirectoryError(
+                f"{path} holds a run already; `turnwise train --resume {path}` continues it"
+            ) from error
+        with file:
+            file.write(dump_job(job))
         (path / "run.json").write_text(json.dumps({"run_id": run.run_id, "format": 1}), encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot write the run directory: {error}") from error
     return run
+
+
+def _free_folder(base: Path) -> Path:
+    """A folder that this call has made: `base`, or base-2, base-3 ... when taken.
+
+    Made rather than looked for, so that two runs that start together get one each.
+    """
+    with writing(base):
+        for number in count(1):
+            path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return path
+    raise AssertionError("the numbers do not end")
 
 
 def open_run(path: Path) -> RunDirectory:
@@ -106,8 +136,10 @@ def open_run(path: Path) -> RunDirectory:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunDirectoryError(f"{path} holds no run (no run.json in it)") from error
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{path}/run.json cannot be read: {error}") from error
+    if not isinstance(facts, dict) or "run_id" not in facts:
+        raise RunDirectoryError(f"{path}/run.json names no run_id")
     if facts.get("format") != 1:
         raise RunDirectoryError(f"{path} was written in format {facts.get('format')!r}; this version reads 1")
     return RunDirectory(path, str(facts["run_id"]))

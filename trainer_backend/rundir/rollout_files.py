@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData
 from trainer_backend.core.statistics import step_deltas, unique_achievements
+from trainer_backend.rundir.boundary import writing
 
 _DECISION = pa.struct(
     [
@@ -67,15 +68,21 @@ class Credit:
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], credits: Sequence[Credit] | None = None) -> None:
-    """Write all rollouts of a stage, failed ones too; aside first, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write all rollouts of a stage, failed ones too; aside first, then renamed.
+
+    Raises:
+        RunDirectoryError: the disk is full, or refuses.
+    """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)
         for index, rollout in enumerate(rollouts)
     ]
-    aside = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), aside, compression="zstd")
-    os.replace(aside, path)
+    table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+    with writing(path, pa.ArrowException):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        pq.write_table(table, aside, compression="zstd")
+        os.replace(aside, path)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:

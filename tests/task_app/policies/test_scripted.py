@@ -7,6 +7,7 @@ import pytest
 
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.rules import ACTIONS
+from task_app.policies.crafter_memory import MapMemory
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.protocols import PolicyObservation, ToolRequest
 
@@ -57,3 +58,17 @@ async def test_random_play_uses_every_action_and_the_full_length():
     _, made = await play(RandomPolicy(RandomConfig(max_actions=4, seed=1)), 2, decisions=50)
     assert {len(actions) for actions in made} == {4}
     assert {action for actions in made for action in actions} == set(ACTIONS)
+
+
+def test_the_memory_of_another_episode_is_dropped_even_when_its_start_was_not_seen():
+    def at_step(environment, noops):
+        environment.step([ToolRequest("interact_many", {"actions": ["noop"] * noops})])
+        return environment.step([ToolRequest("interact_many", {"actions": ["move_left"]})]).observation.data
+
+    first, second = CrafterEnvironment(), CrafterEnvironment()
+    first.reset(1)
+    second.reset(2)
+    seen, other = at_step(first, 5), at_step(second, 2)
+    used = MapMemory()
+    used.facts(seen)
+    assert used.facts(other) == MapMemory().facts(other)

@@ -1,104 +1,17 @@
 """The client and the collector against a real server on a real port that can be told to misbehave."""
 
 import asyncio
-import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
-from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.collector import Collector
 from trainer_backend.errors import TaskAppError
-
-
-def request_of(number: int) -> RolloutRequest:
-    return RolloutRequest.model_validate(
-        {
-            "rollout_id": f"run/train/1/0/{number}",
-            "run_id": "run",
-            "group_id": "train/1/0",
-            "sibling": number,
-            "start": {"seed": number},
-            "env": {"env_name": "crafter"},
-            "policy": {"policy_name": "openai", "inference_key": "the-gateway-key"},
-        }
-    )
-
-
-class ScriptedTaskApp:
-    """Speaks the rollout routes. `fails` maps rollout ids to how often they fail before they finish."""
-
-    def __init__(self, fails: dict[str, int] | None = None) -> None:
-        self.fails = dict(fails or {})
-        self.ended: list[Rollout] = []
-        self.acked: list[str] = []
-        self.keys: list[str | None] = []
-        self.answer_first_with: list[int] = []
-        self.nonsense = False
-
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_post("/rollouts", self.accept)
-        app.router.add_get("/rollouts", self.page)
-        app.router.add_post("/rollouts/ack", self.ack)
-        return app
-
-    async def accept(self, request: web.Request) -> web.Response:
-        if self.answer_first_with:
-            return web.json_response({"detail": "not now"}, status=self.answer_first_with.pop(0))
-        body = await request.json()
-        for item in body["rollouts"]:
-            self.keys.append(item["policy"]["inference_key"])
-            self.ended.append(self._ended(RolloutRequest.model_validate(item)))
-        ids = [item["rollout_id"] for item in body["rollouts"]]
-        return web.json_response({"accepted": ids, "known": [], "instance_id": "i"}, status=202)
-
-    def _ended(self, item: RolloutRequest) -> Rollout:
-        base = item.rollout_id.partition(":")[0]
-        failed = self.fails.get(base, 0) > 0
-        if failed:
-            self.fails[base] -= 1
-        return Rollout(
-            **item.model_dump(
-                include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}
-            ),
-            instance_id="i",
-            status="failed" if failed else "finished",
-            failure=RolloutFailure(code="inference_unavailable", detail="gone") if failed else None,
-        )
-
-    async def page(self, request: web.Request) -> web.Response:
-        if self.nonsense:
-            return web.Response(text="<html>what?</html>")
-        first = int(request.query.get("cursor") or 0)
-        found = [json.loads(item.model_dump_json()) for item in self.ended[first : first + 3]]
-        page = {"rollouts": found, "cursor": str(first + len(found)), "unfinished": 0, "instance_id": "i"}
-        return web.json_response(page)
-
-    async def ack(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.acked += body["rollout_ids"]
-        return web.json_response({"acked": body["rollout_ids"], "unknown": []})
-
-
-@asynccontextmanager
-async def served(task_app: ScriptedTaskApp, *, timeout_s: float = 10.0) -> AsyncIterator[TaskAppClient]:
-    runner = web.AppRunner(task_app.app(), shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    try:
-        async with TaskAppClient(f"http://127.0.0.1:{port}", SecretStr("k"), timeout_s=timeout_s) as client:
-            yield client
-    finally:
-        await runner.cleanup()
 
 
 async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():

@@ -1,5 +1,7 @@
 """What a job asks for: pure, the same every time, and never a held-out world in training."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
@@ -69,7 +71,9 @@ def test_the_teacher_gets_no_key_and_the_model_gets_it():
 
 
 def test_a_key_never_goes_to_another_url():
-    plan = planner(rollout={"episodes_per_batch": 3, "policy_config": {"inference_url": "http://other:1"}})
+    plan = planner()
+    rollout = plan.job.rollout.model_copy(update={"policy_config": {"inference_url": "http://other:1"}})
+    plan = replace(plan, job=plan.job.model_copy(update={"rollout": rollout}))  # a job file is refused
     assert all(request.policy.inference_key is None for request in plan.training(1))
 
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from trainer_backend.core.aggregation import token_mean
 from trainer_backend.core.collate import (
-    additive_mask,
     block_mask,
     by_segment,
     collate,
@@ -51,7 +50,6 @@ def test_rows_positions_and_segment_numbers_by_hand():
     assert packed.token_ids_BL.tolist() == [[21, 22, 23, 24, 31, 32], [11, 12, 13, 0, 0, 0]]
     assert packed.position_ids_BL.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 0, 0]]
     assert packed.segment_ids_BL.tolist() == [[1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0]]
-    assert packed.padding_share == 3 / 12
 
 
 def test_a_sampled_token_is_predicted_one_position_before_it_in_its_own_segment():
@@ -91,11 +89,6 @@ def test_attention_is_causal_and_stays_in_its_segment():
     ]
 
 
-def test_the_additive_mask_is_0_where_attention_is_allowed():
-    mask = additive_mask(torch.tensor([True, False]), torch.float32)
-    assert mask.tolist() == [0.0, torch.finfo(torch.float32).min]
-
-
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
 def test_cuts_hold_all_tokens_in_order_and_are_no_wider_than_they_need(max_rows):
     batch = batch_of()
@@ -110,12 +103,6 @@ def test_cuts_hold_all_tokens_in_order_and_are_no_wider_than_they_need(max_rows)
     assert [len(cut.target_N) for cut in cut_packed(batch.packed, max_rows)] == [
         len(cut.weight_N) for cut in cuts
     ]
-
-
-def test_a_batch_moves_to_a_device_as_a_whole():
-    moved = batch_of().to("meta")
-    assert moved.weight_N.is_meta
-    assert moved.packed.token_ids_BL.is_meta
 
 
 @st.composite

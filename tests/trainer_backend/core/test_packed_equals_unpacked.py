@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer_backend.core.aggregation import token_mean
-from trainer_backend.core.collate import additive_mask, block_mask, collate, cut_batch
+from trainer_backend.core.collate import block_mask, collate, cut_batch
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.losses import LossConfig, clipped_policy_loss, entropy_loss
 from trainer_backend.core.segments import Segment
@@ -16,7 +16,7 @@ from trainer_backend.core.segments import Segment
 VOCABULARY = 37
 
 
-def tiny_model(attention="sdpa"):
+def tiny_model():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -28,7 +28,7 @@ def tiny_model(attention="sdpa"):
         max_position_embeddings=64,
         tie_word_embeddings=False,
         initializer_range=0.3,
-        attn_implementation=attention,
+        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config).eval()
 
@@ -61,12 +61,11 @@ def batch_of(parts, row_tokens):
     return collate(parts, advantages=advantages, weights=weights, proximal=proximal, row_tokens=row_tokens)
 
 
-def packed_logprobs(model, packed, additive=False, chunk=16):
-    mask = block_mask(packed.segment_ids_BL)
+def packed_logprobs(model, packed, chunk=16):
     hidden_BLD = model.model(
         input_ids=packed.token_ids_BL,
         position_ids=packed.position_ids_BL,
-        attention_mask=additive_mask(mask, torch.float32) if additive else mask,
+        attention_mask=block_mask(packed.segment_ids_BL),
         use_cache=False,
     ).last_hidden_state
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
@@ -84,12 +83,11 @@ def unpacked_logprobs(model, part):
 
 
 @pytest.mark.parametrize("row_tokens", [23, 40, 200])
-@pytest.mark.parametrize(("attention", "additive"), [("sdpa", False), ("sdpa", True), ("eager", True)])
-def test_packed_log_probs_are_those_of_each_segment_alone(attention, additive, row_tokens):
-    model, parts = tiny_model(attention), segments()
+def test_packed_log_probs_are_those_of_each_segment_alone(row_tokens):
+    model, parts = tiny_model(), segments()
     packed = batch_of(parts, row_tokens).packed
     with torch.no_grad():
-        found, _ = packed_logprobs(model, packed, additive)
+        found, _ = packed_logprobs(model, packed)
         alone = [unpacked_logprobs(model, part) for part in parts]
     for k, expected in enumerate(alone):
         torch.testing.assert_close(found[packed.segment_N == k], expected, rtol=0, atol=1e-5)

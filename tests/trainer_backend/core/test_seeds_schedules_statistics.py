@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.statistics import (
+    ach_by_turn,
     crafter_score,
     decision_metrics,
     episode_metrics,
     mean_interval,
     success_rates,
+    t_quantile_975,
     unique_by_turn,
 )
 
@@ -53,11 +55,24 @@ def test_the_logs_of_a_batch_by_hand():
         "decision/ach_sum": 3.0,  # wood, then wood again and the cow
         "decision/nonzero": 2.0,
         "decision/nonzero_frac": 0.5,
+        "decision/batch_nonzero": 1.0,
         "reward/sum": 2.0,
         "reward/mean": 1.0,
         "reward/nonzero_episode_frac": 0.5,
         "reward/batch_nonzero": 1.0,
     }
+
+
+def test_an_outcome_reward_is_no_event_reward():
+    # mode off: all of r_t lies on the last decision, though no decision unlocked anything
+    metrics = decision_metrics([NOTHING], [[1.0]])
+    assert (metrics["reward/batch_nonzero"], metrics["decision/batch_nonzero"]) == (1.0, 0.0)
+
+
+def test_a_risen_counter_counts_again_by_turn_and_a_first_unlock_once():
+    # wood; wood again and the cow; nothing. The other episode, of one decision, has nothing.
+    assert ach_by_turn([WOOD_TWICE, NOTHING]) == [0.5, 1.0, 0.0]
+    assert ach_by_turn([]) == []
 
 
 def test_an_episode_that_has_ended_counts_nothing_at_later_turns():
@@ -85,6 +100,19 @@ def test_an_interval_by_hand():
     assert interval.mean == 2.0
     assert interval.low == pytest.approx(2.0 - 4.303 / math.sqrt(3))
     assert interval.high == pytest.approx(2.0 + 4.303 / math.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("freedom", "known"),  # tables of Student's t, 97.5 %
+    [(1, 12.706), (30, 2.042), (31, 2.039513), (40, 2.021075), (60, 2.000298), (120, 1.979930)],
+)
+def test_the_quantile_of_student_s_t_is_that_of_the_tables(freedom: int, known: float):
+    assert t_quantile_975(freedom) == pytest.approx(known, abs=3e-6)
+
+
+def test_student_s_t_needs_a_degree_of_freedom():
+    with pytest.raises(ValueError, match="at least one degree"):
+        t_quantile_975(0)
 
 
 def test_one_value_has_no_interval_and_none_has_no_mean():

@@ -16,7 +16,7 @@ from shared_schemas.trajectory import PolicyLogprobs
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.gateway import GatewayLimits, ServedPolicy, create_gateway
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.server import GatewayServer
+from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.models import build_preset
 
 KEY = "key of this job"
@@ -55,7 +55,7 @@ def url(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         {MODEL: ServedPolicy(engine, tokenizer)}, key=KEY, limits=limits, clock=lambda: 1000.0
     )
     engine.start()
-    with GatewayServer(app, "127.0.0.1", 0) as base:
+    with GatewayServer(app, Listener("127.0.0.1", 0)) as base:
         yield base
     engine.stop()
 

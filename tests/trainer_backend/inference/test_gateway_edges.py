@@ -12,10 +12,13 @@ from starlette.types import Message
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
-from trainer_backend.errors import EngineStopped, PortTaken
+from trainer_backend.errors import EngineStopped, JobError, PortTaken
 from trainer_backend.inference.gateway import ServedPolicy, create_gateway
 from trainer_backend.inference.protocol import Generation, WeightSource
-from trainer_backend.inference.server import GatewayServer
+from trainer_backend.inference.server import Listener
+from trainer_backend.logs import configure_logs
+
+KEY = "the-key-of-this-job"
 
 
 class StandInEngine:
@@ -54,14 +57,14 @@ class Connection:
     """One POST /v1/chat/completions, its messages under the test's control."""
 
     def __init__(self, engine: StandInEngine, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key=SecretStr("k"))
+        self.app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key=SecretStr(KEY))
         self.incoming: asyncio.Queue[Message] = asyncio.Queue()
         self.sent: list[Message] = []
 
     async def run(self) -> None:
         scope = {
             "type": "http", "method": "POST", "path": "/v1/chat/completions", "root_path": "",
-            "query_string": b"", "headers": [(b"authorization", b"Bearer k")],
+            "query_string": b"", "headers": [(b"authorization", f"Bearer {KEY}".encode())],
         }  # fmt: skip
 
         async def send(message: Message) -> None:
@@ -111,15 +114,29 @@ async def test_a_stopped_engine_is_a_503_with_its_reason(tokenizer: PreTrainedTo
 async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
     tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ):
+    configure_logs()
     status, body = await answer_to(KeyError("secret"), tokenizer)
     assert status == 500 and "secret" not in json.dumps(body)
-    assert "secret" in capsys.readouterr().out, "the log says it"
+    logged = capsys.readouterr()
+    assert logged.out == ""
+    assert "gateway_error" in logged.err and "Traceback" in logged.err and "secret" in logged.err
+    assert "Bearer" not in logged.err and KEY not in logged.err, "a key stands in the locals of the traceback"
 
 
 def test_a_taken_port_is_an_error_that_names_it():
-    async def app(scope: object, receive: object, send: object) -> None: ...
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortTaken, match=f"port {port} cannot be bound"):
-            GatewayServer(app, "127.0.0.1", port).start()
+            Listener("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0::0", ""])
+def test_a_host_that_nobody_can_call_is_refused(host: str):
+    with pytest.raises(JobError, match=r"services\.gateway_host is .* no address to call"):
+        Listener(host, 0)
+
+
+def test_an_ipv6_address_stands_in_brackets():
+    with Listener("::1", 0) as listener:
+        port = listener.socket.getsockname()[1]
+        assert listener.url == f"http://[::1]:{port}"

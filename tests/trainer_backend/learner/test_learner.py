@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.conftest import ListReporter, tiny_job
+from tests.conftest import tiny_job
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import CheckpointError, ModelFolderError, NonFiniteLoss, NothingToLearnFrom
+from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import score
 from trainer_backend.learner.update import _in_steps, _Scored
+from trainer_backend.learner.warmup import warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode, Progress
 
@@ -119,9 +121,9 @@ def test_a_checkpoint_restores_model_optimizer_and_progress(tokenizer, tmp_path:
     episodes = episodes_of(learner, [1.0, -1.0])
     learner.update(episodes, iteration=1)
     folder = tmp_path / "iteration_1"
-    learner.save(folder, Progress(iteration=1, policy_version=1, updates=2, best_evaluation=3.5))
+    learner.save(folder, Progress(iteration=1, policy_version=1, updates=2))
     again, progress = LocalLearner.resumed(learner.job, folder)
-    assert progress == Progress(1, 1, 2, 3.5)
+    assert progress == Progress(1, 1, 2)
     for other in (learner, again):  # equal optimizer state: the next update is equal too
         other.update(episodes, iteration=2)
     assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in learner.weights().items())
@@ -178,4 +180,61 @@ def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
 
 def test_a_warm_up_needs_something_to_imitate(tokenizer):
     with pytest.raises(NothingToLearnFrom, match=r"warmup\.min_outcome_reward"):
-        learner_of(tokenizer).warm_up([], ListReporter())
+        learner_of(tokenizer).warm_up([], lambda done, total: None)
+
+
+def test_a_warm_up_whose_gradient_is_not_finite_says_so_and_takes_no_step(tokenizer):
+    learner = learner_of(tokenizer)
+    # The loss stays finite, its gradient does not.
+    learner.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    segments = [segment("r", [5, 6], [7, 8], [0.0, 0.0])]
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    with pytest.raises(NonFiniteLoss, match="norm of the gradient"):
+        warm_up(learner.model, segments, learner.job, learner.job.warmup, lambda done, total: None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+
+
+def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
+    class Enough(Exception):
+        pass
+
+    told = []
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        if done:
+            raise Enough
+
+    learner = learner_of(tokenizer)
+    with pytest.raises(Enough):
+        warm_up(learner.model, [segment("r", [5], [7], [0.0])], learner.job, learner.job.warmup, tell)
+    assert told == [(0, 6), (1, 6)]
+
+
+def test_a_checkpoint_is_replaced_without_a_moment_in_which_half_of_it_has_the_name(
+    tokenizer, tmp_path: Path
+):
+    learner = learner_of(tokenizer)
+    folder = tmp_path / "iteration_1"
+    learner.save(folder, Progress(iteration=1, updates=1))
+    learner.save(folder, Progress(iteration=1, updates=2))
+    assert json.loads((folder / "state.json").read_text())["updates"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration_1"]
+
+
+def test_what_cannot_be_put_in_place_leaves_what_was_there(tmp_path: Path):
+    folder = tmp_path / "iteration_1"
+    folder.mkdir()
+    (folder / "state.json").write_text("old")
+    with pytest.raises(OSError):
+        _put_in_place(tmp_path / "not there", folder)
+    assert (folder / "state.json").read_text() == "old"
+
+
+def test_a_state_file_of_an_earlier_version_is_read(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer)
+    folder = tmp_path / "iteration_1"
+    learner.save(folder, Progress(iteration=1))
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "best_evaluation": 3.5}))
+    assert LocalLearner.resumed(learner.job, folder)[1] == Progress(iteration=1)

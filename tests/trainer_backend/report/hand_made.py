@@ -95,7 +95,7 @@ def iteration_row(iteration, unique):
         "decision/unique_by_turn": [unique, 0.0],
         "decision/nonzero_frac": 0.5,
         "reward/mean": unique,
-        "reward/batch_nonzero": float(iteration > 1),
+        "decision/batch_nonzero": float(iteration > 1),
         "loss/entropy": 1.5,
         "loss/approx_kl": 0.01,
         "loss/clip_low_share": 0.1,
@@ -110,6 +110,13 @@ def iteration_row(iteration, unique):
         "time/update_s": 5.0,
         "time/publish_s": 0.0,
     }
+
+
+def teacher_row():
+    """The episodes that the warm-up imitates, as its first row tells them."""
+    row = {**evaluation_row(0, LAST, 1.0, 3.0), "kind": "teacher", "time/collect_s": 7.0}
+    del row["time/evaluate_s"]
+    return row
 
 
 def empty_run(job, path):

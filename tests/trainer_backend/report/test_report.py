@@ -5,8 +5,9 @@ import pytest
 from PIL import Image
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.report.hand_made import PROMPT, empty_run, small_run
-from trainer_backend.errors import TaskAppError
+from tests.trainer_backend.report.hand_made import PROMPT, empty_run, small_run, teacher_row
+from tests.trainer_backend.rundir.disk import full_disk
+from trainer_backend.errors import RunDirectoryError, TaskAppError
 from trainer_backend.report.replay import Frame
 from trainer_backend.report.write import write_report
 
@@ -42,8 +43,18 @@ def test_the_figures_are_those_worked_by_hand(report):
     # world 10: 3 - 1, world 11: 1 - 0; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
     assert "last minus first, world by world +1.50 (95 %: -4.85 to +7.85), 2 worlds" in text
     assert "training episodes, first and last iteration 1.00, 2.00 unique" in text
-    assert "iterations with any reward 50%" in text
+    assert "iterations with any event reward 50%" in text
     assert "time, all stages 1 min 12 s" in text  # 2 x (20 + 1 + 5) + 2 x 10
+
+
+def test_the_teacher_is_told_with_its_episodes_and_its_time(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    run.append_metrics(teacher_row())
+    run.append_metrics({"kind": "warmup", "iteration": 0, "warmup/loss": 1.0, "time/warmup_s": 5.0})
+    text = told(write_report(run, frames=no_frames).read_text())
+    assert "imitated in the warm-up: crafter_teacher 2.00 (95 %: 1.00 to 3.00) unique" in text
+    # 52 of RL, 20 of evaluations, 7 of collecting and 5 of learning
+    assert "time, all stages 1 min 24 s" in text
 
 
 def test_failures_are_counted_by_cause(report):
@@ -99,6 +110,12 @@ def test_without_a_task_app_the_strip_is_missing_and_the_reason_is_told(tmp_path
     assert "No pictures: no task app &lt;here&gt;" in html
     assert "collect wood" in html
     assert not (run.report / "filmstrip.png").exists()
+
+
+def test_a_full_disk_is_told_with_the_folder(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    with full_disk(), pytest.raises(RunDirectoryError, match="run/report cannot be written"):
+        write_report(run, frames=no_frames)
 
 
 def test_a_run_that_has_only_begun_says_what_is_missing(tmp_path):

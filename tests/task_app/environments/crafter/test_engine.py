@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_made import MIDNIGHT, act, draws_between, meadow, put
-from reference import ReferenceEnv, compare_episode, differences, reference_state
 
 from task_app.environments.crafter.engine import (
     ACHIEVEMENTS,
@@ -19,6 +17,13 @@ from task_app.environments.crafter.engine import (
     EpisodeOver,
     NotReset,
     daylight_at,
+)
+from tests.task_app.environments.crafter.hand_made import MIDNIGHT, act, draws_between, meadow, put
+from tests.task_app.environments.crafter.reference import (
+    ReferenceEnv,
+    compare_episode,
+    differences,
+    reference_state,
 )
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from hand_made import act, draws_between, ground, meadow, put
 
 from task_app.environments.crafter.objects import Arrow, Cow, Plant, Skeleton, Zombie
 from task_app.environments.crafter.world import seeded_bits
+from tests.task_app.environments.crafter.hand_made import act, draws_between, ground, meadow, put
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from task_app.environments.crafter.text import (
     compact_text,
     full_text,
 )
-from task_app.environments.crafter.vocabulary import compact_vocabulary
 from task_app.environments.crafter.walks import Leg, Walk
 from task_app.policies.crafter_teacher import decide
 from task_app.protocols import ToolRequest
+from tests.task_app.environments.crafter.vocabulary import compact_vocabulary
 
 LETTERS = {
     ".": "grass", "~": "water", "T": "tree", "#": "stone", "_": "path", "P": "player", "c": "cow",

@@ -1,10 +1,10 @@
 """The view is what the picture shows: 7 rows of 9 cells, the top row first."""
 
 import numpy as np
-from hand_made import MIDNIGHT, act, meadow, put
 
 from task_app.environments.crafter.objects import Arrow, Cow, Plant, Skeleton, Zombie
 from task_app.environments.crafter.picture import _textures
+from tests.task_app.environments.crafter.hand_made import MIDNIGHT, act, meadow, put
 
 
 def test_the_view_is_seven_rows_of_nine_with_the_player_in_the_centre():

@@ -3,10 +3,10 @@
 import numpy as np
 import opensimplex
 import pytest
-from reference import ReferenceEnv, differences, reference_state
 
 from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.noise import LAYERS, _layer_points, noise_layers
+from tests.task_app.environments.crafter.reference import ReferenceEnv, differences, reference_state
 
 
 @pytest.mark.parametrize("seed", [0, 1234567, 2**31 - 2])

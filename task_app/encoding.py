@@ -1,0 +1,20 @@
+"""Pure: whatever a model or a caller wrote -> the same without lone surrogates, so that UTF-8 can hold it.
+
+JSON lets half a character through as an escape (`"\\ud83d"`), and then no record, reply or prompt can be
+written with it. What comes in is cleaned where it comes in: everybody sees the same text.
+"""
+
+from typing import Any
+
+from task_app.errors import encodable
+
+
+def encodable_json(value: Any) -> Any:
+    """JSON-able data with every string in it passed through `encodable`, keys too."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {encodable_json(name): encodable_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [encodable_json(one) for one in value]
+    return value

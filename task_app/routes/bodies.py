@@ -1,0 +1,33 @@
+"""The base of bodies whose shape others made: unknown keys are kept, but a misspelling of ours is refused."""
+
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+
+from shared_schemas.base import OpenBody
+
+MISSPELT = "misspelt_key"
+# High enough to let real keys of other task apps pass: `run_id` beside our `rl_run_id`, `parent_env_id`.
+_CUTOFF = 0.85
+_LONGEST = 40
+
+
+class ForeignBody(OpenBody):
+    """An open body: `{"sed": 7}` would else be dropped in silence and start the world of seed 0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misspellings(cls, body: Any) -> Any:
+        for name in body if isinstance(body, dict) else ():
+            if name in cls.model_fields or len(name) > _LONGEST:
+                continue
+            close = get_close_matches(name, cls.model_fields, n=1, cutoff=_CUTOFF)
+            if close:
+                raise PydanticCustomError(
+                    MISSPELT,
+                    "unknown key '{name}'. Did you mean '{meant}'?",
+                    {"name": name, "meant": close[0]},
+                )
+        return body

@@ -1,0 +1,37 @@
+"""A figure that misses its target fails its script, so that `make bench` and CI notice."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+def bench(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCH / script), *arguments], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "code", "told"), [("1e-4", 0, "ok"), ("0", 1, "TOO LARGE")])
+def test_log_probs_that_differ_too_much_fail(limit: str, code: int, told: str):
+    done = bench("logprob_exactness.py", "--requests", "4", "--limit", limit)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert told in done.stdout
+
+
+@pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])
+def test_the_engine_must_reach_both_of_its_ratios(step: float, world: float, met: bool):
+    code = (
+        "import engine_speed, sys\n"
+        f"sys.exit(engine_speed.targets_met({{'step': {{'ratio': {step}}}, 'world': {{'ratio': {world}}}}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
+        check=False,
+    )  # fmt: skip
+    assert bool(done.returncode) is met

@@ -1,0 +1,73 @@
+"""What is cancelled ends at once and is forgotten; what is held and sent is bounded in bytes."""
+
+import asyncio
+
+from tests.task_app.counting import rollout, running_app
+from tests.task_app.rollout_client import WAITING, accept, all_of, page, waiting_boards
+
+LONG = {
+    "env": {"env_name": "counting", "config": {"length": 1_000_000}},
+    "limits": {"max_decisions": 10_000},
+}
+
+
+async def test_a_long_scripted_rollout_can_be_cancelled_and_says_how_far_it_came():
+    async with running_app() as client, asyncio.timeout(10.0):
+        await accept(client, rollout("a", **LONG))
+        await asyncio.sleep(0.1)
+        state = (await client.delete("/rollouts/a")).json()
+    assert (state["status"], state["failure"]["code"]) == ("cancelled", "cancelled")
+    assert 0 < state["failure"]["decisions_done"] < 10_000
+
+
+async def test_scripted_rollouts_share_the_time():
+    async with running_app() as client, asyncio.timeout(20.0):
+        await accept(client, rollout("long", **LONG), rollout("short"))
+        assert [one.rollout_id for one in (await page(client)).rollouts] == ["short"]
+        await client.delete("/rollouts/long")
+
+
+async def test_a_cancelled_rollout_leaves_the_queue_with_its_worker():
+    policies, plug_boards = waiting_boards(3)
+    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
+        await accept(client, *(rollout(name, limits={"max_decisions": 1}, **WAITING) for name in "abc"))
+        await policies[0].asked.wait()
+        await client.delete("/rollouts/b")
+        runner = client._transport.app.state.services.runner
+        assert list(runner._queue) == ["c"]
+        policies[0].go.set()
+        policies[2].go.set()
+        found = await all_of(client, 3)
+    assert {name: one.status for name, one in found.items()} == {
+        "a": "finished", "b": "cancelled", "c": "finished",
+    }  # fmt: skip
+    assert not policies[1].asked.is_set()
+
+
+async def test_held_results_are_bounded_in_bytes_until_they_are_acknowledged():
+    async with running_app(max_held_bytes=1) as client:
+        await accept(client, rollout("a"))
+        await all_of(client, 1)
+        full = await accept(client, rollout("b"))
+        assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
+        assert (await accept(client, rollout("a"))).json()["known"] == ["a"], "a retry takes no room"
+        await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a"]})
+        assert (await accept(client, rollout("b"))).status_code == 202
+
+
+async def test_a_page_is_bounded_in_bytes_but_holds_one_rollout_at_least():
+    async def sizes(**settings):
+        async with running_app(**settings) as client:
+            await accept(client, *(rollout(f"{i}") for i in range(4)))
+            await all_of(client, 4)
+            found, cursor = [], None
+            while not found or found[-1]:
+                one = await page(client, cursor)
+                found.append(len(one.rollouts))
+                cursor = one.cursor
+            return found, len((await client.get("/rollouts/0")).content)
+
+    _, size = await sizes()
+    assert (await sizes(max_page_bytes=1))[0] == [1, 1, 1, 1, 0]
+    # Room for two and a half: the timings in them differ by some digits.
+    assert (await sizes(max_page_bytes=size * 5 // 2))[0] == [2, 2, 0]

@@ -1,0 +1,111 @@
+"""A run's folder: made once, opened again, and its metrics after a crash or a full disk."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.rundir.disk import full_disk
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.layout import create_run, open_run
+
+
+def job_in(folder: Path):
+    return tiny_job(job__runs_dir=folder)
+
+
+def test_a_run_is_opened_as_it_was_made(tmp_path: Path):
+    made = create_run(tiny_job(), tmp_path / "run")
+    opened = open_run(tmp_path / "run")
+    assert opened == made
+    assert opened.job() == tiny_job()
+    assert opened.run_id.startswith("tiny.")
+    assert {path.name for path in opened.path.iterdir()} == {
+        "job.toml", "run.json", "rollouts", "checkpoints",
+    }  # fmt: skip
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path):
+    runs = [create_run(job_in(tmp_path / "runs")) for _ in range(3)]
+    assert [run.path.name for run in runs] == ["tiny", "tiny-2", "tiny-3"]
+    assert len({run.run_id for run in runs}) == 3
+
+
+def test_runs_that_start_together_get_a_folder_each(tmp_path: Path):
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: create_run(job_in(tmp_path / "runs")), range(16)))
+    assert len({run.path for run in runs}) == 16
+
+
+def test_a_folder_that_holds_a_run_is_not_taken_again(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match="holds a run already; `turnwise train --resume"):
+        create_run(tiny_job(job__seed=9), tmp_path / "run")
+    assert run.job().job.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, r"holds no run \(no run\.json in it\)"),
+        ("{", "cannot be read"),
+        ("[]", "names no run_id"),
+        ('{"format": 1}', "names no run_id"),
+        ('{"run_id": "r", "format": 2}', "written in format 2; this version reads 1"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, told: str):
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    with pytest.raises(RunDirectoryError, match=told):
+        open_run(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="file/run cannot be written"):
+        create_run(tiny_job(), tmp_path / "file" / "run")
+    with pytest.raises(RunDirectoryError, match="file/tiny cannot be written"):
+        create_run(job_in(tmp_path / "file"))
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    assert run.metrics() == []
+    run.append_metrics({"kind": "iteration", "iteration": 1})
+    with run.metrics_file.open("a") as file:
+        file.write('{"kind": "iteration", "itera')
+    assert run.metrics() == [{"kind": "iteration", "iteration": 1}]
+
+
+def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    for iteration in (0, 1, 2, 3):
+        run.append_metrics({"kind": "iteration", "iteration": iteration})
+    run.forget_metrics_after(1)
+    run.append_metrics({"kind": "iteration", "iteration": 2, "again": True})
+    assert [(row["iteration"], "again" in row) for row in run.metrics()] == [
+        (0, False), (1, False), (2, True),
+    ]  # fmt: skip
+
+
+def test_a_full_disk_is_told_with_the_file_and_earlier_rows_stay(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    run.append_metrics({"kind": "iteration", "iteration": 1})
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"run/metrics\.jsonl cannot be written"):
+        run.append_metrics({"kind": "iteration", "iteration": 2})
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"run/metrics\.jsonl cannot be written"):
+        run.forget_metrics_after(1)
+    assert [row["iteration"] for row in run.metrics()] == [1]
+
+
+def test_a_run_goes_on_with_another_job_and_a_full_disk_leaves_the_old_one(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    run.replace_job(tiny_job(training__iterations=9))
+    assert run.job().training.iterations == 9
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"run/job\.toml cannot be written"):
+        run.replace_job(tiny_job(training__iterations=5))
+    assert run.job().training.iterations == 9
+    assert json.loads((run.path / "run.json").read_text())["run_id"] == run.run_id

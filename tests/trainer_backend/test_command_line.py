@@ -1,0 +1,98 @@
+"""`turnwise` as a process: its output, and its exit codes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+from typer.testing import CliRunner
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.report.hand_made import small_run
+from trainer_backend.__main__ import _what_to_train, app
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.job import dump_job
+from trainer_backend.rundir.layout import create_run, open_run
+
+GOOD = '[model]\npreset = "tiny-0.3m"\n'
+
+
+def turnwise(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.run(
+        [sys.executable, "-m", "trainer_backend", *arguments], cwd=cwd, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+
+
+def test_check_prints_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Path):
+    (tmp_path / "job.toml").write_text(GOOD + "[vllm]\nx = 1\n")
+    done = turnwise("check", "job.toml", cwd=tmp_path)
+    assert done.returncode == 0
+    printed = tomli.loads(done.stdout)
+    assert (printed["model"]["preset"], printed["training"]["group_size"]) == ("tiny-0.3m", 8)
+    assert done.stderr == "warning: [vllm] is for other backends and is not read\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("check", "bad [/x].toml"), "error: bad [/x].toml: trainning is not a key"),
+        (("check", "none [/x].toml"), "error: none [/x].toml: no such file"),
+        (("train",), "error: give either a job TOML, or --resume"),
+    ],
+)
+def test_a_user_s_mistake_is_one_sentence_and_exit_code_2(
+    tmp_path: Path, arguments: tuple[str, ...], told: str
+):
+    (tmp_path / "bad [").mkdir()
+    (tmp_path / "bad [" / "x].toml").write_text(GOOD + "[trainning]\n")
+    done = turnwise(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(told)
+    assert "Traceback" not in done.stderr
+
+
+def test_check_refuses_what_would_fail_after_minutes(tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text(f'[model]\npath = "{tmp_path}/gone"\n')
+    with pytest.raises(JobError, match="which is no folder"):
+        CliRunner().invoke(app, ["check", str(path)], catch_exceptions=False)
+
+
+def test_overrides_of_a_resumed_run_are_written_down(tmp_path: Path):
+    create_run(tiny_job(), tmp_path / "run")
+    loaded, directory = _what_to_train(None, None, tmp_path / "run", ["training.iterations=7"])
+    assert loaded.config.training.iterations == 7
+    assert open_run(tmp_path / "run").job().training.iterations == 7
+    with pytest.raises(JobError):  # a bad one changes nothing
+        _what_to_train(None, None, directory.path, ["training.iterations=-7"])
+    assert directory.job().training.iterations == 7
+
+
+def test_a_run_is_either_new_or_continued(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run").path
+    with pytest.raises(JobError, match="leave --run out"):
+        CliRunner().invoke(app, ["train", "--resume", str(run), "--run", "x"], catch_exceptions=False)
+    with pytest.raises(JobError, match="give either"):
+        CliRunner().invoke(app, ["train", "job.toml", "--resume", str(run)], catch_exceptions=False)
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        CliRunner().invoke(app, ["train", "--resume", str(tmp_path)], catch_exceptions=False)
+
+
+def test_a_report_that_cannot_be_written_names_its_place(tmp_path: Path):
+    run = small_run(
+        tiny_job(services__task_url="http://127.0.0.1:9", services__request_timeout_s=1), tmp_path / "run"
+    )
+    (run.path / "report").write_text("a file where the folder belongs")
+    with pytest.raises(RunDirectoryError, match="run/report cannot be written"):
+        CliRunner().invoke(app, ["report", str(run.path)], catch_exceptions=False)
+
+
+def test_a_model_folder_with_brackets_is_told_as_it_is(tmp_path: Path):
+    (tmp_path / "job.toml").write_text(dump_job(tiny_job()))
+    done = turnwise("eval", "no [/such]/model", "--job", "job.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: no [/such]/model: no such folder")

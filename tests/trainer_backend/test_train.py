@@ -1,0 +1,251 @@
+"""The loop of a run on stand-ins for learner, gateway, task apps: what is saved when something goes wrong."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
+from shared_schemas.trajectory import PolicyLogprobs, Sampling
+from tests.conftest import ListReporter, rows_of, tiny_job
+from tests.trainer_backend.report.hand_made import COW, WOOD, rollout
+from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.plan import Inference
+from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
+from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.train import Run, train, work_left
+
+# None: the rollouts never end.
+Answer = Callable[[Sequence[RolloutRequest]], Collection | None]
+
+
+class Learner:
+    """Counts updates; `fails_at` names the iteration whose update raises."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.fails_at = fails_at
+
+    def warm_up(self, episodes: object, tell: object) -> dict[str, float]:
+        raise AssertionError
+
+    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+        if iteration == self.fails_at:
+            raise NonFiniteLoss("the loss is nan")
+        return {"optim/steps": 1.0}
+
+    def save(self, folder: Path, progress: Progress) -> None:
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(str(progress.iteration))
+
+
+class Server:
+    inference = Inference("http://127.0.0.1:1", "tiny/actor", SecretStr("k"))
+
+    async def publish(self, policy_version: int) -> None: ...
+
+
+class Collector:
+    """Answers a plan by its stage: "train" or "eval"."""
+
+    def __init__(self, train: Answer, evaluation: Answer) -> None:
+        self._train, self._evaluation = train, evaluation
+        self.acked: list[str] = []
+
+    async def collect(self, requests: Sequence[RolloutRequest], progress: object = None) -> Collection:
+        is_training = "/train/" in requests[0].rollout_id
+        found = (self._train if is_training else self._evaluation)(requests)
+        if found is None:
+            await asyncio.Event().wait()
+        assert found is not None
+        return found
+
+    async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
+        assert all(item.run_id == run_id for item in rollouts)
+        self.acked += [item.rollout_id for item in rollouts]
+
+
+def finished(request: RolloutRequest, unlocked: Any = (WOOD, COW)) -> Rollout:
+    """What a task app would send for this request, sampled token and all."""
+    played = rollout(request.start.seed, list(unlocked), group=request.group_id, sibling=request.sibling)
+    call = PolicyLogprobs(
+        prompt_token_ids=(1, 2), token_ids=(3,), logprobs=(-1.0,), finish_reason="stop", versions=((0, 0),)
+    )
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=8, seed=0)
+    steps = tuple(
+        step.model_copy(update={"policy_logprobs": call, "sampling": sampling})
+        for step in played.trajectory.steps
+    )
+    return played.model_copy(
+        update={
+            "rollout_id": request.rollout_id,
+            "run_id": request.run_id,
+            "trajectory": played.trajectory.model_copy(update={"steps": steps}),
+        }
+    )
+
+
+def failed(request: RolloutRequest) -> Rollout:
+    return finished(request).model_copy(
+        update={
+            "status": "failed",
+            "trajectory": None,
+            "failure": RolloutFailure(code="inference_unavailable", detail="connection refused"),
+        }
+    )
+
+
+def all_finished(requests: Sequence[RolloutRequest]) -> Collection:
+    return Collection(tuple(finished(request) for request in requests))
+
+
+def all_failed(requests: Sequence[RolloutRequest]) -> Collection:
+    count = Counter({"inference_unavailable": 2 * len(requests)})
+    return Collection((), tuple(failed(request) for request in requests), count)
+
+
+def gone(requests: Sequence[RolloutRequest]) -> Collection:
+    raise TaskAppError("nobody answers")
+
+
+def from_call(number: int, then: Answer, before: Answer = all_finished) -> Answer:
+    """`before` for the first calls, `then` from this call on."""
+    calls = 0
+
+    def answer(requests: Sequence[RolloutRequest]) -> Collection | None:
+        nonlocal calls
+        calls += 1
+        return (then if calls >= number else before)(requests)
+
+    return answer
+
+
+def run_of(
+    tmp_path: Path,
+    *,
+    train: Answer = all_finished,
+    evaluation: Answer = all_finished,
+    learner: Learner | None = None,
+    **overrides: Any,
+) -> Run:
+    settings = {"checkpoint_every": 100, "iterations": 4, "step_rewards_mode": "off"}
+    job = tiny_job(**{f"training__{key}": value for key, value in settings.items()} | overrides)
+    directory: RunDirectory = create_run(job, tmp_path / "run")
+    collector: Any = Collector(train, evaluation)
+    return Run(job, directory, "run.1", collector, learner or Learner(), Server(), ListReporter())
+
+
+def saved(run: Run) -> list[str]:
+    return sorted(path.name for path in run.directory.checkpoints.glob("iteration_*"))
+
+
+async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked(tmp_path: Path):
+    seen: list[list[str]] = []
+
+    def evaluation(requests: Sequence[RolloutRequest]) -> Collection:
+        seen.append(saved(run))
+        unlocked = [WOOD, COW] if len(seen) == 2 else [WOOD, ()]
+        return Collection(tuple(finished(request, unlocked) for request in requests))
+
+    run = run_of(tmp_path, evaluation=evaluation)
+    progress = await train(run, Progress(), asyncio.Event())
+    assert (progress.iteration, work_left(run, progress)) == (4, False)
+    assert [names[-1] for names in seen] == ["iteration_0", "iteration_2", "iteration_4"]
+    assert best_checkpoint(run.directory.checkpoints).name == "iteration_2"
+
+
+async def test_a_best_mark_that_a_kill_prevented_is_made_by_the_next_start(tmp_path: Path):
+    run = run_of(tmp_path)
+    progress = await train(run, Progress(), asyncio.Event())
+    (run.directory.checkpoints / "best").unlink()
+    await train(run, progress, asyncio.Event())
+    assert (run.directory.checkpoints / "best").read_text() == "iteration_0"  # the first of equals
+
+
+async def test_a_row_whose_checkpoint_is_gone_is_not_marked(tmp_path: Path):
+    run = run_of(tmp_path, training__iterations=0)
+    run.directory.append_metrics(
+        {"kind": "evaluation", "iteration": 7, "eval/outcome_reward": 99.0, "rollout/failed": 0.0}
+    )
+    await train(run, Progress(), asyncio.Event())
+    assert best_checkpoint(run.directory.checkpoints).name == "iteration_0"
+
+
+async def test_an_evaluation_that_lost_a_world_is_never_the_best(tmp_path: Path):
+    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
+        rich = tuple(finished(request) for request in requests[1:])
+        return Collection(rich, (failed(requests[0]),), Counter({"inference_unavailable": 2}))
+
+    def poor(requests: Sequence[RolloutRequest]) -> Collection:
+        return Collection(tuple(finished(request, [WOOD, ()]) for request in requests))
+
+    run = run_of(tmp_path, evaluation=from_call(2, lossy, before=poor))
+    await train(run, Progress(), asyncio.Event())
+    scores = [row["eval/outcome_reward"] for row in rows_of(run.directory, "evaluation")]
+    assert scores == [1.0, 2.0, 2.0]
+    assert (run.directory.checkpoints / "best").read_text() == "iteration_0"
+
+
+@pytest.mark.parametrize(
+    ("answers", "iteration"),
+    [({"train": from_call(4, gone)}, 3), ({"evaluation": from_call(3, gone)}, 4)],
+    ids=["collecting", "evaluating"],
+)
+async def test_an_error_of_the_rollouts_loses_no_finished_iteration(
+    tmp_path: Path, answers: dict[str, Answer], iteration: int
+):
+    run = run_of(tmp_path, **answers)
+    with pytest.raises(TaskAppError, match="nobody answers"):
+        await train(run, Progress(), asyncio.Event())
+    assert saved(run)[-1] == f"iteration_{iteration}"
+
+
+async def test_an_update_that_broke_half_way_is_not_saved(tmp_path: Path):
+    run = run_of(tmp_path, learner=Learner(fails_at=2))
+    with pytest.raises(NonFiniteLoss):
+        await train(run, Progress(), asyncio.Event())
+    assert saved(run) == ["iteration_0"]
+
+
+async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told(tmp_path: Path):
+    run = run_of(tmp_path, train=all_failed)
+    with pytest.raises(
+        NothingToLearnFrom,
+        match=r"iteration 1: none of 8 rollouts was finished \(16 x inference_unavailable; "
+        r"run\.1/train/1/0/0: connection refused\)",
+    ):
+        await train(run, Progress(), asyncio.Event())
+    stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
+    assert [item.failure.detail for item in stored] == ["connection refused"] * 8
+
+
+async def test_when_every_world_of_an_evaluation_fails_that_is_kept_and_told_too(tmp_path: Path):
+    run = run_of(tmp_path, evaluation=all_failed)
+    with pytest.raises(NothingToLearnFrom, match="evaluation after iteration 0: none of 4"):
+        await train(run, Progress(), asyncio.Event())
+    assert len(read_rollouts(run.directory.rollouts_file("evaluation_0"))) == 4
+
+
+async def test_a_stop_in_the_last_evaluation_leaves_work(tmp_path: Path):
+    stop = asyncio.Event()
+
+    def stopped(requests: Sequence[RolloutRequest]) -> None:
+        stop.set()
+
+    run = run_of(tmp_path, evaluation=from_call(3, stopped))
+    progress = await train(run, Progress(), stop)
+    assert (progress.iteration, saved(run)[-1]) == (4, "iteration_4")
+    assert work_left(run, progress)
+
+
+async def test_rollouts_that_cannot_be_credited_are_kept_to_look_at(tmp_path: Path):
+    run = run_of(tmp_path, training__step_rewards_mode="decision_stepwise")  # which these do not carry
+    with pytest.raises(TrainerError, match="no decision_rewards"):
+        await train(run, Progress(), asyncio.Event())
+    assert len(read_rollouts(run.directory.rollouts_file("iteration_1"))) == 8
