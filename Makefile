@@ -34,7 +34,7 @@ setup: $(VENV)/.ready ## make .venv alone
 study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (40 minutes; resumable)
 	$(BIN)/python bench/study_reward_modes.py
 
-bench: $(VENV)/.ready ## every figure of README's table (minutes)
+bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
 	for script in engine_exactness engine_speed logprob_exactness generation_speed decision_rate; do \
 		PYTHONPATH=. $(BIN)/python bench/$$script.py || exit 1; done
 
