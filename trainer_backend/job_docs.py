@@ -21,7 +21,8 @@ _HEAD = """\
 Made by `python -m trainer_backend.job_docs > docs/configuration.md`; do not edit by hand.
 
 `turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
-An unknown key is an error with a suggestion. A table may be left out; `[warmup]` left out means no warm-up.
+An unknown key is an error with a suggestion. `[model]` is required; any other table may be left out, and
+`[warmup]` left out means no warm-up. The task app checks what stands in `env_config` and `policy_config`.
 The step-reward switches (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and
 `[rollout]`; the same key with two different values is an error.
 """

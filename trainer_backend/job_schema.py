@@ -64,7 +64,7 @@ class ServicesTable(Table):
 class ModelTable(Table):
     """[model]"""
 
-    preset: str | None = Field(default=None, description="a small model built from its config: see docs")
+    preset: str | None = Field(default=None, description="a small model built from its config; names below")
     path: Path | None = Field(default=None, description="a local Hugging Face folder")
     vocab_size: int = Field(
         default=1024,

@@ -1,4 +1,4 @@
-"""A training run, read top to bottom. The numbers are those of DESIGN.md section 3 and docs/route.md.
+"""A training run, read top to bottom. The numbers are those of docs/route.md.
 
 No torch here: the learner and the inference server are behind protocols.
 """
