@@ -57,7 +57,7 @@ def test_every_config_loads_and_survives_being_written(path: Path, tmp_path: Pat
 def test_toml_blocks_load(page: str, block: str, tmp_path: Path):
     path = tmp_path / "job.toml"
     path.write_text(block)
-    load_job(path)
+    assert load_job(path).warnings == ()
 
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
