@@ -31,7 +31,7 @@ fmt: $(VENV)/.ready ## format and sort imports
 
 setup: $(VENV)/.ready ## make .venv alone
 
-study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (40 minutes; resumable)
+study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (an hour; resumable)
 	$(BIN)/python bench/study_reward_modes.py
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)

@@ -47,7 +47,7 @@ ARMS = {
         "algorithm.advantage=grpo",
     ),
 }
-FULL = ("training.iterations=20", "evaluation.every_n_iters=10", "training.keep_checkpoints=1")
+FULL = ("training.keep_checkpoints=1",)  # the demo's own length and settings
 QUICK = (
     "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",
     "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
