@@ -51,6 +51,11 @@ def train(
         except Stopped as stopped:
             reporter.say(str(stopped))
             raise typer.Exit(130) from stopped
+        except TrainerError as error:
+            # A mistake of the user's is told in the message; for any other the task app's log may be needed.
+            if resume is None and directory.remove_if_unused(with_log=error.status < 500):
+                reporter.say(f"{directory.path} is removed again: nothing was done in it")
+            raise
         reporter.say(f"{ended.progress.iteration} iterations done; saved in {directory.checkpoints}")
     for line in closing_lines(read_story(directory)):
         _tell(line)
@@ -83,7 +88,10 @@ def _what_to_train(
 
 @app.command()
 def check(job: JobPath, overrides: Overrides = None) -> None:
-    """Read a job and print it with every default filled in; starts and writes nothing."""
+    """Read a job and print it with every default filled in; starts and writes nothing.
+
+    What task apps offer (environments, policies, their configs) is checked when `train` starts.
+    """
     loaded = load_new_job(job, overrides or ())
     _warn(loaded)
     print(dump_job(loaded.config), end="")
@@ -107,7 +115,9 @@ def evaluate_policy(
         str | None, typer.Option(help="a policy of the task app plays instead, such as crafter_teacher")
     ] = None,
     instances: Annotated[int | None, typer.Option(min=1, help="how many held-out worlds")] = None,
-    temperature: Annotated[float | None, typer.Option(help="of sampling")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="of sampling: --set evaluation.temperature")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
     overrides: Overrides = None,
 ) -> None:

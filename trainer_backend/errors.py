@@ -9,7 +9,8 @@
     ├── CreditError                a trajectory cannot be credited (leaves in core/errors.py)
     ├── NonFiniteLoss              an update met NaN or infinity and stopped
     ├── TaskAppError               a task app refused, or could not be reached in time
-    │   └── RolloutFailed          a rollout came back without a trajectory
+    │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/answers.py)
+    │   └── Refused                it finds something wrong in a request (collect/answers.py)
     ├── PortTaken                  a server's port is in use
     └── InferenceError             the engine or the gateway could not answer
         ├── BadChatRequest         the request itself is wrong
@@ -98,11 +99,6 @@ class TaskAppError(TrainerError):
     code = "task_app_failed"
     status = 502
     title = "Task app failed"
-
-
-class RolloutFailed(TaskAppError):
-    code = "rollout_failed"
-    title = "Rollout failed"
 
 
 class PortTaken(TrainerError):

@@ -1,7 +1,7 @@
 """From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +12,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
+from trainer_backend.job_overrides import Places, apply_override
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.plugins import estimator, policy_loss, preset
 
@@ -27,6 +28,7 @@ _REWARD_KEYS = (
     "step_rewards_indicator_lambda",
     "step_rewards_horizon",
 )
+_REWARD_HOMES = ("training", "training.rewards", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
     Raises:
         JobError: unreadable file, bad TOML, unknown key, wrong value, tables that contradict each other.
     """
-    try:
-        document = tomli.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise JobError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: cannot be read: {error}") from error
-    except tomli.TOMLDecodeError as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from error
-    for override in overrides:
-        _apply_override(document, override)
-    return parse_job(document, where=str(path))
+    return _load(path, overrides)[0]
 
 
 def load_new_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -69,34 +61,49 @@ def load_new_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
     Raises:
         JobError: as `load_job`, and: model.path is no folder with a config.json.
     """
-    loaded = load_job(path, overrides)
-    folder = loaded.config.model.path
+    loaded, places = _load(path, overrides)
+    folder, place = loaded.config.model.path, places.of("model.path")
     if folder is not None and not folder.is_dir():
-        raise JobError(f"{path}: model.path is {str(folder)!r}, which is no folder{_folder_meant(folder)}")
+        raise JobError(f"{place}: model.path is {str(folder)!r}, which is no folder{_folder_meant(folder)}")
     if folder is not None and not (folder / "config.json").is_file():
-        raise JobError(f"{path}: model.path is {str(folder)!r}, which holds no model: config.json is missing")
+        raise JobError(
+            f"{place}: model.path is {str(folder)!r}, which holds no model: config.json is missing"
+        )
     return loaded
+
+
+def _load(path: Path, overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
+    """The job, and where each of its keys comes from."""
+    try:
+        document = tomli.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise JobError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: cannot be read: {error}") from error
+    except tomli.TOMLDecodeError as error:
+        raise JobError(f"{path}: not valid TOML: {error}") from error
+    places = Places(str(path), [apply_override(document, override) for override in overrides])
+    return _parse(document, places), places
 
 
 def parse_job(document: Mapping[str, Any], *, where: str) -> LoadedJob:
     """Validate a parsed TOML document; `where` begins every error message."""
+    return _parse(document, Places(where))
+
+
+def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     foreign = sorted(FOREIGN_TABLES & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
-    tables = _gather_reward_switches(tables, where=where)
+    tables = _gather_reward_switches(tables, places)
     services = tables.get("services")
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
         tables["services"] = {**services, "task_url": [services["task_url"]]}
     try:
         config = JobConfig.model_validate(tables)
     except ValidationError as error:
-        raise JobError("\n".join(f"{where}: {line}" for line in explain(error, JobConfig))) from error
-    try:
-        estimator(config.algorithm.advantage)
-        policy_loss(config.algorithm.loss)
-        if config.model.preset is not None:
-            preset(config.model.preset)
-    except JobError as error:
-        raise JobError(f"{where}: {error}") from error
+        findings = _explain(error, JobConfig)
+        raise JobError("\n".join(f"{_place(key, told, places)}: {told}" for key, told in findings)) from error
+    _refuse_unknown_plugs(config, places)
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
     return LoadedJob(config, (*warnings, *_advice(config)))
 
@@ -114,30 +121,36 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")  # in errors without its value, which may be a key
-    keys = dotted.strip().split(".")
-    if not equals or len(keys) < 2 or not all(keys):
-        raise JobError(f"--set {dotted!r}: expected table.key=value, such as training.group_size=4")
-    try:
-        value = tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
-        value = text
-    table = document
-    for key in keys[:-1]:
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
-            raise JobError(f"--set {dotted!r}: {key} is a value, not a table")
-    table[keys[-1]] = value
+def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:
+    named: list[tuple[str, Callable[[str], object], str | None]] = [
+        ("algorithm.advantage", estimator, config.algorithm.advantage),
+        ("algorithm.loss", policy_loss, config.algorithm.loss),
+        ("model.preset", preset, config.model.preset),
+    ]
+    for key, look_up, name in named:
+        try:
+            if name is not None:
+                look_up(name)
+        except JobError as error:
+            raise JobError(f"{places.of(key)}: {error}") from error
 
 
-def _gather_reward_switches(tables: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def _place(key: str, sentence: str, places: Places) -> str:
+    if not key:
+        return places.of_sentence(sentence)
+    table, _, name = key.partition(".")
+    if table == "training" and name in _REWARD_KEYS:
+        return places.of(*(f"{home}.{name}" for home in _REWARD_HOMES))
+    return places.of(key)
+
+
+def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
     result = dict(tables)
-    training = _table_of(result, "training", where=where)
-    rewards = _table_of(training, "rewards", where=where, inside="training.")
+    training = _table_of(result, "training", places)
+    rewards = _table_of(training, "rewards", places, inside="training.")
     training.pop("rewards", None)
-    rollout = _table_of(result, "rollout", where=where)
+    rollout = _table_of(result, "rollout", places)
     homes = {
         "training": {key: training[key] for key in _REWARD_KEYS if key in training},
         "training.rewards": rewards,
@@ -145,14 +158,15 @@ def _gather_reward_switches(tables: Mapping[str, Any], *, where: str) -> dict[st
     }
     unknown = sorted(homes["training.rewards"].keys() - set(_REWARD_KEYS))
     if unknown:
-        raise JobError(
-            f"{where}: training.rewards.{unknown[0]} is not a key{did_you_mean(unknown[0], _REWARD_KEYS)}"
-        )
+        key = f"training.rewards.{unknown[0]}"
+        told = f"{key} is not a key{did_you_mean(unknown[0], _REWARD_KEYS)}"
+        raise JobError(f"{places.of(key)}: {told}")
     for key in _REWARD_KEYS:
         found = {home: values[key] for home, values in homes.items() if key in values}
         if len(set(map(repr, found.values()))) > 1:
             told = ", ".join(f"{home}.{key} = {value!r}" for home, value in found.items())
-            raise JobError(f"{where}: {key} is given twice with different values: {told}")
+            sentence = f"{key} is given twice with different values: {told}"
+            raise JobError(f"{places.of_sentence(sentence)}: {sentence}")
         if found:
             training[key] = next(iter(found.values()))
     if training or "training" in result:
@@ -162,11 +176,12 @@ def _gather_reward_switches(tables: Mapping[str, Any], *, where: str) -> dict[st
     return result
 
 
-def _table_of(tables: Mapping[str, Any], name: str, *, where: str, inside: str = "") -> dict[str, Any]:
+def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """A copy of a table, empty where there is none."""
     found = tables.get(name, {})
     if not isinstance(found, dict):
-        raise JobError(f"{where}: {inside}{name} is {found!r}, but it is a table; write [{inside}{name}]")
+        key = f"{inside}{name}"
+        raise JobError(f"{places.of(key)}: {key} is {found!r}, but it is a table; write [{key}]")
     return dict(found)
 
 
@@ -201,9 +216,10 @@ def _advice(config: JobConfig) -> list[str]:
     return advice
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One sentence for every finding of pydantic, in the words of the TOML file."""
-    return [_explain_one(finding, model) for finding in error.errors(include_url=False, include_context=True)]
+def _explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:
+    """The key and a sentence for every finding of pydantic, in the words of the TOML file."""
+    findings = error.errors(include_url=False, include_context=True)
+    return [(".".join(map(str, item["loc"])), _explain_one(item, model)) for item in findings]
 
 
 def _explain_one(finding: Any, model: type[BaseModel]) -> str:

@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +14,12 @@ from shared_schemas.base import Body
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
 from shared_schemas.rollouts import Name, Seed
 
+# What the job itself sends with every rollout: given in a config too, the two must agree in every stage.
+_SENT_BY_THE_JOB = {"step_rewards": "the step_rewards_* keys of [training]"}
 # What a policy is told by the job itself, and the key that says it. Given in rollout.policy_config it would
 # replace what the job checks, trains on and derives its seeds for.
 SET_BY_THE_JOB = {
+    **_SENT_BY_THE_JOB,
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
@@ -24,6 +28,13 @@ SET_BY_THE_JOB = {
     "model": "job.name",
     "inference_url": "services.gateway_host and services.gateway_port",
 }
+
+
+def _refuse_keys(config: dict[str, Any], set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
+    for key in config:
+        if key in set_elsewhere:
+            raise ValueError(f"{key!r} is set by the job itself; use {set_elsewhere[key]}")
+    return config
 
 
 class Table(Body):
@@ -117,13 +128,15 @@ class RolloutTable(Table):
         description="let training rollouts use top_p < 1 or top_k > 0; the lost mass is not trained",
     )
 
+    @field_validator("env_config")
+    @classmethod
+    def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
+        return _refuse_keys(config, _SENT_BY_THE_JOB)
+
     @field_validator("policy_config")
     @classmethod
     def _leaves_the_job_its_own(cls, config: dict[str, Any]) -> dict[str, Any]:
-        for key in config:
-            if key in SET_BY_THE_JOB:
-                raise ValueError(f"{key!r} is set by the job itself; use {SET_BY_THE_JOB[key]}")
-        return config
+        return _refuse_keys(config, SET_BY_THE_JOB)
 
 
 class TrainingTable(Table):
@@ -210,6 +223,11 @@ class WarmupTable(Table):
     learning_rate: float = Field(default=2e-3, gt=0, description="AdamW's, at its highest")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's")
     max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
+
+    @field_validator("policy_config")
+    @classmethod
+    def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
+        return _refuse_keys(config, _SENT_BY_THE_JOB)
 
 
 class EvaluationTable(Table):

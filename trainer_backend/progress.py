@@ -92,7 +92,7 @@ def evaluation_line(row: Row) -> Text:
     rates = sorted(row["eval/success_rates"].items(), key=lambda item: -item[1])
     told = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate > 0)
     result = f"held-out worlds after iteration {row['iteration']}: {_unique(row)} unique achievements"
-    return Text.assemble((result, "bold"), f", {row['eval/episodes']} episodes: {told}")
+    return Text.assemble((result, "bold"), f", {row['eval/episodes']} episodes", f": {told}" if told else "")
 
 
 def closing_lines(story: Story) -> list[str]:

@@ -3,7 +3,7 @@
 *learner* scores and updates the policy, *inference* serves it; `reporter` tells a person what happens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +69,9 @@ class InferenceServer(Protocol):
 
     async def publish(self, policy_version: int) -> None:
         """Serve the learner's weights from now on, under this version; no request is lost."""
+
+    def totals(self) -> Mapping[str, int]:
+        """What was inferred since the start: requests, prompt_tokens, sampled_tokens, steps."""
 
 
 class Reporter(Protocol):

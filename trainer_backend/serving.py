@@ -4,6 +4,7 @@ import copy
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 from pydantic import SecretStr
 
@@ -18,6 +19,11 @@ from trainer_backend.logs import configure_logs
 ACTOR = "actor"
 
 
+def model_name(job: JobConfig) -> str:
+    """What the gateway calls the policy that is trained."""
+    return f"{job.job.name}/{ACTOR}"
+
+
 class LocalServer:
     """Implements `protocols.InferenceServer`."""
 
@@ -27,6 +33,10 @@ class LocalServer:
     async def publish(self, policy_version: int) -> None:
         """Copy the learner's weights to the engine between two requests."""
         await self._engine.load_weights(policy_version, self._learner.weights())
+
+    def totals(self) -> dict[str, int]:
+        """The engine's counters."""
+        return asdict(self._engine.counters)
 
 
 def gateway_listener(job: JobConfig) -> Listener:
@@ -51,7 +61,7 @@ async def serving(
     configure_logs()
     table = job.inference
     key = SecretStr(secrets.token_urlsafe(32))
-    model = f"{job.job.name}/{ACTOR}"
+    model = model_name(job)
     engine = LocalEngine(
         copy.deepcopy(learner.model).requires_grad_(False),
         stop_ids=stop_token_ids(learner.model, learner.tokenizer),

@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import SecretStr
+
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
-from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.trial import try_job
 from trainer_backend.evaluation import (
     collection_metrics,
     evaluation_metrics,
@@ -26,7 +29,7 @@ from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.services import task_apps
-from trainer_backend.serving import gateway_listener, serving
+from trainer_backend.serving import gateway_listener, model_name, serving
 from trainer_backend.stopping import stop_on_signals, until, until_on_thread
 from trainer_backend.train import Run, train, work_left
 
@@ -64,8 +67,8 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with stop_on_signals() as stop, gateway_listener(job) as listener:
-        async with task_apps(job, directory.path / "task_app.log") as clients:
+    with stop_on_signals(reporter.say) as stop, gateway_listener(job) as listener:
+        async with task_apps(job, directory.task_app_log) as clients:
             collector = Collector(
                 clients,
                 timeout_s=job.services.iteration_timeout_s,
@@ -73,6 +76,12 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
             )
             reporter.say(f"task app{'s' if len(clients) > 1 else ''}: {', '.join(c.url for c in clients)}")
             reporter.say(echo_of_switches(job))
+            # Nobody asks the gateway yet, and the key that it will want does not exist yet.
+            planner = Planner(job, run_id, Inference(listener.url, model_name(job), SecretStr("")))
+            from_scratch = latest_checkpoint(directory.checkpoints) is None
+            await until(stop, try_job(planner, clients, from_scratch=from_scratch))
+            if stop.is_set():
+                raise Stopped("stopped before anything was played; nothing new to save")
             beginning = _Beginning(job, directory, run_id, collector, reporter, stop)
             learner, progress = await (beginning.resumed() if resume else beginning.fresh())
             async with serving(job, learner, listener) as server:

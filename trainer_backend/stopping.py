@@ -12,6 +12,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
+STOPPING = "stopping, and saving what is finished; Ctrl-C again ends at once, without saving"
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -59,11 +60,15 @@ async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[asyncio.Event]:
+def stop_on_signals(tell: Callable[[str], None]) -> Iterator[asyncio.Event]:
     """An event that the first SIGINT or SIGTERM sets; a second one ends the process at once.
 
     At once means without waiting for a step on a thread and without saving: files are written aside and
     renamed, and an embedded task app ends when its standard input closes.
+
+    Args:
+        tell: is given a line for the person who sent the first signal, on the event loop, when it comes. The
+            stop itself may take the minutes of an update.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -73,6 +78,7 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
         if stop.is_set():
             _end_at_once(number)
         stop.set()
+        tell(STOPPING)
 
     for number in signals:
         loop.add_signal_handler(number, partial(heard, number))

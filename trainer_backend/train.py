@@ -5,7 +5,7 @@ No torch here: the learner and the inference server are behind protocols.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class Gathered:
     collection: Collection
     trajectories: list[Trajectory]
     credited: Credited
+    inference: dict[str, float]
     started: float
     collected: float
     credit_done: float
@@ -111,13 +112,13 @@ def _evaluation_due(run: Run, progress: Progress) -> bool:
 
 async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | None:
     """Stops 2 to 10; None when it was stopped while it collected."""
-    started = time.monotonic()
+    started, before = time.monotonic(), run.server.totals()
     name = f"iteration_{iteration}"
     requests = run.planner.training(iteration)  # 2, 3
     collection = await _collect(run, requests, f"collect {iteration}", stop)  # 4 to 6
     if collection is None:
         return None
-    collected = time.monotonic()
+    collected, inferred = time.monotonic(), inference_metrics(before, run.server.totals())
     try:
         refuse_empty(collection, f"iteration {iteration}")
         credited = credit(run.job, collection.rollouts)  # 7, 9, 10
@@ -127,7 +128,7 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
     _store(run, name, collection, credited.credits)
     await run.collector.ack(run.run_id, collection.all)
     trajectories = finished_trajectories(collection.rollouts, name)
-    return Gathered(collection, trajectories, credited, started, collected, time.monotonic())
+    return Gathered(collection, trajectories, credited, inferred, started, collected, time.monotonic())
 
 
 async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
@@ -167,6 +168,7 @@ def _gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
         **episode_metrics(trajectories),
         **metrics,
         **collection_metrics(gathered.collection),
+        **gathered.inference,
         "decision/unique_by_turn": unique_by_turn(trajectories),
         "decision/ach_by_turn": ach_by_turn(trajectories),
         "time/collect_s": gathered.collected - gathered.started,
@@ -175,6 +177,19 @@ def _gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
         "time/policy_s": sum(step.policy_s for step in steps),
         "perf/decisions_per_s": decisions / (ended - gathered.started),
         "perf/collect_decisions_per_s": decisions / (gathered.collected - gathered.started),
+    }
+
+
+def inference_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
+    """What was inferred between two looks at `InferenceServer.totals`. Pure.
+
+    A step samples one token for every request that runs, so their mean number is tokens a step.
+    """
+    used = {name: float(after[name] - before[name]) for name in after}
+    steps = used["steps"]
+    return {
+        **{f"inference/{name}": count for name, count in used.items()},
+        "inference/mean_running": used["sampled_tokens"] / steps if steps else 0.0,
     }
 
 

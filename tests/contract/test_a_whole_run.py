@@ -22,6 +22,7 @@ from trainer_backend.credit import credit
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.stopping import STOPPING
 
 
 def test_the_job_runs_to_its_end_and_changes_the_model(trained):
@@ -54,6 +55,16 @@ def test_every_iteration_leaves_its_row_and_its_rollouts(trained):
 def test_recomputed_log_probs_are_those_that_were_sampled(trained):
     directory, _, _ = trained
     assert all(row["mismatch/logprob_max"] < 1e-4 for row in rows_of(directory, "iteration"))
+
+
+def test_the_engine_s_totals_are_those_of_the_rollouts(trained):
+    directory, _, _ = trained
+    for row in rows_of(directory, "iteration"):
+        stored = read_rollouts(directory.rollouts_file(f"iteration_{row['iteration']}"))
+        calls = [step.policy_logprobs for rollout in stored for step in rollout.trajectory.steps]
+        assert row["inference/requests"] == len(calls) == row["decision/count"]
+        assert row["inference/sampled_tokens"] == sum(len(call.token_ids) for call in calls)
+        assert 1 <= row["inference/mean_running"] <= 8  # episodes
 
 
 def test_the_rollouts_are_plain_parquet_with_the_credit_of_every_decision(trained):
@@ -143,6 +154,7 @@ def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tmp
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert process.returncode == 130
+    assert STOPPING in rest
     assert "continue with: turnwise train --resume" in " ".join(rest.split())
     latest = latest_checkpoint(run / "checkpoints")
     assert latest is not None
@@ -163,8 +175,43 @@ def test_a_killed_trainer_takes_its_task_app_with_it(tmp_path: Path):
         url = next(line.split("task app: ")[1].strip() for line in process.stdout if "task app: " in line)
         assert _listening(url)
         os.kill(process.pid, signal.SIGKILL)
+    _wait_until_gone(url)
+
+
+BUSY_WITH_A_TASK_APP = """
+import asyncio, sys, threading
+from pathlib import Path
+from trainer_backend.embedded import EmbeddedTaskApp
+from trainer_backend.stopping import stop_on_signals
+
+async def main():
+    with stop_on_signals(lambda line: print(line, flush=True)):
+        async with EmbeddedTaskApp(Path(sys.argv[1])) as child:
+            print(child.url, flush=True)
+            await asyncio.to_thread(threading.Event().wait)   # a step that never ends
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_second_ctrl_c_leaves_no_task_app_running(tmp_path: Path):
+    command = [sys.executable, "-c", BUSY_WITH_A_TASK_APP, str(tmp_path / "task_app.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert _listening(url)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().strip() == STOPPING
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    _wait_until_gone(url)
+
+
+def _wait_until_gone(url: str) -> None:
+    """The child notices that its stdin closed; nobody tells us when."""
     deadline = time.monotonic() + 60
-    while _listening(url):  # the child notices that its stdin closed; nobody tells us when
+    while _listening(url):
         assert time.monotonic() < deadline
 
 

@@ -1,6 +1,7 @@
 """`turnwise` as a process: its output, and its exit codes."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import small_run
 from trainer_backend.__main__ import _what_to_train, app
-from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.layout import create_run, open_run
 
@@ -60,6 +61,41 @@ def test_check_refuses_what_would_fail_after_minutes(tmp_path: Path):
     path.write_text(f'[model]\npath = "{tmp_path}/gone"\n')
     with pytest.raises(JobError, match="which is no folder"):
         CliRunner().invoke(app, ["check", str(path)], catch_exceptions=False)
+
+
+def test_a_mistake_that_only_a_task_app_sees_is_told_before_anything_is_played(tmp_path: Path):
+    path, run = tmp_path / "job.toml", tmp_path / "runs" / "run"
+    path.write_text(dump_job(tiny_job()))
+    done = turnwise(
+        "train", str(path), "--run", str(run), "--set", "rollout.env_config.txt=full", cwd=tmp_path
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert done.stderr.startswith(
+        "error: rollout.env_config.txt: unknown key 'txt'; known: length, max_actions, text. "
+        "Did you mean 'text'? (says the task app at http://127.0.0.1:"
+    )
+    assert done.stdout.endswith(f"{run} is removed again: nothing was done in it\n")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_task_app_that_cannot_be_used_leaves_no_run_folder_behind(tmp_path: Path):
+    path, run = tmp_path / "job.toml", tmp_path / "run"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        path.write_text(dump_job(tiny_job(services__task_url=url, services__request_timeout_s=0.2)))
+        arguments = ["train", str(path), "--run", str(run), "--set", "services.task_api_key=k"]
+        with pytest.raises(TaskAppError, match=url):
+            CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert not run.exists()
+
+
+def test_a_run_that_was_there_before_is_not_removed_by_a_mistake(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    arguments = ["train", "--resume", str(run.path), "--set", "services.gateway_host=0.0.0.0"]
+    with pytest.raises(JobError, match="listens everywhere"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert open_run(run.path) == run
 
 
 def test_overrides_of_a_resumed_run_are_written_down(tmp_path: Path):

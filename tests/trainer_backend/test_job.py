@@ -125,6 +125,7 @@ def test_a_response_must_leave_room_for_a_prompt():
         ("seed", "job.seed"),
         ("model", "job.name"),
         ("inference_url", "services.gateway_host"),
+        ("step_rewards", "the step_rewards_* keys of [training]"),
     ],
 )
 def test_a_policy_config_cannot_go_past_what_the_job_checks(key: str, meant: str):
@@ -135,6 +136,14 @@ def test_a_policy_config_cannot_go_past_what_the_job_checks(key: str, meant: str
 def test_what_is_the_policy_s_own_may_be_configured():
     job = parse_job({**MODEL, "rollout": {"policy_config": {"max_attempts": 2}}}, where="x").config
     assert job.rollout.policy_config == {"max_attempts": 2}
+
+
+@pytest.mark.parametrize("place", ["rollout.env_config", "rollout.policy_config", "warmup.policy_config"])
+def test_the_switches_are_the_job_s_and_stand_in_no_config(place: str):
+    table, key = place.split(".")
+    message = refusal({table: {key: {"step_rewards": {"enabled": True}}}})
+    told = "'step_rewards' is set by the job itself; use the step_rewards_* keys of [training]"
+    assert message == f"job.toml: {place}: {told}"
 
 
 def job_of_a_folder(tmp_path: Path, folder: Path) -> Path:
@@ -167,14 +176,6 @@ def test_a_key_of_the_wrong_type_is_not_repeated(value: object):
     message = refusal({"services": {"task_api_key": value}})
     assert "services.task_api_key" in message
     assert "12345" not in message
-
-
-def test_a_key_in_a_malformed_override_is_not_repeated(tmp_path: Path):
-    path = tmp_path / "job.toml"
-    path.write_text('[model]\npreset = "tiny-0.3m"\n[services]\ntask_api_key = "a"\n')
-    with pytest.raises(JobError) as caught:
-        load_job(path, ["services.task_api_key.x=hush-hush"])
-    assert "hush" not in str(caught.value)
 
 
 def test_groups_must_fill_a_batch():
@@ -213,27 +214,6 @@ def test_tables_of_other_backends_are_accepted_with_a_warning_that_names_them():
 def test_beta_that_looks_into_the_future_is_told():
     warnings = parse_job({**MODEL, "training": {"step_rewards_beta": 0.1}}, where="job.toml").warnings
     assert any('step_rewards_horizon = "max_decisions"' in line for line in warnings)
-
-
-def test_overrides_are_toml_values_and_bare_words(tmp_path: Path):
-    path = tmp_path / "job.toml"
-    path.write_text('[model]\npreset = "tiny-0.3m"\n')
-    job = load_job(
-        path, ["training.group_size=4", "job.name=other", "rollout.env_config.text=compact"]
-    ).config
-    assert (job.training.group_size, job.job.name, job.rollout.env_config) == (
-        4,
-        "other",
-        {"text": "compact"},
-    )
-
-
-@pytest.mark.parametrize("override", ["training", "training.group_size", "group_size=4", "model.preset.x=1"])
-def test_an_override_that_names_no_key_is_refused(tmp_path: Path, override: str):
-    path = tmp_path / "job.toml"
-    path.write_text('[model]\npreset = "tiny-0.3m"\n')
-    with pytest.raises(JobError, match="--set"):
-        load_job(path, [override])
 
 
 @pytest.mark.parametrize(

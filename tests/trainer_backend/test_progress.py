@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import FIRST, LAST, empty_run, evaluation_row, small_run
-from trainer_backend.progress import ConsoleReporter, closing_lines
+from trainer_backend.progress import ConsoleReporter, closing_lines, evaluation_line
 from trainer_backend.report.story import read_story
 
 BRACKETS = "[vllm] in /runs/[/x]/:bug:"
@@ -36,6 +36,12 @@ def test_an_evaluation_is_told_with_its_achievements():
     ConsoleReporter(Console(file=out)).metrics(row)
     assert "held-out worlds after iteration 3: 2.00 (95 % 1.00 to 3.00) unique achievements" in out.getvalue()
     assert "eat_cow 100%, collect_wood 50%, place_table 50%, [/odd] 25%" in out.getvalue()
+
+
+def test_an_evaluation_in_which_nothing_was_unlocked_ends_with_its_episodes():
+    row = evaluation_row(0, FIRST[1:], None, None)
+    row["eval/success_rates"] = {"eat_cow": 0.0}
+    assert evaluation_line(row).plain.endswith(" unique achievements, 1 episodes")
 
 
 def test_the_last_evaluation_is_the_result_and_the_best_is_named_apart(tmp_path):

@@ -20,6 +20,7 @@ from trainer_backend.errors import PortTaken
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.start import Stopped, _Beginning, run_job
+from trainer_backend.stopping import STOPPING
 
 
 class Interrupting(ListReporter):
@@ -90,6 +91,22 @@ def test_every_start_has_ids_of_its_own_at_the_task_app(trained):
     (rollout, *_) = read_rollouts(directory.rollouts_file("iteration_1"))
     assert rollout.run_id.startswith(directory.run_id + ".")
     assert rollout.rollout_id.startswith(rollout.run_id + "/train/1/")
+
+
+class ImpatientAtOnce(ListReporter):
+    """Sends Ctrl-C when the task app is up."""
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        if text.startswith("task app:"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Path):
+    job, reporter = tiny_job(), ImpatientAtOnce()
+    with pytest.raises(Stopped, match="before anything was played"):
+        asyncio.run(run_job(job, create_run(job, tmp_path / "run"), reporter, resume=False))
+    assert (reporter.lines[-1], reporter.stages) == (STOPPING, [])
 
 
 def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path):

@@ -20,7 +20,7 @@ from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.train import Run, train, work_left
+from trainer_backend.train import Run, inference_metrics, train, work_left
 
 # None: the rollouts never end.
 Answer = Callable[[Sequence[RolloutRequest]], Collection | None]
@@ -48,7 +48,16 @@ class Learner:
 class Server:
     inference = Inference("http://127.0.0.1:1", "tiny/actor", SecretStr("k"))
 
+    def __init__(self) -> None:
+        self._looked_at = 0
+
     async def publish(self, policy_version: int) -> None: ...
+
+    def totals(self) -> dict[str, int]:
+        """Between two looks: 6 requests of 2 prompt tokens, 4 engine steps, 10 sampled tokens."""
+        self._looked_at += 1
+        each = {"requests": 6, "prompt_tokens": 12, "sampled_tokens": 10, "steps": 4}
+        return {name: count * self._looked_at for name, count in each.items()}
 
 
 class Collector:
@@ -230,6 +239,27 @@ async def test_when_every_world_of_an_evaluation_fails_that_is_kept_and_told_too
     with pytest.raises(NothingToLearnFrom, match="evaluation after iteration 0: none of 4"):
         await train(run, Progress(), asyncio.Event())
     assert len(read_rollouts(run.directory.rollouts_file("evaluation_0"))) == 4
+
+
+async def test_a_row_says_what_was_inferred_in_its_own_iteration(tmp_path: Path):
+    run = run_of(tmp_path)
+    await train(run, Progress(), asyncio.Event())
+    inferred = {
+        "inference/requests": 6.0,
+        "inference/prompt_tokens": 12.0,
+        "inference/sampled_tokens": 10.0,
+        "inference/steps": 4.0,
+        "inference/mean_running": 2.5,  # 10 tokens in 4 steps
+    }
+    rows = rows_of(run.directory, "iteration")
+    assert len(rows) == 4
+    for row in rows:
+        assert {name: row[name] for name in row if name.startswith("inference/")} == inferred
+
+
+def test_an_iteration_in_which_no_model_was_asked_had_nothing_running():
+    totals = {"requests": 3, "prompt_tokens": 9, "sampled_tokens": 5, "steps": 2}
+    assert set(inference_metrics(totals, totals).values()) == {0.0}
 
 
 async def test_a_stop_in_the_last_evaluation_leaves_work(tmp_path: Path):

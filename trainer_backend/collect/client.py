@@ -1,14 +1,14 @@
 """The task app's rollout routes, as a client. Every call has a deadline, every retry a budget."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 import stamina
-from pydantic import SecretStr, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
 
+from shared_schemas.base import OpenBody
 from shared_schemas.rollouts import (
     RolloutAck,
     RolloutAcked,
@@ -17,6 +17,7 @@ from shared_schemas.rollouts import (
     RolloutRequest,
     RolloutsAccepted,
 )
+from trainer_backend.collect.answers import first_finding, is_final, json_in, refusal, told_by
 from trainer_backend.errors import TaskAppError
 
 _ATTEMPTS = 6
@@ -24,15 +25,15 @@ _SUBMIT_AT_ONCE = 64
 _ACK_AT_ONCE = 1024
 _LATER = (429, 502, 503, 504)
 
-
-class CursorExpired(TaskAppError):
-    """The task app was started anew since the cursor was given; what it had accepted is lost."""
-
-    code = "cursor_expired"
+Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class _Unreachable(Exception):
     """The request may be sent again: nothing answered, or the server said 'later'."""
+
+
+class _Created(OpenBody):
+    id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
 
 
 class TaskAppClient:
@@ -72,7 +73,7 @@ class TaskAppClient:
         """Ask for rollouts, in slices. Sending the same requests twice is harmless."""
         for first in range(0, len(requests), _SUBMIT_AT_ONCE):
             batch = RolloutBatch(rollouts=tuple(requests[first : first + _SUBMIT_AT_ONCE]))
-            RolloutsAccepted.model_validate(await self._call("POST", "/rollouts", body=_wire(batch)))
+            await self._answer(RolloutsAccepted, "POST", "/rollouts", body=_wire(batch))
 
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
         """Everything that ended since `cursor`; waits up to `wait_s` for at least one.
@@ -82,22 +83,45 @@ class TaskAppClient:
             TaskAppError: anything else that went wrong.
         """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
-        answer = await self._call("GET", "/rollouts", params=params, extra_s=wait_s)
-        try:
-            return RolloutPage.model_validate(answer)
-        except ValidationError as error:
-            raise TaskAppError(f"{self.url}: GET /rollouts answered something else: {error}") from error
+        return await self._answer(RolloutPage, "GET", "/rollouts", params=params, extra_s=wait_s)
 
     async def ack(self, run_id: str, rollout_ids: Sequence[str]) -> None:
         """Tell the task app that it may forget these; ids that it does not know are harmless."""
         for first in range(0, len(rollout_ids), _ACK_AT_ONCE):
             ack = RolloutAck(run_id=run_id, rollout_ids=tuple(rollout_ids[first : first + _ACK_AT_ONCE]))
-            body = ack.model_dump(mode="json")
-            RolloutAcked.model_validate(await self._call("POST", "/rollouts/ack", body=body))
+            await self._answer(RolloutAcked, "POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
 
     async def cancel(self, rollout_id: str) -> None:
         """End a rollout that has not ended."""
         await self._call("DELETE", f"/rollouts/{rollout_id}")
+
+    async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> str:
+        """Make an environment or a policy that no rollout uses; its id, for `terminate`.
+
+        Raises:
+            Refused: it is not offered there, or not with this config.
+            TaskAppError: anything else that went wrong.
+        """
+        return (await self._answer(_Created, "POST", f"/{kind}/create", body=body)).id
+
+    async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
+        """Let go of what `create` made."""
+        await self._call("POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
+
+    async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:
+        """What the route answers, as the model that it is.
+
+        Raises:
+            TaskAppError: it is something else; or as `_call`.
+        """
+        answer = await self._call(method, path, **options)
+        try:
+            return model.model_validate(answer)
+        except ValidationError as error:
+            raise TaskAppError(
+                f"{self.url}: {method} {path} did not answer as a task app does: {first_finding(error)}",
+                hint="Another service may listen at this address, or a task app of another version.",
+            ) from error
 
     async def _call(
         self,
@@ -133,13 +157,12 @@ class TaskAppClient:
         except aiohttp.ClientError as error:
             raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
         # The status first: what a proxy says while the task app starts is a page of HTML.
-        answer = _parsed(text)
-        if status in _LATER and not _is_final(answer):
-            raise _Unreachable(f"status {status}: {_detail(answer, text)}")
+        answer = json_in(text)
+        if status in _LATER and not is_final(answer):
+            raise _Unreachable(f"status {status}: {told_by(answer, text)}")
         if status >= 400:
-            expired = isinstance(answer, dict) and answer.get("code") == CursorExpired.code
-            kind = CursorExpired if expired else TaskAppError
-            raise kind(f"{self.url}: {method} {path}: status {status}: {_detail(answer, text)}")
+            sentence = f"{self.url}: {method} {path}: status {status}: {told_by(answer, text)}"
+            raise refusal(status, answer, sentence)
         if answer is None:
             raise TaskAppError(f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}")
         return answer
@@ -152,23 +175,3 @@ def _wire(batch: RolloutBatch) -> dict[str, Any]:
         if request.policy.inference_key is not None:
             out["policy"]["inference_key"] = request.policy.inference_key.get_secret_value()
     return body
-
-
-def _parsed(text: str) -> Any:
-    """The JSON in `text`, or None where there is none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def _is_final(answer: Any) -> bool:
-    return isinstance(answer, dict) and answer.get("code") == "missing_environment_api_key"
-
-
-def _detail(answer: Any, text: str) -> str:
-    """The problem's own words, its place and its hint, if the answer is a problem."""
-    if not isinstance(answer, dict):
-        return text[:200]
-    parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
-    return "; ".join(str(part) for part in parts if part) or text[:200]

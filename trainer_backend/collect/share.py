@@ -6,7 +6,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from shared_schemas.rollouts import Rollout, RolloutPage, RolloutRequest
-from trainer_backend.collect.client import CursorExpired, TaskAppClient
+from trainer_backend.collect.answers import CursorExpired
+from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import retried
 from trainer_backend.errors import TaskAppError
 

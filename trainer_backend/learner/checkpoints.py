@@ -12,18 +12,24 @@ import os
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainer_backend.errors import CheckpointError
+from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
 
 
 def save_checkpoint(
-    folder: Path, *, model: Any, tokenizer: Any, optimizer: torch.optim.Optimizer, progress: Progress
+    folder: Path,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
 ) -> None:
     """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
 
@@ -34,8 +40,7 @@ def save_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        model.save_pretrained(aside, safe_serialization=True)
-        tokenizer.save_pretrained(aside)
+        save_model_folder(aside, model, tokenizer)
         save_file(_optimizer_tensors(optimizer), aside / "optimizer.safetensors")
         save_file({"torch": torch.get_rng_state()}, aside / "rng.safetensors")
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.errors import JobError, NothingToLearnFrom
@@ -20,9 +19,6 @@ from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode, Progress
-
-# Its bars for files of a megabyte would tear the live table apart.
-transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 class LocalLearner:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,8 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job import dump_job, load_job
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.rundir.boundary import writing
+
+_FOLDERS = ("rollouts", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def task_app_log(self) -> Path:
+        """Of a task app that this run starts itself."""
+        return self.path / "task_app.log"
 
     @property
     def report(self) -> Path:
@@ -85,6 +93,24 @@ class RunDirectory:
             aside.write_text(lines, encoding="utf-8")
             aside.replace(self.metrics_file)
 
+    def remove_if_unused(self, *, with_log: bool) -> bool:
+        """Remove the folder if it holds no more than `create_run` made; whether it is gone.
+
+        Args:
+            with_log: also when a task app has logged there; False where that log may explain what went wrong.
+        """
+        if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        return not self.path.exists()
+
+    def _is_unused(self, path: Path, *, with_log: bool) -> bool:
+        if path.name in _FOLDERS:
+            return path.is_dir() and not any(path.iterdir())
+        if path.name in ("job.toml", "run.json") or (with_log and path == self.task_app_log):
+            return True
+        return path in (self.metrics_file, self.task_app_log) and path.stat().st_size == 0
+
 
 def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
     """Make a fresh folder: `path`, or runs_dir/name (name-2, name-3 ... when taken).
@@ -96,7 +122,7 @@ def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
         path = _free_folder(job.job.runs_dir / job.job.name)
     run = RunDirectory(path, f"{job.job.name}.{uuid4().hex[:12]}")
     with writing(path):
-        for folder in (path, path / "rollouts", path / "checkpoints"):
+        for folder in (path, *(path / name for name in _FOLDERS)):
             folder.mkdir(parents=True, exist_ok=True)
         try:
             file = (path / "job.toml").open("x", encoding="utf-8")

@@ -42,6 +42,7 @@ class ScriptedTaskApp:
         app.router.add_post("/rollouts", self.accept)
         app.router.add_get("/rollouts", self.page)
         app.router.add_post("/rollouts/ack", self.ack)
+        app.router.add_post("/env/create", self.create)
         app.router.add_delete("/rollouts/{rollout_id:.*}", self.cancel)
         return app
 
@@ -81,6 +82,9 @@ class ScriptedTaskApp:
         body = await request.json()
         self.acked += body["rollout_ids"]
         return web.json_response({"acked": body["rollout_ids"], "unknown": []})
+
+    async def create(self, request: web.Request) -> web.Response:
+        raise web.HTTPNotFound
 
     async def cancel(self, request: web.Request) -> web.Response:
         self.cancelled.append(request.match_info["rollout_id"])

@@ -78,6 +78,54 @@ async def test_nonsense_is_an_error_that_names_the_address():
             await client.poll("run", None, wait_s=0)
 
 
+class OtherService(ScriptedTaskApp):
+    """Answers every route with the same JSON."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def same(self, request: web.Request) -> web.Response:
+        return web.json_response(self.answer)
+
+    accept = page = ack = create = same
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"status": "ok"}, "accepted: Field required (and 3 more)"),
+        (["ok"], "the answer: Input should be a valid dictionary or instance of RolloutsAccepted"),
+        ({"accepted": [7], "known": [], "instance_id": "i"}, "accepted.0: Input should be a valid string"),
+        (
+            {"accepted": [], "known": [], "instance_id": "i", "new": 1},
+            "new: Extra inputs are not permitted",
+        ),
+    ],
+)
+async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_it(answer: object, told: str):
+    async with served(OtherService(answer)) as client:
+        with pytest.raises(TaskAppError) as caught:
+            await client.submit([request_of(0)])
+    lines = str(caught.value).splitlines()
+    place = f"{client.url}: POST /rollouts did not answer as a task app does: "
+    assert lines == [
+        f"{place}{told} Another service may listen at this address, or a task app of another version."
+    ]
+
+
+async def test_every_route_of_the_client_looks_at_its_answer():
+    async with served(OtherService({"status": "ok"})) as client:
+        with pytest.raises(
+            TaskAppError, match=r"GET /rollouts did not answer as a task app does: rollouts: "
+        ):
+            await client.poll("run", None, wait_s=0)
+        with pytest.raises(TaskAppError, match=r"POST /rollouts/ack did not answer .* does: acked: "):
+            await client.ack("run", ["a"])
+        with pytest.raises(TaskAppError, match=r"POST /env/create did not answer .* does: env_id: "):
+            await client.create("env", {"env_name": "crafter"})
+
+
 async def test_a_task_app_that_is_not_there_is_an_error_and_no_hang():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused

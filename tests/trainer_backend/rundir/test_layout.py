@@ -63,6 +63,28 @@ def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, told: str):
         open_run(tmp_path)
 
 
+def test_a_run_in_which_nothing_was_done_can_be_removed(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "runs" / "run")
+    run.forget_metrics_after(-1)  # what every start does
+    run.task_app_log.write_text("starting\n")
+    assert not run.remove_if_unused(with_log=False)
+    assert run.remove_if_unused(with_log=True)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rollouts/warmup.parquet", "checkpoints/iteration_0/state.json", "metrics.jsonl", "notes.txt", "a/b"],
+)
+def test_a_run_that_holds_anything_of_worth_stays_whole(tmp_path: Path, name: str):
+    run = create_run(tiny_job(), tmp_path / "run")
+    (run.path / name).parent.mkdir(exist_ok=True)
+    (run.path / name).write_text("{}")
+    assert not run.remove_if_unused(with_log=True)
+    assert open_run(run.path).job() == tiny_job()
+    assert (run.path / name).read_text() == "{}"
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="file/run cannot be written"):

@@ -1,0 +1,124 @@
+"""What only a task app can find wrong in a job, asked of a real one: told by its TOML key."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from tests.conftest import tiny_job
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.trial import try_job
+from trainer_backend.errors import JobError
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.services import task_apps
+
+HERE = "http://127.0.0.1:9"
+SENT = "services.gateway_host and services.gateway_port, sent to rollout.policy_name"
+NO_TEACHER = {"warmup__policy_name": "crafter_techer"}
+
+# Overrides of the tiny job, the gateway's address, and what is told.
+MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "environment": (
+        {"rollout__env_name": "craftr"},
+        HERE,
+        "rollout.env_name: unknown environment 'craftr'; known: crafter. Did you mean 'crafter'?",
+    ),
+    "key of the environment": (
+        {"rollout__env_config": {"txt": "compact"}},
+        HERE,
+        "rollout.env_config.txt: unknown key 'txt'; known: length, max_actions, text. Did you mean 'text'?",
+    ),
+    "value of the environment": (
+        {"rollout__env_config": {"max_actions": 99}},
+        HERE,
+        "rollout.env_config.max_actions: Input should be less than or equal to 8; found 99",
+    ),
+    "policy": (
+        {"rollout__policy_name": "opnai"},
+        HERE,
+        "rollout.policy_name: unknown policy 'opnai'; known: crafter_teacher, openai, random. "
+        "Did you mean 'openai'?",
+    ),
+    "key of the policy": (
+        {"rollout__policy_config": {"max_attempt": 2}},
+        HERE,
+        "rollout.policy_config.max_attempt: unknown key 'max_attempt'",
+    ),
+    "a policy that is no model": (
+        {"rollout__policy_name": "crafter_teacher"},
+        HERE,
+        f"{SENT} 'crafter_teacher' as 'inference_url': unknown key 'inference_url'",
+    ),
+    "a gateway that the operator does not allow": (
+        {},
+        "http://10.1.2.3:5",
+        f"{SENT} 'openai' as 'inference_url': inference host 10.1.2.3:5 is not on this task app's list",
+    ),
+    "temperature of the evaluation": (
+        {"evaluation__temperature": 1000.0},
+        HERE,
+        "evaluation.temperature, sent to rollout.policy_name 'openai' as 'temperature': "
+        "Input should be less than or equal to 100; found 1000.0",
+    ),
+    "teacher": (NO_TEACHER, HERE, "warmup.policy_name: unknown policy 'crafter_techer'"),
+    "key of the teacher": (
+        {"warmup__policy_config": {"memry": False}},
+        HERE,
+        "warmup.policy_config.memry: unknown key 'memry'",
+    ),
+    "seed of the teacher": (
+        {"warmup__policy_config": {"seed": -1}},
+        HERE,
+        "warmup.policy_config.seed: Input should be greater than or equal to 0; found -1",
+    ),
+    "a teacher that asks a model of its own": (
+        {
+            "warmup__policy_name": "openai",
+            "warmup__policy_config": {"inference_url": "http://gpu:1", "model": "m"},
+        },
+        HERE,
+        "warmup.policy_config.inference_url: inference host gpu:1 is not on this task app's list",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What one task app said to each job; to good ones nothing. It holds one session of a kind at a time."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TURNWISE_MAX_SESSIONS", "1")
+        yield asyncio.run(_ask(tmp_path_factory.mktemp("trial") / "task_app.log"))
+
+
+async def _ask(log_file: Path) -> dict[str, str]:
+    async with task_apps(tiny_job(), log_file) as clients:
+
+        async def answer(job: JobConfig, url: str, *, from_scratch: bool = True) -> str:
+            planner = Planner(job, "run.1", Inference(url, "tiny/actor", SecretStr("")))
+            try:
+                await try_job(planner, clients, from_scratch=from_scratch)
+            except JobError as error:
+                return str(error)
+            return ""
+
+        found = {name: await answer(tiny_job(**keys), url) for name, (keys, url, _) in MISTAKES.items()}
+        found["good"] = await answer(tiny_job(), HERE)
+        found["good, without warm-up"] = await answer(tiny_job().model_copy(update={"warmup": None}), HERE)
+        found["good, the teacher is done"] = await answer(tiny_job(**NO_TEACHER), HERE, from_scratch=False)
+        found["url"] = clients[0].url
+        return found
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_by_its_key(told: dict[str, str], mistake: str):
+    *_, expected = MISTAKES[mistake]
+    assert told[mistake].startswith(expected)
+    assert f"(says the task app at {told['url']})" in told[mistake]
+
+
+def test_a_good_job_is_taken_and_leaves_no_session_behind(told: dict[str, str]):
+    # with room for one session, a second trial would find none if the first had kept its own
+    assert [text for name, text in told.items() if name.startswith("good")] == ["", "", ""]

@@ -1,0 +1,127 @@
+"""`--set`: what it changes, and who is blamed when the job is wrong afterwards."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer_backend.errors import JobError
+from trainer_backend.job import load_job, load_new_job
+
+JOB = """
+[model]
+preset = "tiny-0.3m"
+[rollout]
+policy_config = { max_attempts = 2 }
+[training]
+step_rewards_beta = 0.1
+group_size = 8
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The message, with the path of the file as FILE."""
+    with pytest.raises(JobError) as caught:
+        load_new_job(path, overrides)
+    return str(caught.value).replace(str(path), "FILE")
+
+
+def test_overrides_are_toml_values_and_bare_words(path: Path):
+    job = load_job(
+        path, ["training.group_size=4", "job.name=other", "rollout.env_config.text=compact"]
+    ).config
+    assert (job.training.group_size, job.job.name, job.rollout.env_config) == (
+        4,
+        "other",
+        {"text": "compact"},
+    )
+
+
+@pytest.mark.parametrize("override", ["training", "training.group_size", "group_size=4", "model.preset.x=1"])
+def test_an_override_that_names_no_key_is_refused(path: Path, override: str):
+    with pytest.raises(JobError, match="--set"):
+        load_job(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("training.group_sise=4", "--set training.group_sise=…: training.group_sise is not a key"),
+        ("trainning.group_size=4", "--set trainning.group_size=…: trainning is not a key"),
+        ("training.group_size=0", "--set training.group_size=…: training.group_size is 0: "),
+        ("evaluation.seeds=[1, -1]", "--set evaluation.seeds=…: evaluation.seeds.1 is -1: "),
+        ("warmup.episodes=0", "--set warmup.episodes=…: warmup.episodes is 0: "),
+        ("training.rewards=3", "--set training.rewards=…: training.rewards is 3, but it is a table"),
+        (
+            "training.rewards.step_reward_mode=off",
+            "--set training.rewards.step_reward_mode=…: training.rewards.",
+        ),
+        (
+            "rollout.step_rewards_mode=of",
+            "--set rollout.step_rewards_mode=…: training.step_rewards_mode is 'of'",
+        ),
+        ("algorithm.advantage=stepwize", "--set algorithm.advantage=…: algorithm.advantage is 'stepwize'"),
+        ("model.preset=tiny", "--set model.preset=…: model.preset is 'tiny'"),
+    ],
+)
+def test_a_wrong_key_or_value_that_came_with_set_is_blamed_on_it(path: Path, override: str, place: str):
+    assert refusal(path, override).startswith(place)
+
+
+def test_a_model_folder_that_came_with_set_is_blamed_on_it(path: Path, tmp_path: Path):
+    path.write_text(f'[model]\npath = "{tmp_path}"\n')
+    assert refusal(path).startswith("FILE: model.path is ")
+    assert refusal(path, "model.path=nowhere").startswith("--set model.path=…: model.path is 'nowhere'")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.path=x", "FILE with --set model.path=…: model: exactly one of"),
+        (
+            "rollout.policy_config.seed=1",
+            "FILE with --set rollout.policy_config.seed=…: rollout.policy_config: ",
+        ),
+        (
+            "training.group_size=7",
+            "FILE with --set training.group_size=…: rollout.episodes_per_batch (64) must",
+        ),
+        (
+            "rollout.step_rewards_beta=0.2",
+            "FILE with --set rollout.step_rewards_beta=…: step_rewards_beta is given",
+        ),
+    ],
+)
+def test_what_contradicts_the_file_is_blamed_on_both(path: Path, override: str, told: str):
+    assert refusal(path, override).startswith(told)
+
+
+def test_a_mistake_in_the_file_is_not_blamed_on_an_override_beside_it(path: Path):
+    path.write_text(JOB + "iterations = -1\n")
+    assert refusal(path, "training.group_size=4").startswith("FILE: training.iterations is -1: ")
+
+
+def test_of_two_overrides_the_one_that_won_or_is_nearest_is_blamed(path: Path):
+    table_and_key = refusal(path, "warmup.episodes=5", "warmup.epochs=0")
+    assert table_and_key.startswith("--set warmup.epochs=…: warmup.epochs is 0: ")
+    assert refusal(path, "job.seed=1", "job.seed=-1").startswith("--set job.seed=…: job.seed is -1: ")
+
+
+@pytest.mark.parametrize("override", ['services.task_api_key=["hush"]', "services.task_api_kez=hush"])
+def test_a_key_that_came_with_set_is_not_repeated(path: Path, override: str):
+    message = refusal(path, override)
+    assert message.startswith(f"--set {override.partition('=')[0]}=…: ")
+    assert "hush" not in message
+
+
+def test_a_key_in_a_malformed_override_is_not_repeated(path: Path):
+    path.write_text('[model]\npreset = "tiny-0.3m"\n[services]\ntask_api_key = "a"\n')
+    with pytest.raises(JobError) as caught:
+        load_job(path, ["services.task_api_key.x=hush-hush"])
+    assert "hush" not in str(caught.value)

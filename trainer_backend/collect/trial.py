@@ -1,0 +1,111 @@
+"""Do the task apps take what the job configures? Asked before anything is played.
+
+Each task app makes the job's environment and a policy of every stage, and lets go of them again. A misspelt
+name or config is told in the first second and by its TOML key, not after the minutes of a warm-up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shared_schemas.problem import Problem
+from shared_schemas.rollouts import PolicySpec
+from trainer_backend.collect.answers import Refused
+from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.plan import Planner
+from trainer_backend.errors import JobError
+from trainer_backend.job_schema import SET_BY_THE_JOB
+
+_HOST_NOT_ALLOWED = "inference_host_not_allowed"
+_SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
+
+
+@dataclass(frozen=True, slots=True)
+class _StagePolicy:
+    """The policy of a stage, as its first request names it, and the TOML keys that it is made of.
+
+    Attributes:
+        name_key, config_key: where the job names and configures it.
+        given: what stands under config_key.
+        derived: what the job adds to that, and from which key.
+    """
+
+    policy: PolicySpec
+    name_key: str
+    config_key: str
+    given: Mapping[str, Any]
+    derived: Mapping[str, str]
+
+    def key_of(self, problem: Problem) -> str:
+        """The TOML key that a task app's complaint about this policy is about."""
+        place, _, path = (problem.where or "").partition(".")
+        if place != "config":
+            return self.name_key
+        if problem.code == _HOST_NOT_ALLOWED:
+            path = "inference_url"
+        first = path.partition(".")[0]
+        if first in self.derived and first not in self.given:
+            return f"{self.derived[first]}, sent to {self.name_key} {self.policy.policy_name!r} as {first!r}"
+        return f"{self.config_key}.{path}" if path else self.config_key
+
+
+async def try_job(planner: Planner, clients: Sequence[TaskAppClient], *, from_scratch: bool) -> None:
+    """Have every task app make what the job will ask for.
+
+    Args:
+        planner: with the address that the gateway will have; nobody is asked there.
+        from_scratch: there is no checkpoint to go on from, so what comes before RL is played too.
+
+    Raises:
+        JobError: a task app refuses a name or a config; it names the TOML key.
+        TaskAppError: a task app cannot be reached, or fails.
+    """
+    policies = _policies(planner, from_scratch=from_scratch)
+    first = planner.training(1)[0]
+    world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
+    for client in clients:
+        await _try(client, "env", world, _environment_key)
+        for stage in policies:
+            body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
+            await _try(client, "policy", body, stage.key_of)
+
+
+def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
+    job = planner.job
+    trained = ("rollout.policy_name", "rollout.policy_config", job.rollout.policy_config)
+    own = {} if job.evaluation.temperature is None else {"temperature": "evaluation.temperature"}
+    found = [
+        _StagePolicy(planner.training(1)[0].policy, *trained, SET_BY_THE_JOB),
+        _StagePolicy(planner.evaluation("0")[0].policy, *trained, {**SET_BY_THE_JOB, **own}),
+    ]
+    if not from_scratch:
+        return found
+    if job.warmup is not None:
+        teacher = ("warmup.policy_name", "warmup.policy_config", job.warmup.policy_config)
+        found.append(_StagePolicy(planner.warmup()[0].policy, *teacher, _SEED_KEY))
+    elif job.model.preset is not None:
+        key = "model.preset without [warmup], whose tokenizer is trained on random play"
+        found.append(_StagePolicy(planner.prompts(1)[0].policy, key, key, {}, _SEED_KEY))
+    return found
+
+
+def _environment_key(problem: Problem) -> str:
+    place, dot, path = (problem.where or "").partition(".")
+    return f"rollout.env_config{dot}{path}" if place == "config" else "rollout.env_name"
+
+
+async def _try(
+    client: TaskAppClient,
+    kind: Literal["env", "policy"],
+    body: Mapping[str, Any],
+    key_of: Callable[[Problem], str],
+) -> None:
+    try:
+        created = await client.create(kind, body)
+    except Refused as refused:
+        problem = refused.problem_found
+        sentence = problem.detail.removeprefix(f"{problem.where}: ")
+        raise JobError(
+            f"{sentence} (says the task app at {client.url})", where=key_of(problem), hint=problem.hint
+        ) from refused
+    await client.terminate(kind, created)
