@@ -16,7 +16,7 @@ from trainer_backend.job_docs import configuration_markdown
 from trainer_backend.job_schema import JobConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def text_of(name: str) -> str:

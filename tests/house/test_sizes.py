@@ -1,4 +1,4 @@
-"""Rooms and functions stay small (STYLE.md): a file never above 300 lines, a function never past 60."""
+"""Rooms and functions stay small (CONTRIBUTING.md): a file at most 300 lines, a function at most 60."""
 
 import ast
 from pathlib import Path

@@ -12,6 +12,8 @@ from matplotlib.ticker import MaxNLocator
 # Narrow, so that 10 point text is still readable when a phone shows the picture 360 pixels wide.
 WIDTH_IN = 5.6
 _DPI = 150
+# Share of the height between a curve and the frame, so that no line or marker is cut in half.
+_AIR_ABOVE, _AIR_BELOW = 0.08, 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,24 @@ def picture(name: str, alt: str, draw: Draw, *, height_in: float) -> Picture:
 def whole_numbers() -> MaxNLocator:
     """Ticks for an axis that counts something."""
     return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
+
+
+def from_zero(axes: Any) -> None:
+    """Show 0 and all that was drawn on `axes`, with air between that and the frame.
+
+    matplotlib's own margin is a share of how much the data vary: next to nothing for a curve that is flat
+    and far from 0.
+    """
+    low, high = min(0.0, axes.dataLim.y0), max(0.0, axes.dataLim.y1)
+    height = high - low or 1.0
+    axes.set_ylim(low - _AIR_BELOW * height, high + _AIR_ABOVE * height)
+
+
+def seconds(value: float) -> str:
+    """A duration for a label: a stage that took time is never "0 s"."""
+    if 0.0 < value < 0.1:
+        return "under 0.1 s"
+    return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
 
 
 def _png(draw: Draw, theme: Theme, height_in: float) -> bytes:

@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 
 from trainer_backend.core.proportions import wilson_interval
 from trainer_backend.core.statistics import Interval
-from trainer_backend.report.charts import Picture, Theme, picture, whole_numbers
+from trainer_backend.report.charts import Picture, Theme, from_zero, picture, whole_numbers
 from trainer_backend.report.stored_episodes import unique_of_groups
 from trainer_backend.report.story import Row, Story
 
@@ -32,7 +32,7 @@ def learning_curve(story: Story) -> Picture | None:
         _bars(axes, held_out, theme.series[1], "held-out worlds (bars: 95 %)")
         axes.set_xlabel("iterations finished when the episodes were played")
         axes.set_ylabel(UNIQUE)
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
         axes.xaxis.set_major_locator(whole_numbers())
         figure.legend(loc="outside upper left", ncols=2)
 

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from trainer_backend.report.charts import Picture, Theme, picture, whole_numbers
+from trainer_backend.report.charts import Picture, Theme, from_zero, picture, seconds, whole_numbers
 from trainer_backend.report.stored_episodes import reward_by_turn
 from trainer_backend.report.story import EVALUATE_S, Row, Story
 
@@ -42,9 +42,9 @@ def reward_per_turn(story: Story) -> Picture | None:
         below.set_title("reward $r_t$ that training used")
         for axes in (above, below):
             axes.set_ylabel("mean a decision")
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if axes is below else 0.0)
+            from_zero(axes)
         below.set_xlabel("decision turn")
-        above.legend(loc="upper right")
+        figure.legend(*above.get_legend_handles_labels(), loc="outside upper right", ncols=2)
 
     told = "; ".join(f"{label}: {sum(values):.2f} an episode" for label, values in unique)
     alt = f"Two line charts by decision turn. Unique achievements, {told}."
@@ -63,7 +63,7 @@ def update_health(story: Story) -> Picture | None:
                 found = [(row["iteration"], row[name]) for row in rows if name in row]
                 axes.plot(*_columns(found), style, color=colour, marker=".", label=label)
             axes.set_title(title, fontsize=9)
-            axes.set_ylim(bottom=0)
+            from_zero(axes)
             axes.xaxis.set_major_locator(whole_numbers())
         clip, norm = figure.axes[2], figure.axes[3]
         clip.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -90,14 +90,14 @@ def time_per_stage(story: Story) -> Picture | None:
         above, below = figure.subplots(2, 1) if story.iterations else (figure.subplots(), None)
         names = [name for name, _ in reversed(totals)]
         bars = above.barh(names, [value for _, value in reversed(totals)], color=theme.series[0])
-        above.bar_label(bars, fmt="{:.0f} s", padding=3)
-        above.margins(x=0.12)
+        above.bar_label(bars, labels=[seconds(value) for _, value in reversed(totals)], padding=3)
+        above.margins(x=0.15)
         above.grid(axis="y", visible=False)
         above.set_title("whole run, seconds")
         if below is not None:
             _stacked(below, story.iterations, theme)
 
-    told = ", ".join(f"{name} {value:.0f} s" for name, value in totals)
+    told = ", ".join(f"{name} {seconds(value)}" for name, value in totals)
     return picture("time_per_stage", f"Bar charts of time: {told}.", draw, height_in=4.8)
 
 
@@ -124,6 +124,7 @@ def _stacked(axes: Any, rows: Sequence[Row], theme: Theme) -> None:
     axes.set_title("each iteration, seconds")
     axes.set_xlabel("iteration")
     axes.xaxis.set_major_locator(whole_numbers())
+    axes.grid(axis="x", visible=False)
     axes.set_ylim(top=1.35 * max(bottom))
     axes.legend(loc="upper center", ncols=4, columnspacing=1.0, handlelength=1.2)
 

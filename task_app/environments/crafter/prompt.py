@@ -11,6 +11,7 @@ from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
 from task_app.protocols import PastDecision, ToolRequest
 
 PAST_SHOWN = 3
+_NOOP_RAN = "One noop was executed instead."
 NO_NEWS: dict[str, Any] = {"unlocked": [], "health_change": 0, "no_effect": False, "invalid": None}
 
 _INTRODUCTION = """\
@@ -95,8 +96,8 @@ def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
     shown = list(past[: -PAST_SHOWN - 1 : -1])
     calls = [f"- {_call_line(decision.tool_calls)}" for decision in shown] or ["- none"]
     lines = [observation_text, "", "Previous tool calls (most recent first):", *calls]
-    if shown and shown[0].outcome.invalid_reason:
-        lines += ["", f"Your last call was not carried out: {shown[0].outcome.invalid_reason}"]
+    if shown and (reason := shown[0].outcome.invalid_reason):
+        lines += ["", f"Your last call was not carried out: {_sentence(reason)} {_NOOP_RAN}"]
     return "\n".join(lines)
 
 
@@ -115,8 +116,13 @@ def _arguments(call: ToolRequest) -> str:
 def result_text(executed: Sequence[str], news: Mapping[str, Any]) -> str:
     """The tool's answer: what ran and what came of it."""
     if news["invalid"]:
-        return f"error: {news['invalid']}. One noop was executed instead."
+        return f"error: {_sentence(news['invalid'])} {_NOOP_RAN}"
     return "; ".join((f"executed: {', '.join(executed)}", *news_lines(news)))
+
+
+def _sentence(reason: str) -> str:
+    """A reason may end in a question ("Did you mean 'x'?"): that needs no full stop."""
+    return reason if reason.endswith((".", "?", "!")) else f"{reason}."
 
 
 def news_lines(news: Mapping[str, Any]) -> list[str]:
@@ -125,6 +131,9 @@ def news_lines(news: Mapping[str, Any]) -> list[str]:
     lines = [f"unlocked {name}" for name in news["unlocked"]]
     if change:
         lines.append(f"health {'rose' if change > 0 else 'fell'} by {abs(change)}")
-    if news["no_effect"]:
+    if news["invalid"]:
+        # Not "the last action changed nothing": that one was our noop, none of the model's.
+        lines.append("the last call was not carried out, one noop was executed instead")
+    elif news["no_effect"]:
         lines.append("the last action changed nothing")
     return lines

@@ -69,6 +69,7 @@ def compact_text(data: Mapping[str, Any]) -> str:
     cells up through stone: dig each, then enter it. `more`: the walk goes on. What stands in front has no
     walk, it is `@...`. `grass` and `ground` (to build on) end facing such a cell; `way` leads on out of view.
     `lava R2 D1` is no walk but a warning: where the nearest lava lies, straight across and then down.
+    News: `no-effect` says that the last call changed nothing, with `invalid` because it was refused.
     """
     facts = read_facts(data)
     head, news = list(_state_words(facts)), list(_news_words(data["news"]))

@@ -107,6 +107,41 @@ def test_a_reason_found_earlier_runs_one_noop_too():
     assert (outcome.executed_actions, outcome.invalid_reason) == (("noop",), "the answer was cut off")
 
 
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        ("move_lft", "Did you mean 'move_left'? One noop was executed instead."),
+        ("", "known: " + ", ".join(sorted(ACTIONS)) + ". One noop was executed instead."),
+    ],
+)
+def test_a_refusal_is_told_in_whole_sentences(action, told):
+    environment = fresh()
+    calls = (call(action),)
+    outcome = environment.step(calls)
+    prompt = environment.messages(outcome.observation, [PastDecision(calls, outcome)])[-1].content
+    assert outcome.result.endswith(told)
+    assert prompt.endswith(told)
+
+
+def test_the_news_of_a_refused_call_are_not_those_of_an_idle_action():
+    environment = fresh()
+    after_refusal = environment.step([call("fly")]).observation.text
+    after_noop = environment.step([call("noop")]).observation.text
+    refused, idle = (
+        "News: the last call was not carried out, one noop",
+        "News: the last action changed nothing",
+    )
+    assert refused in after_refusal and idle not in after_refusal
+    assert idle in after_noop and refused not in after_noop
+
+
+def test_the_compact_text_says_that_a_call_had_no_effect_and_whether_it_was_refused():
+    environment = fresh(text="compact")
+    # These words are what the presets learned from: a changed one changes every figure of the demo.
+    assert environment.step([call("fly")]).observation.text.split()[-2:] == ["no-effect", "invalid"]
+    assert environment.step([call("noop")]).observation.text.endswith(" no-effect")
+
+
 def test_the_limit_truncates_and_actions_after_it_do_not_run():
     environment = fresh(length=5)
     outcome = environment.step([call(*["noop"] * 8)])
