@@ -1,7 +1,8 @@
 """`python -m task_app --host 127.0.0.1 --port 8001`: the task app alone.
 
 Port 0 takes a free one. When it is ready, one line on stdout says where: `listening on http://host:port`;
-the trainer's embedded mode reads it. Logs go to stderr. Exit codes: 0 stopped, 2 a setting or port is wrong.
+the trainer's embedded mode reads it. Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or
+a plug-in file is wrong.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import structlog
 import uvloop
@@ -16,6 +18,8 @@ import uvloop
 from task_app.app import create_app
 from task_app.errors import SettingsError
 from task_app.logs import configure_logs
+from task_app.operator_plugins import with_plugins
+from task_app.plugins import default_plug_boards
 from task_app.server import PortTaken, Server, address_of, bound_socket
 from task_app.settings import KEY_VARIABLE, settings_from_environ
 
@@ -25,8 +29,9 @@ log = structlog.get_logger("task_app")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        settings = settings_from_environ(os.environ)
+        settings = settings_from_environ(os.environ).with_hosts(options.allow_inference_host)
         configure_logs(settings.log_level)
+        boards = with_plugins(default_plug_boards(), options.plugins)
         sock = bound_socket(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
         print(f"task_app: {exc}", file=sys.stderr)
@@ -34,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not settings.api_keys:
         log.warning("no_key_configured", hint=f"set {KEY_VARIABLE}; until then every route answers 503")
     address = address_of(sock)
-    server = Server(create_app(settings), on_ready=lambda: print(f"listening on {address}", flush=True))
+    app = create_app(settings, boards=boards)
+    server = Server(app, on_ready=lambda: print(f"listening on {address}", flush=True))
     if options.exit_with_parent:
         server.stop_with_parent()
     log.info("starting", address=address)
@@ -48,6 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m task_app", description="Environments behind HTTP.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=_port, default=8001, help="0 takes a free one")
+    parser.add_argument(
+        "--allow-inference-host", action="append", default=[], metavar="HOST[:PORT]",
+        help="an inference_url may name it, beside those that the environment allows; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plugins", action="append", default=[], type=Path, metavar="FILE",
+        help="a Python file with environments or policies of your own (docs/plugins.md); may be repeated",
+    )  # fmt: skip
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input is closed")
     return parser
 

@@ -1,11 +1,13 @@
 """Every setting of the task app, in one table: its environment variable, bounds and default.
 
 A field `max_sessions` is read from `TURNWISE_MAX_SESSIONS`; lists are comma separated. The keys keep the name
-that task apps have always used: `ENVIRONMENT_API_KEY`, and `ENVIRONMENT_API_KEY_ALIASES` for more of them.
+that task apps have always used: `ENVIRONMENT_API_KEY` (or `ENVIRONMENT_API_KEY_FILE`, which names a file that
+holds it), and `ENVIRONMENT_API_KEY_ALIASES` for more of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError
@@ -15,6 +17,7 @@ from task_app.errors import SettingsError
 
 PREFIX = "TURNWISE_"
 KEY_VARIABLE = "ENVIRONMENT_API_KEY"
+KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 ALIASES_VARIABLE = "ENVIRONMENT_API_KEY_ALIASES"
 
 Host = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^/@\s]+$")]
@@ -54,6 +57,21 @@ class Settings(Body):
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     drain_s: float = Field(default=5.0, ge=0.0, le=600.0, description="for running rollouts to end at a stop")
 
+    def with_hosts(self, hosts: Iterable[str]) -> "Settings":
+        """These settings, with more hosts that an inference_url may name.
+
+        Raises:
+            SettingsError: one is no `host` or `host:port`.
+        """
+        listed = (*self.allowed_inference_hosts, *hosts)
+        try:
+            return Settings(**{**dict(self), "allowed_inference_hosts": listed})
+        except ValidationError as exc:
+            found = exc.errors(include_url=False)[0]["input"]
+            raise SettingsError(
+                f"{found!r} is no inference host; expected host or host:port", where="--allow-inference-host"
+            ) from exc
+
     def limits(self) -> dict[str, Any]:
         """What `/info` shows: every bound, no key."""
         return self.model_dump(mode="json", exclude={"api_keys"})
@@ -90,8 +108,24 @@ def _check_spelling(environ: Mapping[str, str]) -> None:
 
 def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The primary key and its aliases, without blanks and repetitions."""
-    listed = [environ.get(KEY_VARIABLE, "").strip(), *_split(environ.get(ALIASES_VARIABLE, ""))]
+    primary = environ.get(KEY_VARIABLE, "").strip() or _key_in_file(environ.get(KEY_FILE_VARIABLE, ""))
+    listed = [primary, *_split(environ.get(ALIASES_VARIABLE, ""))]
     return tuple(dict.fromkeys(key for key in listed if key))
+
+
+def _key_in_file(name: str) -> str:
+    """How containers hand over secrets. A file that was named must hold a key, or nobody gets in."""
+    if not name:
+        return ""
+    try:
+        key = Path(name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise SettingsError(
+            f"{KEY_FILE_VARIABLE} names {name!r}, which cannot be read: {exc}", where=KEY_FILE_VARIABLE
+        ) from exc
+    if not key:
+        raise SettingsError(f"{KEY_FILE_VARIABLE} names {name!r}, which is empty", where=KEY_FILE_VARIABLE)
+    return key
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import os
 # Before torch: spinning OpenMP threads make it many times slower beside another busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def tiny_job(**overrides: Any) -> JobConfig:
     """A job of seconds: 8 episodes of 8 decisions an iteration. `table__key=value` overrides."""
     document: dict[str, dict[str, Any]] = {
         "job": {"name": "tiny", "seed": 1},
-        "model": {"preset": "tiny-0.3m"},
+        "model": {"preset": "tiny-0.3m", "device": "cpu"},
         "inference": {"max_model_len": 256, "max_running": 16},
         "rollout": {
             "env_config": {"text": "compact", "max_actions": 4},
@@ -86,6 +86,14 @@ def train_job(
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, ListReporter, Any]:
     """The tiny job, trained once for all tests that only look at what came of it."""
     return train_job(tiny_job(), tmp_path_factory.mktemp("runs") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Model folders as the hub has them, by family; for reading only: copy one to change it."""
+    from tests.model_folders import make_model_folders
+
+    return make_model_folders(tmp_path_factory.mktemp("models"))
 
 
 def rows_of(directory: RunDirectory, kind: str) -> Sequence[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,130 +10,186 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainer_backend.errors import JobError, TrainerError
-from trainer_backend.job import LoadedJob, dump_job, load_job, load_new_job
+from trainer_backend import completion
+from trainer_backend.errors import TrainerError
+from trainer_backend.job import dump_job, load_new_job
+from trainer_backend.planned_runs import run_of_each_seed, single_run
 from trainer_backend.rundir.boundary import writing
-from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.rundir.layout import open_run
+from trainer_backend.telling import tell, warn
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
 )
+new = typer.Typer(no_args_is_help=True, help="Make something of your own from a template that works.")
+app.add_typer(new, name="new")
 _out = Console()
 _err = Console(stderr=True)
 
-JobPath = Annotated[Path, typer.Argument(help="a job TOML, such as configs/crafter_cpu.toml")]
+_JOB_HELP = "a job TOML, such as configs/crafter_cpu.toml; of several, later ones go over earlier ones"
+JobPaths = Annotated[list[Path], typer.Argument(help=_JOB_HELP)]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="table.key=value, the value in TOML; may be repeated")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="table.key=value, the value in TOML; may be repeated",
+        autocompletion=completion.settings,
+    ),
 ]
 
 
 @app.command()
 def train(
-    job: Annotated[Path | None, typer.Argument(help="a job TOML; not with --resume")] = None,
+    job: Annotated[list[Path] | None, typer.Argument(help=_JOB_HELP + "; not with --resume")] = None,
     run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
-    resume: Annotated[Path | None, typer.Option(help="a run to continue; --set changes its job.toml")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="a run to continue; --set changes its job.toml", autocompletion=completion.run_directories
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="such as 0,1,2: a run for each value of job.seed; again: those that are left"),
+    ] = None,
     report: Annotated[bool, typer.Option(help="write the report at the end")] = True,
     overrides: Overrides = None,
 ) -> None:
     """Train as the job says, then write the report; Ctrl-C saves the last finished iteration."""
-    from trainer_backend.progress import ConsoleReporter, closing_lines
-    from trainer_backend.report.story import read_story
-    from trainer_backend.report.write import write_report
-    from trainer_backend.start import Stopped, run_job
+    from trainer_backend.train_command import train_one
 
-    loaded, directory = _what_to_train(job, run, resume, overrides or ())
-    _warn(loaded)
-    with ConsoleReporter(_out) as reporter:
-        reporter.say(f"run directory: {directory.path}")
-        try:
-            ended = asyncio.run(run_job(loaded.config, directory, reporter, resume=resume is not None))
-        except Stopped as stopped:
-            reporter.say(str(stopped))
-            raise typer.Exit(130) from stopped
-        except TrainerError as error:
-            # A mistake of the user's is told in the message; for any other the task app's log may be needed.
-            if resume is None and directory.remove_if_unused(with_log=error.status < 500):
-                reporter.say(f"{directory.path} is removed again: nothing was done in it")
-            raise
-        reporter.say(f"{ended.progress.iteration} iterations done; saved in {directory.checkpoints}")
-    for line in closing_lines(read_story(directory)):
-        _tell(line)
-    if report:
-        _tell(f"report: {write_report(directory).resolve()}")
-    if ended.stopped:
-        _tell(f"stopped early; continue with: turnwise train --resume {directory.path}")
-        raise typer.Exit(130)
-
-
-def _what_to_train(
-    job: Path | None, run: Path | None, resume: Path | None, overrides: Sequence[str]
-) -> tuple[LoadedJob, RunDirectory]:
-    """A new run of a job, or one that exists, with the overrides written down in either."""
-    if (job is None) == (resume is None):
-        raise JobError("give either a job TOML, or --resume with a run directory")
-    if job is not None:
-        loaded = load_new_job(job, overrides)
-        return loaded, create_run(loaded.config, run)
-    assert resume is not None, "one of the two is given"
-    if run is not None:
-        raise JobError(f"--run {run} makes a new run, but --resume {resume} continues one: leave --run out")
-    directory = open_run(resume)
-    loaded = load_job(directory.path / "job.toml", overrides)
-    if overrides:
-        # The next resume, the report and eval read this file: they must see what the run really did.
-        directory.replace_job(loaded.config)
-    return loaded, directory
+    given = (job, run, resume, overrides or ())
+    for planned in run_of_each_seed(*given, seeds=seeds) if seeds is not None else [single_run(*given)]:
+        warn(_err, planned.loaded)
+        if not train_one(_out, planned, report=report):
+            raise typer.Exit(130)
 
 
 @app.command()
-def check(job: JobPath, overrides: Overrides = None) -> None:
+def check(job: JobPaths, overrides: Overrides = None) -> None:
     """Read a job and print it with every default filled in; starts and writes nothing.
 
     What task apps offer (environments, policies, their configs) is checked when `train` starts.
     """
     loaded = load_new_job(job, overrides or ())
-    _warn(loaded)
+    warn(_err, loaded)
     print(dump_job(loaded.config), end="")
 
 
+@app.command("init")
+def init_job(
+    file: Annotated[Path, typer.Argument(help="the job TOML to write")] = Path("job.toml"),
+    env: Annotated[str, typer.Option(help="the environment that it trains on")] = "crafter",
+    preset: Annotated[
+        str | None, typer.Option(help="a small model to begin with", autocompletion=completion.presets)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="or a Hugging Face model: a local folder, or a name of the hub")
+    ] = None,
+) -> None:
+    """Write a job with a comment for every key; it asks nothing and overwrites nothing."""
+    from trainer_backend.init_job.choices import Choices
+    from trainer_backend.init_job.write import write_job
+
+    warn(_err, write_job(file, Choices(env, preset, model)))
+    tell(_out, f"{file} is written; train with: turnwise train {file}")
+
+
+@new.command("env")
+def new_environment(
+    name: Annotated[str, typer.Argument(help="small letters, digits and _; also the folder's name")],
+    parent: Annotated[Path, typer.Option("--in", help="the folder to make it in")] = Path(),
+) -> None:
+    """Make a folder with an environment that works, its contract test, and a job that trains on it."""
+    from trainer_backend.new_environment.write import write_environment
+
+    for file in write_environment(name, parent):
+        tell(_out, str(file))
+    tell(
+        _out,
+        f"next, in {parent / name}: pytest; turnwise train job.toml; turnwise task-app --plugins plugins.py",
+    )
+
+
 @app.command("report")
-def write_run_report(run: Annotated[Path, typer.Argument(help="a run directory")]) -> None:
+def write_run_report(
+    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=completion.run_directories)],
+) -> None:
     """Write RUN/report/report.html and its pictures from the files of the run."""
     from trainer_backend.report.write import write_report
 
     print(write_report(open_run(run)))
 
 
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="two or more run directories; the first is the baseline",
+            autocompletion=completion.run_directories,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="the folder to write")] = Path("comparison"),
+) -> None:
+    """Lay runs over one another: a table here, curves and differing settings in OUT/comparison.html."""
+    from trainer_backend.comparison_tables import comparison_table
+    from trainer_backend.report.compare import write_comparison
+    from trainer_backend.report.comparison import read_sides
+
+    sides = read_sides(runs)
+    _out.print(comparison_table(sides))
+    tell(_out, f"comparison: {write_comparison(sides, out).resolve()}")
+
+
 @app.command("eval")
 def evaluate_policy(
     folder: Annotated[
-        Path | None, typer.Argument(help="a run (its best checkpoint plays), or a model folder")
+        Path | None,
+        typer.Argument(
+            help="a run (its best checkpoint plays), or a model folder",
+            autocompletion=completion.run_directories,
+        ),
     ] = None,
     job: Annotated[Path | None, typer.Option(help="a job TOML; absent: that of the run")] = None,
     policy: Annotated[
         str | None, typer.Option(help="a policy of the task app plays instead, such as crafter_teacher")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="a model of any OpenAI-compatible server plays instead")
+    ] = None,
+    inference_url: Annotated[str | None, typer.Option(help="the server that --model asks")] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            help="environment variable with its key; absent: OPENAI_API_KEY for api.openai.com, else none"
+        ),
     ] = None,
     instances: Annotated[int | None, typer.Option(min=1, help="how many held-out worlds")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="of sampling: --set evaluation.temperature")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
+    rollouts: Annotated[Path | None, typer.Option(help="keep the episodes in this Parquet file")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Play the held-out worlds with a model or a scripted policy, and print the figures."""
-    from trainer_backend.evaluate import Scripted, evaluate, what_to_evaluate
-    from trainer_backend.evaluation_result import as_json, tables
+    from trainer_backend.evaluate import chosen_player, evaluate, what_to_evaluate
+    from trainer_backend.evaluation_result import as_json
+    from trainer_backend.evaluation_tables import tables
 
     changed = list(overrides or ())
     changed += [f"evaluation.instances={instances}", "evaluation.seeds=[]"] if instances is not None else []
     changed += [f"evaluation.temperature={temperature}"] if temperature is not None else []
-    loaded, player = what_to_evaluate(folder, job, Scripted(policy) if policy else None, changed)
+    chosen = chosen_player(policy, model, inference_url, api_key_env)
+    loaded, player = what_to_evaluate(folder, job, chosen, changed)
+    warn(_err, loaded)
     with _err.status("playing the held-out worlds") as status:
 
         def tell(done: int, total: int) -> None:
             status.update(f"playing the held-out worlds: {done}/{total}")
 
-        result = asyncio.run(evaluate(loaded.config, player, tell))
+        result = asyncio.run(evaluate(loaded.config, player, tell, keep=rollouts))
     _out.print(tables(result))
     if json_file is not None:
         with writing(json_file):
@@ -157,16 +212,6 @@ def main() -> None:
     except TrainerError as error:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
-
-
-# Text, never a string: rich would read what stands in brackets as markup, drop it, or raise on it.
-def _tell(line: str) -> None:
-    _out.print(Text(line), soft_wrap=True)
-
-
-def _warn(loaded: LoadedJob) -> None:
-    for warning in loaded.warnings:
-        _err.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.flat_groups import flat_groups
 from trainer_backend.core.rewards import RewardConfig, reward_vector
 from trainer_backend.core.segments import segments_of
 from trainer_backend.core.statistics import decision_metrics
@@ -20,11 +21,18 @@ from trainer_backend.rundir.rollout_files import Credit
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """Stops 7, 9 and 10 for a batch of episodes: what the update needs, and what the logs say."""
+    """Stops 7, 9 and 10 for a batch of episodes: what the update needs, and what the logs say.
+
+    Attributes:
+        episodes: those to be trained: all of them, or without `flat` where the job skips it.
+        credits: of every episode, in the order given.
+        flat: ids of the groups whose advantages are all 0 (core.flat_groups).
+    """
 
     episodes: list[CreditedEpisode]
     credits: list[Credit]
     metrics: dict[str, float]
+    flat: list[str]
 
 
 def credit(job: JobConfig, rollouts: Sequence[Rollout]) -> Credited:
@@ -37,21 +45,27 @@ def credit(job: JobConfig, rollouts: Sequence[Rollout]) -> Credited:
         )
         for rollout, item in zip(rollouts, trajectories, strict=True)
     ]
-    advantages = estimator(job.algorithm.advantage)(
-        [
-            EpisodeRewards(rollout.rollout_id, rollout.group_id, rewards_T)
-            for rollout, rewards_T in zip(rollouts, rewards, strict=True)
-        ],
-        AdvantageConfig(gamma=job.algorithm.gamma),
-    )
+    rewarded = [
+        EpisodeRewards(rollout.rollout_id, rollout.group_id, rewards_T)
+        for rollout, rewards_T in zip(rollouts, rewards, strict=True)
+    ]
+    advantages = estimator(job.algorithm.advantage)(rewarded, AdvantageConfig(gamma=job.algorithm.gamma))
+    flat = flat_groups(rewarded, advantages.per_episode)
+    skipped = set(flat) if job.training.skip_flat_groups else set()
     episodes = [
         CreditedEpisode(
             rollout.rollout_id, segments_of(item.steps, rollout_id=rollout.rollout_id), advantages_T
         )
         for rollout, item, advantages_T in zip(rollouts, trajectories, advantages.per_episode, strict=True)
+        if rollout.group_id not in skipped
     ]
     credits = [Credit(*pair) for pair in zip(rewards, advantages.per_episode, strict=True)]
-    return Credited(episodes, credits, {**decision_metrics(trajectories, rewards), **advantages.diagnostics})
+    metrics = {
+        **decision_metrics(trajectories, rewards),
+        **advantages.diagnostics,
+        "group/flat": float(len(flat)),
+    }
+    return Credited(episodes, credits, metrics, flat)
 
 
 def reward_config(job: JobConfig) -> RewardConfig:

@@ -8,24 +8,37 @@ import asyncio
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from pydantic import SecretStr
 
-from trainer_backend.errors import TaskAppError
+from trainer_backend.errors import JobError, TaskAppError
 
 _START_S = 60.0
 _STOP_S = 10.0
 _READY = "listening on "
+# Its exit code for a setting or a plug-in file that is wrong (task_app.__main__).
+_REFUSED = 2
 
 
 class EmbeddedTaskApp:
-    """Async context manager around the child process; its log lines are appended to `log_file`."""
+    """Async context manager around the child process.
 
-    def __init__(self, log_file: Path) -> None:
+    Args:
+        log_file: its log lines are appended to it.
+        hosts_to_call: `host:port` of inference servers that it may call beside those on this machine.
+        plugins: files with environments and policies of the job's own.
+    """
+
+    def __init__(
+        self, log_file: Path, hosts_to_call: Sequence[str] = (), *, plugins: Sequence[Path] = ()
+    ) -> None:
         self._log_file = log_file
+        self._allowed = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
+        self._allowed += [word for file in plugins for word in ("--plugins", str(file))]
         self.api_key = SecretStr(secrets.token_urlsafe(32))
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
@@ -34,6 +47,7 @@ class EmbeddedTaskApp:
         with self._log_file.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0", "--exit-with-parent",
+                *self._allowed,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -63,6 +77,10 @@ class EmbeddedTaskApp:
             if text.startswith(_READY):
                 return text.removeprefix(_READY)
         code = await self._process.wait()
+        if code == _REFUSED:
+            # Its last line says what is wrong; the log may be in a folder that goes with us.
+            lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            raise JobError(f"the job's own task app did not start: {lines[-1].removeprefix('task_app: ')}")
         raise TaskAppError(f"the embedded task app ended with exit code {code}; see {self._log_file}")
 
     async def _stop(self) -> None:

@@ -7,7 +7,9 @@
     ├── RunDirectoryError          a run's folder cannot be made, or is not one
     ├── NothingToLearnFrom         no rollout of a stage was finished
     ├── CreditError                a trajectory cannot be credited (leaves in core/errors.py)
-    ├── NonFiniteLoss              an update met NaN or infinity and stopped
+    ├── UpdateStopped              an update could not go on; says how many of its steps were taken
+    │   ├── NonFiniteLoss          it met NaN or infinity
+    │   └── OutOfMemory            it did not fit the device
     ├── TaskAppError               a task app refused, or could not be reached in time
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/answers.py)
     │   └── Refused                it finds something wrong in a request (collect/answers.py)
@@ -20,6 +22,7 @@
         ├── WeightsRefused         load_weights was given tensors that do not fit; the old ones still serve
         ├── EngineBusy             the waiting line is full; try again later
         ├── EngineTimeout          a bounded wait ran out
+        ├── EngineOutOfMemory      a prompt or a decode step did not fit; the engine goes on without it
         └── EngineStopped          stopped, or its thread ended on an error
 
 A message is one sentence: where, what was found, what is allowed. `code` is for programs, `status` is the
@@ -90,7 +93,24 @@ class NothingToLearnFrom(TrainerError):
     title = "No rollout was finished"
 
 
-class NonFiniteLoss(TrainerError):
+class UpdateStopped(TrainerError):
+    """An update, or a warm-up, that could not go on. The step that met it has not touched the weights.
+
+    Attributes:
+        steps_taken: optimizer steps of this update before it; 0: the weights are those of the last iteration.
+    """
+
+    code = "update_stopped"
+    title = "The update could not go on"
+    steps_taken: int = 0
+
+
+class OutOfMemory(UpdateStopped):
+    code = "out_of_memory"
+    title = "The update ran out of memory"
+
+
+class NonFiniteLoss(UpdateStopped):
     code = "non_finite_loss"
     title = "The update met NaN or infinity"
 
@@ -162,6 +182,12 @@ class EngineTimeout(InferenceError):
     code = "engine_timeout"
     status = 504
     title = "Generation took too long"
+
+
+class EngineOutOfMemory(InferenceError):
+    code = "engine_out_of_memory"
+    status = 503
+    title = "The engine ran out of memory"
 
 
 class EngineStopped(InferenceError):

@@ -1,26 +1,48 @@
-"""The figures of `turnwise eval`, for people and for programs. Pure."""
+"""The figures of `turnwise eval`: from played episodes to numbers with 95 % intervals. Pure."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
+from shared_schemas.rewards import DecisionRewards
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection
 from trainer_backend.core.proportions import wilson_interval
+from trainer_backend.core.scores import crafter_score_interval
 from trainer_backend.core.statistics import (
     Interval,
-    crafter_score,
+    ach_by_turn,
     episode_metrics,
     mean_interval,
+    step_deltas,
     success_rates,
     unique_achievements,
     unique_by_turn,
 )
 from trainer_backend.evaluation import finished_trajectories
+from trainer_backend.report.beside_published import ENVIRONMENT, Group, beside_published
+
+_MOST_SPANS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Decisions `first` to `last` of all episodes; one that ended earlier counts 0.
+
+    Attributes:
+        playing: episodes that took decision `first`.
+        unique, ach: sum of unique_delta, and of ach_delta, over the span; mean over episodes.
+        rewarded: share of the span's decisions that unlocked something.
+    """
+
+    first: int
+    last: int
+    playing: int
+    unique: Interval
+    ach: Interval
+    rewarded: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +50,52 @@ class Evaluated:
     """What came of an evaluation.
 
     Attributes:
-        policy: a folder, or a policy's name.
-        unique, outcome, decisions: means over episodes, a world each.
+        policy: a folder, a policy's name, or a model and its server.
+        models: the model's name as its server gives it; empty where there is no model.
+        setting: environment, limits and sampling that it was played with.
+        unique, outcome, decisions, env_steps: means over episodes, a world each.
+        env_reward: the environment's own reward, summed over an episode.
         rates: share of episodes that unlocked each achievement.
-        unique_by_turn: [T] mean unique_delta of each decision turn; an ended episode counts 0.
-        crafter_score: in percent; 0 for an environment without achievements.
+        unique_by_turn, ach_by_turn: [T] mean deltas of each decision turn; an ended episode counts 0.
+        spans: the same by spans of turns, with intervals.
+        crafter_score: in percent; None outside Crafter.
         invalid_frac: share of decisions that were refused.
         endings: episodes by stop reason.
-        failures: failure codes met, and how often; such episodes are in no figure.
+        lost: worlds without an episode, which are in no figure.
+        failures: failure codes met, and how often; a rollout that failed once was tried again.
+        prompt_tokens, sampled_tokens: over all episodes; None where no server counts them.
+        published: rows to compare with, and what keeps them from being comparable.
     """
 
     policy: str
+    models: tuple[str, ...]
+    setting: Mapping[str, Any]
     unique: Interval
     outcome: Interval
     decisions: Interval
+    env_steps: Interval
+    env_reward: Interval
     rates: Mapping[str, Interval]
     unique_by_turn: tuple[float, ...]
-    crafter_score: float
+    ach_by_turn: tuple[float, ...]
+    spans: tuple[TurnSpan, ...]
+    crafter_score: Interval | None
     invalid_frac: float
     endings: Mapping[str, int]
+    lost: int
     failures: Mapping[str, int]
+    prompt_tokens: int | None
+    sampled_tokens: int | None
+    published: tuple[Group, ...]
 
 
-def evaluated(policy: str, collection: Collection) -> Evaluated:
-    """The figures of played episodes. Pure.
+def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | None = None) -> Evaluated:
+    """The figures of played episodes.
+
+    Args:
+        policy: who played, in words.
+        collection: what came back.
+        setting: how it was played, in names and values that JSON can hold.
 
     Raises:
         NothingToLearnFrom: no episode finished.
@@ -65,37 +109,26 @@ def evaluated(policy: str, collection: Collection) -> Evaluated:
     }
     return Evaluated(
         policy=policy,
+        models=tuple(sorted({item.model for item in episodes if item.model})),
+        setting=dict(setting or {}),
         unique=mean_interval([float(unique_achievements(item)) for item in episodes]),
         outcome=mean_interval([item.outcome_reward for item in episodes]),
         decisions=mean_interval([float(len(item.steps)) for item in episodes]),
+        env_steps=mean_interval([float(item.env_steps) for item in episodes]),
+        env_reward=mean_interval([_env_reward(item) for item in episodes]),
         rates=_rates(episodes),
         unique_by_turn=tuple(unique_by_turn(episodes)),
-        crafter_score=crafter_score(success_rates(episodes)),
+        ach_by_turn=tuple(ach_by_turn(episodes)),
+        spans=turn_spans(episodes),
+        crafter_score=_score(episodes),
         invalid_frac=metrics["episode/invalid_frac"],
         endings=endings,
+        lost=len(collection.failed),
         failures=dict(sorted(collection.failures.items())),
+        prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
+        sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
+        published=beside_published(episodes),
     )
-
-
-def tables(result: Evaluated) -> Group:
-    """The figures for a terminal."""
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    facts.add_row("policy", Text(result.policy))  # Text: what is in brackets is no markup
-    facts.add_row("episodes", str(result.unique.count))
-    facts.add_row("unique achievements", _interval(result.unique, "{:.2f}"))
-    facts.add_row("decisions", _interval(result.decisions, "{:.1f}"))
-    facts.add_row("Crafter score", f"{result.crafter_score:.1f} %")
-    facts.add_row("invalid decisions", f"{result.invalid_frac:.2%}")
-    facts.add_row("ended by", _counts(sorted(result.endings.items())))
-    facts.add_row("failures", _counts(result.failures.items()))
-    rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
-    for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
-        rates.add_row(Text(name), f"{rate.mean:.1%}", _interval(rate, "{:.1%}").partition(" ")[2])
-    turns = Table("turns", "unique achievements a decision", box=None, pad_edge=False)
-    for first in range(0, len(result.unique_by_turn), 10):
-        part = result.unique_by_turn[first : first + 10]
-        turns.add_row(f"{first + 1} to {first + len(part)}", " ".join(f"{value:.2f}" for value in part))
-    return Group(facts, "", rates, "", turns)
 
 
 def as_json(result: Evaluated) -> str:
@@ -103,8 +136,46 @@ def as_json(result: Evaluated) -> str:
     return json.dumps(asdict(result), indent=2, allow_nan=False) + "\n"
 
 
-def _counts(items: Iterable[tuple[str, int]]) -> Text:
-    return Text(", ".join(f"{name} {count}" for name, count in items) or "none")
+def turn_spans(episodes: Sequence[Trajectory]) -> tuple[TurnSpan, ...]:
+    """At most 12 spans of equal length over the turns of the longest episode."""
+    deltas = [[step_deltas(step) for step in episode.steps] for episode in episodes]
+    longest = max(map(len, deltas), default=0)
+    width = span_width(longest)
+    return tuple(_span(first + 1, min(first + width, longest), deltas) for first in range(0, longest, width))
+
+
+def span_width(turns: int) -> int:
+    """The least of 1, 2, 5, 10, 20, 50 ... that makes at most 12 spans of so many turns."""
+    widths = (digit * int(10**power) for power in range(20) for digit in (1, 2, 5))
+    return next(width for width in widths if math.ceil(turns / width) <= _MOST_SPANS)
+
+
+def _span(first: int, last: int, deltas: Sequence[Sequence[DecisionRewards]]) -> TurnSpan:
+    parts = [episode[first - 1 : last] for episode in deltas]
+    taken = [delta for part in parts for delta in part]
+    return TurnSpan(
+        first=first,
+        last=last,
+        playing=sum(map(bool, parts)),
+        unique=mean_interval([float(sum(delta.unique_delta for delta in part)) for part in parts]),
+        ach=mean_interval([float(sum(delta.ach_delta for delta in part)) for part in parts]),
+        rewarded=sum(delta.unique_delta > 0 for delta in taken) / len(taken),
+    )
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _env_reward(episode: Trajectory) -> float:
+    return math.fsum(reward for step in episode.steps for reward in step.env_rewards or ())
+
+
+def _score(episodes: Sequence[Trajectory]) -> Interval | None:
+    if any(item.env_name != ENVIRONMENT or not item.achievements_counts for item in episodes):
+        return None
+    return crafter_score_interval([item.achievements_counts for item in episodes])
 
 
 def _rates(episodes: Sequence[Trajectory]) -> dict[str, Interval]:
@@ -112,9 +183,3 @@ def _rates(episodes: Sequence[Trajectory]) -> dict[str, Interval]:
         name: wilson_interval(round(rate * len(episodes)), len(episodes))
         for name, rate in success_rates(episodes).items()
     }
-
-
-def _interval(found: Interval, form: str) -> str:
-    if found.low is None or found.high is None:
-        return form.format(found.mean)
-    return f"{form.format(found.mean)} (95 % {form.format(found.low)} to {form.format(found.high)})"

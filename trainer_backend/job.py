@@ -6,19 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import tomli
 import tomli_w
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
+from trainer_backend.job_advice import advice
+from trainer_backend.job_layers import Files, read_layers
+from trainer_backend.job_model import HUB_NAME, ModelTable
 from trainer_backend.job_overrides import Places, apply_override
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import estimator, policy_loss, preset
+from trainer_backend.plugins import estimator, policy_loss, preset, tool_format
+from trainer_backend.sinks.sink import refuse_missing
 
 # Tables that launchers of other backends send along; they say nothing to this one.
 FOREIGN_TABLES = frozenset(
-    {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "lora", "policy"}
+    {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "policy"}
 )
 _REWARD_KEYS = (
     "step_rewards_enabled",
@@ -39,56 +42,60 @@ class LoadedJob:
     warnings: tuple[str, ...]
 
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
+def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
     """Read, override and validate a job.
 
     Args:
-        path: a TOML file.
+        paths: a TOML file, or several: later ones go over earlier ones (job_layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
 
     Raises:
         JobError: unreadable file, bad TOML, unknown key, wrong value, tables that contradict each other.
     """
-    return _load(path, overrides)[0]
+    return _load(paths, overrides)[0]
 
 
-def load_new_job(path: Path, overrides: Sequence[str] = ()) -> LoadedJob:
+def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
     """`load_job` for a run that is to begin: the model folder that it names must be there.
 
     A job that was resolved into a run directory is read with `load_job`: its run has checkpoints of its own,
     and the folder that it began from may be gone.
 
     Raises:
-        JobError: as `load_job`, and: model.path is no folder with a config.json.
+        JobError: as `load_job`, and: model.path is no folder with a config.json, model.name is one; the
+            library of a sink is not installed.
     """
-    loaded, places = _load(path, overrides)
-    folder, place = loaded.config.model.path, places.of("model.path")
+    loaded, places = _load(paths, overrides)
+    _refuse_no_model(loaded.config.model, places)
+    refuse_missing(loaded.config.sinks)
+    return loaded
+
+
+def _refuse_no_model(table: ModelTable, places: Places) -> None:
+    folder, place = table.path, places.of("model.path")
     if folder is not None and not folder.is_dir():
         raise JobError(f"{place}: model.path is {str(folder)!r}, which is no folder{_folder_meant(folder)}")
     if folder is not None and not (folder / "config.json").is_file():
         raise JobError(
             f"{place}: model.path is {str(folder)!r}, which holds no model: config.json is missing"
         )
-    return loaded
+    if table.name is not None and (Path(table.name) / "config.json").is_file():
+        raise JobError(
+            f"{places.of('model.name')}: model.name is {table.name!r}, which is a folder here. "
+            "Did you mean model.path?"
+        )
 
 
-def _load(path: Path, overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
+def _load(paths: Path | Sequence[Path], overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
     """The job, and where each of its keys comes from."""
-    try:
-        document = tomli.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise JobError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: cannot be read: {error}") from error
-    except tomli.TOMLDecodeError as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from error
-    places = Places(str(path), [apply_override(document, override) for override in overrides])
+    document, files = read_layers([paths] if isinstance(paths, Path) else paths)
+    places = Places(files, [apply_override(document, override) for override in overrides])
     return _parse(document, places), places
 
 
 def parse_job(document: Mapping[str, Any], *, where: str) -> LoadedJob:
     """Validate a parsed TOML document; `where` begins every error message."""
-    return _parse(document, Places(where))
+    return _parse(document, Places(Files([where])))
 
 
 def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
@@ -105,7 +112,7 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
         raise JobError("\n".join(f"{_place(key, told, places)}: {told}" for key, told in findings)) from error
     _refuse_unknown_plugs(config, places)
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
-    return LoadedJob(config, (*warnings, *_advice(config)))
+    return LoadedJob(config, (*warnings, *advice(config)))
 
 
 def dump_job(config: JobConfig) -> str:
@@ -126,6 +133,7 @@ def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:
         ("algorithm.advantage", estimator, config.algorithm.advantage),
         ("algorithm.loss", policy_loss, config.algorithm.loss),
         ("model.preset", preset, config.model.preset),
+        ("model.tool_call_format", tool_format, config.model.tool_call_format),
     ]
     for key, look_up, name in named:
         try:
@@ -186,34 +194,16 @@ def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: s
 
 
 def _folder_meant(folder: Path) -> str:
-    """`". Did you mean 'x'?"` for a misspelt last part of a path."""
+    """`". Did you mean 'x'?"` for a misspelt last part of a path, or for a name of the hub."""
     try:
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     except OSError:
-        return ""
+        beside = []
     close = difflib.get_close_matches(folder.name, beside, n=1)
-    return f". Did you mean {str(folder.with_name(close[0]))!r}?" if close else ""
-
-
-def _advice(config: JobConfig) -> list[str]:
-    """What a valid job may still have got wrong."""
-    training = config.training
-    advice = []
-    if training.step_rewards_beta > 0 and training.step_rewards_horizon == "realised":
-        advice.append(
-            "training.step_rewards_beta with the realised length looks into the future; "
-            'step_rewards_horizon = "max_decisions" makes it causal'
-        )
-    if not training.step_rewards_enabled and training.step_rewards_mode != "off":
-        advice.append(
-            f"training.step_rewards_mode is {training.step_rewards_mode!r}, but step_rewards_enabled is "
-            "false: only the outcome is rewarded"
-        )
-    if training.group_size == 1:
-        advice.append(
-            "training.group_size is 1: group-relative advantages are all 0, nothing will be learned"
-        )
-    return advice
+    if close:
+        return f". Did you mean {str(folder.with_name(close[0]))!r}?"
+    looks_like_a_name = len(folder.parts) == 2 and HUB_NAME.fullmatch(folder.as_posix())
+    return f". Did you mean model.name = {folder.as_posix()!r}?" if looks_like_a_name else ""
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:
@@ -245,7 +235,9 @@ def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
     """Whether the key holds a secret: then even a value of the wrong type is not repeated."""
     table = _model_at(model, path[:-1])
     field = table.model_fields.get(path[-1]) if table and path else None
-    return field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
+    return field is not None and (
+        not field.repr or SecretStr in (field.annotation, *get_args(field.annotation))
+    )
 
 
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.job import FOREIGN_TABLES
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
+from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES, TOOL_FORMATS
 
 _HEAD = """\
 # The job TOML
@@ -36,12 +36,13 @@ def configuration_markdown() -> str:
 def _lines() -> Iterator[str]:
     yield _HEAD
     for name, field in JobConfig.model_fields.items():
-        yield from _table(name, _model_of(field))
+        yield from _table(name, table_model(field))
     yield "## Names\n"
     yield f"- `algorithm.advantage`: {_names(ESTIMATORS)}"
     yield f"- `algorithm.loss`: {_names(LOSSES)} (clip range: `training.clip_low`, `training.clip_high`)"
     yield f"- `training.aggregation`: {_names(AGGREGATIONS)}"
     yield f"- `model.preset`: {_names(PRESETS)}"
+    yield f"- `model.tool_call_format`: {_names(TOOL_FORMATS)}; see [models.md](models.md)"
     yield f"- Tables of other backends, accepted with a warning, not read: {_names(sorted(FOREIGN_TABLES))}"
 
 
@@ -50,20 +51,28 @@ def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key, field in model.model_fields.items():
-        cells = (f"`{key}`", _type(field), _default(field), _meaning(field))
+        cells = (f"`{key}`", _type(field), _default(field), meaning(field))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
 
-def _model_of(field: FieldInfo) -> type[BaseModel]:
+def table_model(field: FieldInfo) -> type[BaseModel]:
+    """The table that a field of JobConfig holds."""
     options = (field.annotation, *get_args(field.annotation))
     return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))
 
 
-def _type(field: FieldInfo) -> str:
+def alternatives(field: FieldInfo) -> str:
+    """The words that a key allows, where it allows only some."""
     options = [item for item in get_args(field.annotation) if item is not type(None)]
-    if options and all(isinstance(item, str) for item in options):
-        return ", ".join(f"`{item}`" for item in options)
+    words = bool(options) and all(isinstance(item, str) for item in options)
+    return ", ".join(f"`{item}`" for item in options) if words else ""
+
+
+def _type(field: FieldInfo) -> str:
+    if words := alternatives(field):
+        return words
+    options = [item for item in get_args(field.annotation) if item is not type(None)]
     annotation: Any = options[0] if type(None) in get_args(field.annotation) else field.annotation
     if annotation is SecretStr:
         return "str"
@@ -91,7 +100,8 @@ def _default(field: FieldInfo) -> str:
     return f"`{list(field.default) if isinstance(field.default, tuple) else field.default}`"
 
 
-def _meaning(field: FieldInfo) -> str:
+def meaning(field: FieldInfo) -> str:
+    """What a key is for, with its bounds."""
     bounds = []
     for item in field.metadata:
         for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):

@@ -1,12 +1,13 @@
 """`--set table.key=value`: overrides of a job's keys, and which place is named when one of them is wrong."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tomli
 
 from trainer_backend.errors import JobError
+from trainer_backend.job_layers import Files, is_in, make_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +28,30 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the keys of a job come from: its file, and the overrides in the order that they were given in."""
+    """Where the keys of a job come from: its files, and the overrides in the order in which they came."""
 
-    file: str
+    files: Files
     overrides: Sequence[Override] = ()
 
     def of(self, *dotted: str) -> str:
         """The place to name for a key; several for a key that may stand in several tables."""
-        owners = [item for item in self.overrides if any(_is_in(key, item.owned) for key in dotted)]
+        owners = [item for item in self.overrides if any(is_in(key, item.owned) for key in dotted)]
         if owners:
             return str(
                 max(reversed(owners), key=lambda item: len(item.owned))
             )  # of equals the last, which won
-        inside = [item for item in self.overrides if any(_is_in(item.dotted, key) for key in dotted)]
-        return self._file_with(inside)
+        inside = [item for item in self.overrides if any(is_in(item.dotted, key) for key in dotted)]
+        return _with(self.files.of(*dotted), inside)
 
     def of_sentence(self, sentence: str) -> str:
         """The place to name for keys that contradict each other; the sentence names them."""
-        return self._file_with(item for item in self.overrides if item.dotted in sentence)
+        inside = [item for item in self.overrides if item.dotted in sentence]
+        return _with(self.files.of_sentence(sentence), inside)
 
-    def _file_with(self, overrides: Iterable[Override]) -> str:
-        told = " ".join(dict.fromkeys(map(str, overrides)))
-        return f"{self.file} with {told}" if told else self.file
+
+def _with(files: str, overrides: Sequence[Override]) -> str:
+    told = " ".join(dict.fromkeys(map(str, overrides)))
+    return f"{files} with {told}" if told else files
 
 
 def apply_override(document: dict[str, Any], override: str) -> Override:
@@ -74,10 +77,6 @@ def apply_override(document: dict[str, Any], override: str) -> Override:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise JobError(f"--set {dotted!r}: {key} is a value, not a table")
+    make_way(document, ".".join(keys[:-1]), keys[-1])
     table[keys[-1]] = value
     return Override(".".join(keys), ".".join(keys[:owned]))
-
-
-def _is_in(key: str, table: str) -> bool:
-    """Whether `key` is `table`, or stands below it."""
-    return f"{key}.".startswith(f"{table}.")

@@ -1,4 +1,4 @@
-"""The tables of a job TOML. Every key is here, with its default and its bounds, and nowhere else.
+"""The tables of a job TOML. Every key is here or in a `job_*.py` beside, with its default and its bounds.
 
 `trainer_backend.job.load_job` reads a file into `JobConfig`; docs/configuration.md is checked against it.
 """
@@ -6,13 +6,16 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from shared_schemas.base import Body
-from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
 from shared_schemas.rollouts import Name, Seed
+from trainer_backend.core.seeds import evaluation_worlds
+from trainer_backend.job_model import ModelTable
+from trainer_backend.job_sinks import SinksTable
+from trainer_backend.job_table import Table
+from trainer_backend.job_training import AlgorithmTable, LoraTable, TrainingTable
 
 # What the job itself sends with every rollout: given in a config too, the two must agree in every stage.
 _SENT_BY_THE_JOB = {"step_rewards": "the step_rewards_* keys of [training]"}
@@ -37,12 +40,6 @@ def _refuse_keys(config: dict[str, Any], set_elsewhere: Mapping[str, str]) -> di
     return config
 
 
-class Table(Body):
-    """A table of the job; no number in it may be infinite or NaN."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
 class JobTable(Table):
     """[job]"""
 
@@ -62,7 +59,14 @@ class ServicesTable(Table):
         default=(), description="task apps, one URL or a list; absent: the job starts one of its own"
     )
     task_api_key: SecretStr | None = Field(
-        default=None, description="their key; absent: the environment variable ENVIRONMENT_API_KEY"
+        default=None,
+        description="their key; absent: the environment variable ENVIRONMENT_API_KEY, or the file that "
+        "ENVIRONMENT_API_KEY_FILE names",
+    )
+    task_plugins: tuple[Path, ...] = Field(
+        default=(),
+        description="Python files with environments or policies of your own, for the task app that the job "
+        "starts (docs/plugins.md)",
     )
     gateway_host: str = Field(
         default="127.0.0.1", description="address that the job's own gateway listens on"
@@ -71,23 +75,13 @@ class ServicesTable(Table):
     request_timeout_s: float = Field(default=60.0, gt=0, description="of one control request to a task app")
     iteration_timeout_s: float = Field(default=1800.0, gt=0, description="of collecting one iteration")
 
-
-class ModelTable(Table):
-    """[model]"""
-
-    preset: str | None = Field(default=None, description="a small model built from its config; names below")
-    path: Path | None = Field(default=None, description="a local Hugging Face folder")
-    vocab_size: int = Field(
-        default=1024,
-        ge=300,
-        le=65536,
-        description="of the tokenizer that a preset trains on the job's prompts",
-    )
-
     @model_validator(mode="after")
-    def _one_source(self) -> "ModelTable":
-        if (self.preset is None) == (self.path is None):
-            raise ValueError("exactly one of 'preset' and 'path' must be given")
+    def _plugins_are_for_our_own(self) -> "ServicesTable":
+        if self.task_url and self.task_plugins:
+            raise ValueError(
+                "task_plugins are for the task app that the job starts itself, and task_url names others: "
+                "start those with `turnwise task-app --plugins FILE`"
+            )
         return self
 
 
@@ -97,6 +91,13 @@ class InferenceTable(Table):
     threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
     max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded together")
     max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
+    kept_prefixes: int | None = Field(
+        default=None,
+        ge=0,
+        le=4096,
+        description="ended prompts + responses whose keys and values stay for prompts that begin like them; "
+        "absent: as many as max_running; 0: every prompt is computed anew",
+    )
 
 
 class RolloutTable(Table):
@@ -115,6 +116,10 @@ class RolloutTable(Table):
         default=5, ge=1, le=10_000, description="then the episode ends as invalid_action"
     )
     timeout_s: float = Field(default=600.0, gt=0, le=86_400, description="of one episode")
+    seeds: tuple[Seed, ...] = Field(
+        default=(),
+        description="train, and warm up, on these worlds alone, in shuffled epochs; absent: ever new ones",
+    )
     episodes_per_batch: int = Field(default=64, ge=1, description="episodes of one iteration")
     max_concurrent_rollouts: int = Field(
         default=64, ge=1, description="running at a time, over all task apps"
@@ -128,6 +133,11 @@ class RolloutTable(Table):
         description="let training rollouts use top_p < 1 or top_k > 0; the lost mass is not trained",
     )
 
+    @field_validator("seeds")
+    @classmethod
+    def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        return _without_twins(seeds, "comes once in an epoch")
+
     @field_validator("env_config")
     @classmethod
     def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -139,83 +149,20 @@ class RolloutTable(Table):
         return _refuse_keys(config, SET_BY_THE_JOB)
 
 
-class TrainingTable(Table):
-    """[training]"""
-
-    iterations: int = Field(default=20, ge=0, description="of collecting, crediting and updating")
-    group_size: int = Field(default=8, ge=1, description="G: episodes that share a start")
-    learning_rate: float = Field(default=5e-4, gt=0, description="AdamW's, at its highest")
-    learning_rate_final: float = Field(
-        default=0.1, ge=0, le=1, description="share of learning_rate at the last update"
-    )
-    learning_rate_rise: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the run over which it rises from 0"
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
-    update_passes: int = Field(
-        default=2, ge=1, description="times that an iteration's decisions are gone through"
-    )
-    batch_decisions: int = Field(default=512, ge=1, description="decisions of one optimizer step")
-    row_tokens: int = Field(default=192, ge=16, description="tokens of a packed row")
-    micro_batch_tokens: int = Field(
-        default=4096,
-        ge=64,
-        description="tokens of one forward and backward; small ones stay in a CPU's cache",
-    )
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="ratios below 1 - clip_low are held")
-    clip_high: float = Field(default=0.25, gt=0, description="ratios above 1 + clip_high are held")
-    entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
-    kl_coef: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the model that RL started from"
-    )
-    kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that KL")
-    behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
-    aggregation: Literal["token_mean", "decision_mean", "episode_equal"] = Field(
-        default="token_mean",
-        description="what counts the same in an optimizer step: tokens, decisions, episodes",
-    )
-    threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
-    checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
-    step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
-    step_rewards_mode: StepRewardsMode = Field(default="off", description="where r_t comes from")
-    event_rewards_kind: EventRewardsKind = Field(
-        default="unique", description="count first unlocks, or every achievement whose counter rose"
-    )
-    step_rewards_beta: float = Field(default=0.0, ge=0, description="bonus beta * (T - t) for a first unlock")
-    step_rewards_indicator_lambda: float = Field(
-        default=0.0, ge=0, description="bonus for a decision with a first unlock"
-    )
-    step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
-        default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
-    )
-
-    @property
-    def step_rewards(self) -> StepRewards:
-        """The switches in the form that reaches the task app."""
-        return StepRewards(
-            enabled=self.step_rewards_enabled,
-            mode=self.step_rewards_mode,
-            kind=self.event_rewards_kind,
-            indicator_lambda=self.step_rewards_indicator_lambda,
-            step_beta=self.step_rewards_beta,
-        )
-
-
-class AlgorithmTable(Table):
-    """[algorithm]"""
-
-    advantage: str = Field(default="stepwise", description="an estimator of the plug board")
-    loss: str = Field(default="clipped", description="a loss of the plug board")
-    gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
-
-
 class WarmupTable(Table):
     """[warmup]: supervised steps on a teacher's rollouts before RL."""
 
     policy_name: Name = Field(default="crafter_teacher", description="the teacher, a policy of the task app")
-    policy_config: dict[str, Any] = Field(default_factory=dict, description="passed to the teacher")
+    policy_config: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the teacher; `inference_url` may be any server's"
+    )
+    # No repr: what stands here by mistake may be the key itself, which no error may repeat.
+    api_key_env: str | None = Field(
+        default=None,
+        pattern=r"^[A-Z_][A-Z0-9_]*$",
+        repr=False,
+        description="environment variable that holds the key of policy_config.inference_url",
+    )
     episodes: int = Field(default=480, ge=1, description="that the teacher plays")
     min_outcome_reward: float = Field(default=0.0, description="episodes below it are not imitated")
     epochs: int = Field(default=8, ge=1, description="passes over its decisions")
@@ -245,14 +192,19 @@ class EvaluationTable(Table):
     @field_validator("seeds")
     @classmethod
     def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        twice = [seed for seed, count in Counter(seeds).items() if count > 1]
-        if twice:
-            raise ValueError(f"{twice[0]} is given twice, and each world counts once in a mean")
-        return seeds
+        return _without_twins(seeds, "counts once in a mean")
+
+
+def _without_twins(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
+    twice = [seed for seed, count in Counter(seeds).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is given twice, and each world {rule}")
+    return seeds
 
 
 class JobConfig(Table):
-    """A whole job. A table that is absent has its defaults; [warmup] absent means no warm-up."""
+    """A whole job. A table that is absent has its defaults; [warmup] absent means no warm-up, [lora] absent
+    that all weights are trained."""
 
     job: JobTable = JobTable()
     services: ServicesTable = ServicesTable()
@@ -260,9 +212,11 @@ class JobConfig(Table):
     inference: InferenceTable = InferenceTable()
     rollout: RolloutTable = RolloutTable()
     training: TrainingTable = TrainingTable()
+    lora: LoraTable | None = None
     algorithm: AlgorithmTable = AlgorithmTable()
     warmup: WarmupTable | None = None
     evaluation: EvaluationTable = EvaluationTable()
+    sinks: SinksTable = SinksTable()
 
     @model_validator(mode="after")
     def _tables_agree(self) -> "JobConfig":
@@ -276,6 +230,9 @@ class JobConfig(Table):
                 f"rollout.max_tokens ({self.rollout.max_tokens}) must be below inference.max_model_len "
                 f"({self.inference.max_model_len}): prompt and response share it"
             )
+        self._refuse_worlds_that_meet()
+        if self.training.refill_rounds and not self.training.skip_flat_groups:
+            raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
         truncated = self.rollout.top_p < 1.0 or self.rollout.top_k > 0
         if truncated and not self.rollout.allow_truncated_sampling:
             raise ValueError(
@@ -283,3 +240,14 @@ class JobConfig(Table):
                 "count; set rollout.allow_truncated_sampling = true to accept that"
             )
         return self
+
+    def _refuse_worlds_that_meet(self) -> None:
+        if not self.rollout.seeds:
+            return  # new worlds keep away from the held-out ones by themselves
+        held_out = evaluation_worlds(self.evaluation.instances, self.evaluation.seeds)
+        seen = sorted(set(self.rollout.seeds).intersection(held_out))
+        if seen:
+            raise ValueError(
+                f"rollout.seeds and the worlds of the evaluation share {seen[0]}: what was trained on is not "
+                "held out; take it from one of the two"
+            )

@@ -13,7 +13,17 @@ from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.aggregation import Aggregation, decision_mean, episode_equal, token_mean
 from trainer_backend.core.losses import PolicyLoss, clipped_policy_loss
 from trainer_backend.core.presets import PRESETS, Preset
+from trainer_backend.core.schedules import Fall, constant, cosine, linear
 from trainer_backend.errors import JobError
+from trainer_backend.inference.tool_formats.hermes import parse_hermes
+from trainer_backend.inference.tool_formats.llama import parse_llama
+from trainer_backend.inference.tool_formats.mistral import parse_mistral
+from trainer_backend.inference.tool_formats.qwen3_coder import parse_qwen3_coder
+from trainer_backend.inference.tool_formats.reading import ToolFormat
+from trainer_backend.inference.tool_formats.turnwise import parse_turnwise
+from trainer_backend.sinks.sink import OpenSink
+from trainer_backend.sinks.tensorboard import open_tensorboard
+from trainer_backend.sinks.wandb import open_wandb
 
 Plug = TypeVar("Plug")
 
@@ -23,6 +33,18 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": token_mean,
     "decision_mean": decision_mean,
     "episode_equal": episode_equal,
+}
+# Their libraries are imported when a job opens them.
+SINKS: dict[str, OpenSink] = {"tensorboard": open_tensorboard, "wandb": open_wandb}
+SCHEDULES: dict[str, Fall] = {"linear": linear, "cosine": cosine, "constant": constant}
+# How models write tool calls. Of several markers in one chat template the first here counts: the template of
+# Qwen3-Coder holds that of Hermes too.
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "turnwise": ToolFormat(parse_turnwise, marker="'<|call|> '"),
+    "mistral": ToolFormat(parse_mistral, marker="[TOOL_CALLS]"),
+    "qwen3_coder": ToolFormat(parse_qwen3_coder, marker="<function="),
+    "hermes": ToolFormat(parse_hermes, marker="<tool_call>"),
+    "llama": ToolFormat(parse_llama, marker="ipython"),
 }
 
 
@@ -41,9 +63,19 @@ def aggregation(name: str) -> Aggregation:
     return _chosen(AGGREGATIONS, name, key="training.aggregation")
 
 
+def schedule(name: str) -> Fall:
+    """How the learning rate falls after its rise; JobError if there is no schedule of that name."""
+    return _chosen(SCHEDULES, name, key="training.learning_rate_schedule")
+
+
 def preset(name: str) -> Preset:
     """The shape of the small model of that name; JobError if there is none."""
     return _chosen(PRESETS, name, key="model.preset")
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The tool-call format of that name; JobError if there is none."""
+    return _chosen(TOOL_FORMATS, name, key="model.tool_call_format")
 
 
 def _chosen(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:

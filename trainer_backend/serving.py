@@ -1,6 +1,5 @@
 """The learner's policy behind the gateway, in this process: engine and server have threads of their own."""
 
-import copy
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +9,8 @@ from pydantic import SecretStr
 
 from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
-from trainer_backend.inference.gateway import ServedPolicy, create_gateway
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
@@ -63,10 +63,13 @@ async def serving(
     key = SecretStr(secrets.token_urlsafe(32))
     model = model_name(job)
     engine = LocalEngine(
-        copy.deepcopy(learner.model).requires_grad_(False),
+        learner.copy_to_serve(),
         stop_ids=stop_token_ids(learner.model, learner.tokenizer),
         limits=EngineLimits(
-            slots=table.max_running, max_model_len=table.max_model_len, torch_threads=table.threads
+            slots=table.max_running,
+            kept_prefixes=table.kept_prefixes,
+            max_model_len=table.max_model_len,
+            torch_threads=table.threads,
         ),
     )
     app = create_gateway({model: ServedPolicy(engine, learner.tokenizer)}, key=key)

@@ -15,6 +15,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
+from trainer_backend.endpoints import warmup_key
 from trainer_backend.evaluation import (
     collection_metrics,
     evaluation_metrics,
@@ -22,6 +23,8 @@ from trainer_backend.evaluation import (
     refuse_empty,
 )
 from trainer_backend.job_schema import JobConfig
+from trainer_backend.learner.capacity import memory_plan, refuse_too_large
+from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.logs import configure_logs
 from trainer_backend.protocols import Progress, Reporter
@@ -63,6 +66,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
         Stopped: a stop was asked for before the first checkpoint.
     """
     configure_logs()
+    place(job.model.device)  # a GPU that is not there is told before anything is started
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
@@ -125,6 +129,7 @@ class _Beginning:
         if checkpoint is None:
             self._reporter.say("no checkpoint yet: the run begins anew")
             return await self.fresh()
+        await self._plan_memory(checkpoint)
         learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._job, checkpoint)
         self._directory.forget_metrics_after(progress.iteration)
         self._reporter.say(f"resumed from {checkpoint}")
@@ -133,15 +138,27 @@ class _Beginning:
     async def fresh(self) -> tuple[LocalLearner, Progress]:
         """Rollouts to begin with, the model that the job names, and its warm-up."""
         self._directory.forget_metrics_after(-1)
+        await self._plan_memory(None)
+        # What is wrong with a named model shows when it is loaded: before minutes of rollouts, not after.
+        named = None if self._job.model.preset is not None else await self._learner([])
         if self._job.warmup is None:
-            needs_prompts = self._job.model.preset is not None
-            plan = self._planner.prompts(_PROMPT_EPISODES) if needs_prompts else []
+            plan = self._planner.prompts(_PROMPT_EPISODES) if named is None else []
             prompts = await self._played("prompts", plan)
-            return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts), Progress()
-        episodes = await self._played("teacher", self._planner.warmup())
-        learner = await asyncio.to_thread(LocalLearner.fresh, self._job, episodes)
+            return named or await self._learner(prompts), Progress()
+        episodes = await self._played("teacher", self._planner.warmup(warmup_key(self._job)))
+        learner = named or await self._learner(episodes)
         await self._warm_up(learner, episodes)
         return learner, Progress()
+
+    async def _plan_memory(self, checkpoint: Path | None) -> None:
+        """Tell what the run will need; one that cannot fit ends here, before the weights are read."""
+        plan = await asyncio.to_thread(memory_plan, self._job, checkpoint)
+        self._reporter.say(str(plan))
+        refuse_too_large(plan, self._job)
+
+    async def _learner(self, prompts: Sequence[Trajectory]) -> LocalLearner:
+        self._reporter.say(f"model: {self._job.model.source}")
+        return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts)
 
     async def _warm_up(self, learner: LocalLearner, episodes: Sequence[Trajectory]) -> None:
         started = time.monotonic()

@@ -5,28 +5,22 @@ No torch here: the learner and the inference server are behind protocols.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shared_schemas.rollouts import RolloutRequest
-from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.collector import Collection, Collector, joined
 from trainer_backend.collect.plan import Planner
-from trainer_backend.core.statistics import (
-    ach_by_turn,
-    episode_metrics,
-    unique_by_turn,
-)
 from trainer_backend.credit import Credited, credit
-from trainer_backend.errors import TrainerError
+from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation import (
     collection_metrics,
     evaluation_metrics,
     finished_trajectories,
     refuse_empty,
 )
+from trainer_backend.gathered import Gathered, gathered_metrics, inference_metrics
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import mark_best, prune_checkpoints
@@ -56,24 +50,11 @@ class Run:
         return Planner(self.job, self.run_id, self.server.inference)
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """Stops 2 to 10 of an iteration: collected, credited, stored."""
-
-    collection: Collection
-    trajectories: list[Trajectory]
-    credited: Credited
-    inference: dict[str, float]
-    started: float
-    collected: float
-    credit_done: float
-
-
 async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     """Iterate until the job is done or `stop` is set; the state of the last finished iteration.
 
     A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
-    so what is saved is always the end of an iteration. That holds for errors of the rollouts too.
+    so what is saved is always the end of an iteration. That holds for errors of rollouts and updates too.
     """
     await run.server.publish(progress.policy_version)
     _mark_best(run)  # a kill may have come between an evaluation and this
@@ -92,7 +73,12 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
         if gathered is None:
             await _save(run, progress)
             return progress
-        progress = await _learn(run, progress, gathered)
+        try:
+            progress = await _learn(run, progress, gathered)
+        except UpdateStopped as error:
+            if not error.steps_taken:  # else the weights are those of no iteration's end
+                await _save(run, progress)
+            raise
 
 
 def work_left(run: Run, progress: Progress) -> bool:
@@ -111,44 +97,67 @@ def _evaluation_due(run: Run, progress: Progress) -> bool:
 
 
 async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | None:
-    """Stops 2 to 10; None when it was stopped while it collected."""
-    started, before = time.monotonic(), run.server.totals()
-    name = f"iteration_{iteration}"
+    """Stops 2 to 10; None when it was stopped while it collected.
+
+    What a round brought is stored before the task apps forget it and before another round is asked for.
+    """
+    name, started = f"iteration_{iteration}", time.monotonic()
+    rounds: list[Collection] = []
+    collect_s, before = 0.0, run.server.totals()
+    refilled = 0
     requests = run.planner.training(iteration)  # 2, 3
-    collection = await _collect(run, requests, f"collect {iteration}", stop)  # 4 to 6
-    if collection is None:
-        return None
-    collected, inferred = time.monotonic(), inference_metrics(before, run.server.totals())
+    while True:
+        asked = time.monotonic()
+        found = await _collect(run, requests, _stage(iteration, len(rounds)), stop)  # 4 to 6
+        if found is None:
+            return None
+        collect_s += time.monotonic() - asked
+        rounds.append(found)
+        collection = joined(rounds)
+        credited = _credited(run, name, collection)  # 7, 9, 10
+        await run.collector.ack(run.run_id, found.all)
+        missing = len(credited.flat) - refilled
+        if not missing or len(rounds) > run.job.training.refill_rounds:
+            break
+        requests = run.planner.refill(iteration, len(rounds), missing)
+        refilled += missing
+    trajectories = finished_trajectories(collection.rollouts, name)
+    inferred = inference_metrics(before, run.server.totals())
+    ended = time.monotonic()
+    return Gathered(collection, trajectories, credited, inferred, refilled, started, collect_s, ended)
+
+
+def _credited(run: Run, name: str, collection: Collection) -> Credited:
+    """Credit the rollouts and store them; stored they are also when they cannot be credited."""
     try:
-        refuse_empty(collection, f"iteration {iteration}")
-        credited = credit(run.job, collection.rollouts)  # 7, 9, 10
+        refuse_empty(collection, name.replace("_", " "))
+        credited = credit(run.job, collection.rollouts)
     except TrainerError:
         _store(run, name, collection, None)  # what was wrong with them can be looked at
         raise
     _store(run, name, collection, credited.credits)
-    await run.collector.ack(run.run_id, collection.all)
-    trajectories = finished_trajectories(collection.rollouts, name)
-    return Gathered(collection, trajectories, credited, inferred, started, collected, time.monotonic())
+    return credited
 
 
 async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
     """Stops 11 to 13: the update, the new weights served, the row of metrics."""
     iteration = progress.iteration + 1
-    episodes = gathered.credited.episodes
     started = time.monotonic()
-    update = await asyncio.to_thread(run.learner.update, episodes, iteration=iteration)  # 8, 11
+    update = await _updated(run, gathered, iteration)  # 8, 11
     updated = time.monotonic()
+    steps = int(update["optim/steps"])
     progress = replace(
         progress,
         iteration=iteration,
-        policy_version=progress.policy_version + 1,
-        updates=progress.updates + int(update["optim/steps"]),
+        policy_version=progress.policy_version + (steps > 0),
+        updates=progress.updates + steps,
     )
-    await run.server.publish(progress.policy_version)  # 12
+    if steps:
+        await run.server.publish(progress.policy_version)  # 12
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **_gathered_metrics(gathered, ended=time.monotonic()),
+        **gathered_metrics(gathered, ended=time.monotonic()),
         **update,
         "policy/version": progress.policy_version,
         "time/update_s": updated - started,
@@ -159,38 +168,13 @@ async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
     return progress
 
 
-def _gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
-    """What the rollouts of an iteration that ended at `ended` say of themselves."""
-    trajectories, metrics = gathered.trajectories, gathered.credited.metrics
-    steps = [step.step_info for item in trajectories for step in item.steps]
-    decisions = metrics["decision/count"]
-    return {
-        **episode_metrics(trajectories),
-        **metrics,
-        **collection_metrics(gathered.collection),
-        **gathered.inference,
-        "decision/unique_by_turn": unique_by_turn(trajectories),
-        "decision/ach_by_turn": ach_by_turn(trajectories),
-        "time/collect_s": gathered.collected - gathered.started,
-        "time/credit_s": gathered.credit_done - gathered.collected,
-        "time/environment_s": sum(step.environment_s for step in steps),
-        "time/policy_s": sum(step.policy_s for step in steps),
-        "perf/decisions_per_s": decisions / (ended - gathered.started),
-        "perf/collect_decisions_per_s": decisions / (gathered.collected - gathered.started),
-    }
-
-
-def inference_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """What was inferred between two looks at `InferenceServer.totals`. Pure.
-
-    A step samples one token for every request that runs, so their mean number is tokens a step.
-    """
-    used = {name: float(after[name] - before[name]) for name in after}
-    steps = used["steps"]
-    return {
-        **{f"inference/{name}": count for name, count in used.items()},
-        "inference/mean_running": used["sampled_tokens"] / steps if steps else 0.0,
-    }
+async def _updated(run: Run, gathered: Gathered, iteration: int) -> dict[str, float]:
+    """Metrics of the update. Where every group was flat and is skipped, there is none to make."""
+    episodes = gathered.credited.episodes
+    if not episodes:
+        run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")
+        return {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
+    return await asyncio.to_thread(run.learner.update, episodes, iteration=iteration)
 
 
 async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
@@ -238,6 +222,10 @@ async def _collect(
         run.reporter.stage(name, done, total)
 
     return await until(stop, run.collector.collect(requests, tell))
+
+
+def _stage(iteration: int, refills: int) -> str:
+    return f"collect {iteration}" + (f", refill {refills}" if refills else "")
 
 
 def _folder(run: Run, iteration: int) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import aiohttp
 import stamina
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from shared_schemas.base import Body
 from shared_schemas.chat import ROLLOUT_HEADER
@@ -22,6 +22,15 @@ from task_app.policies.replies import Reply, is_context_length, protocol_error, 
 from task_app.protocols import PolicyObservation
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+# What a request says by itself; in extra_body it would say something else than what is recorded.
+SET_BY_THE_POLICY = frozenset(
+    {
+        "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens",
+        "max_completion_tokens", "seed", "n", "stream", "return_token_ids",
+    }
+)  # fmt: skip
+# A shorter key ("EMPTY", "null") is no secret, and may be a part of any text.
+SECRET_FROM = 12
 
 Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 
@@ -39,10 +48,29 @@ class OpenAIConfig(Body):
         default=None, ge=0, strict=True, description="each decision samples with a seed of its own"
     )
     tool_choice: Literal["auto", "required", "none"] = "auto"
-    ask_token_ids: bool = Field(default=True, description="false for servers that refuse return_token_ids")
+    ask_token_ids: bool = Field(
+        default=True, description="false for servers that are no gateway of ours: plain OpenAI is spoken"
+    )
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = Field(
+        default="max_tokens", description="what the server calls it; OpenAI's reasoning models, the latter"
+    )
+    leave_out: tuple[Literal["temperature", "top_p", "seed", "tool_choice"], ...] = Field(
+        default=(), description="keys that the server refuses; its own defaults then hold"
+    )
+    extra_body: dict[str, Any] = Field(
+        default_factory=dict, description="more keys of the request, such as reasoning_effort"
+    )
     request_timeout_s: float = Field(default=120.0, gt=0.0, le=3_600.0)
     max_attempts: int = Field(default=5, ge=1, le=100)
     retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no new attempt after this")
+
+    @field_validator("extra_body")
+    @classmethod
+    def _adds_only(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(SET_BY_THE_POLICY & extra.keys())
+        if taken:
+            raise ValueError(f"{taken[0]!r} is set by the policy itself, and has a key or flag of its own")
+        return extra
 
 
 class TryAgain(Exception):
@@ -62,7 +90,7 @@ class OpenAIAgentPolicy:
         config: what to ask, and where.
         session: shared by all policies of the service.
         allowed_hosts: the operator's list of inference hosts.
-        rollout_id: sent as a header; the gateway keeps the conversation's token ids under it.
+        rollout_id: sent as a header, to a gateway of ours alone, which keeps the conversation's ids under it.
         inference_key: Bearer key that came in the same request as config.inference_url, for it alone.
         max_reply_bytes: bound of one reply.
 
@@ -86,7 +114,7 @@ class OpenAIAgentPolicy:
         self._url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
         self._session = session
         self._headers = {"Content-Type": "application/json"}
-        if rollout_id is not None:
+        if rollout_id is not None and config.ask_token_ids:
             self._headers[ROLLOUT_HEADER] = rollout_id
         self._key = inference_key.get_secret_value() if inference_key is not None else ""
         if inference_key is not None:
@@ -105,7 +133,7 @@ class OpenAIAgentPolicy:
         body = self.request_body(observation.messages, available_tools_specs or [], sampling)
         reply = await self._complete(body)
         self._check_reuse(reply.tokens)
-        return reply.action, reply.text, _log_probs(reply, sampling, self.config.model), None
+        return reply.action, reply.text, self._log_probs(reply, sampling), None
 
     def sampling(self, turn: int) -> Sampling:
         config = self.config
@@ -113,7 +141,9 @@ class OpenAIAgentPolicy:
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
-            seed=None if config.seed is None else decision_seed(config.seed, turn),
+            seed=None
+            if config.seed is None or "seed" in config.leave_out
+            else decision_seed(config.seed, turn),
             max_tokens=config.max_tokens,
         )
 
@@ -126,7 +156,7 @@ class OpenAIAgentPolicy:
             "messages": [message.model_dump(exclude_none=True) for message in messages],
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
+            self.config.max_tokens_name: sampling.max_tokens,
         }
         if tools:
             body |= {"tools": tools, "tool_choice": self.config.tool_choice}
@@ -134,7 +164,8 @@ class OpenAIAgentPolicy:
             body["top_k"] = sampling.top_k
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        return body
+        kept = {name: value for name, value in body.items() if name not in self.config.leave_out}
+        return kept | self.config.extra_body
 
     async def _complete(self, body: dict[str, Any]) -> Reply:
         """Ask, and ask again within the budget; the caller's deadline may cut in at any time."""
@@ -171,6 +202,9 @@ class OpenAIAgentPolicy:
         # first decision on those of an earlier attempt at the same rollout: ask for the whole prompt.
         sent = {**body, "return_token_ids": True} if first and self.config.ask_token_ids else body
         status, text = await self._post(json.dumps(sent).encode())
+        if len(self._key) >= SECRET_FROM:
+            # A server that repeats its request (proxies do) would have the key recorded with the episode.
+            text = text.replace(self._key.encode(), b"[key]")
         if status == 200:
             return read_reply(text)
         code, sentence = refusal(status, text, key=self._key)
@@ -213,16 +247,16 @@ class OpenAIAgentPolicy:
             raise protocol_error(f"{tokens.prompt_ids_reused} ids reused of {self._ids_seen}")
         self._ids_seen = tokens.prompt_ids_reused + len(tokens.prompt_token_ids) + len(tokens.token_ids)
 
-
-def _log_probs(reply: Reply, sampling: Sampling, model: str) -> dict[str, Any]:
-    """The fields of PolicyLogprobs where known, and how they were drawn."""
-    tokens = reply.tokens
-    exact = {name: getattr(tokens, name) for name in PolicyLogprobs.model_fields} if tokens else {}
-    return {
-        "finish_reason": reply.finish_reason,
-        **exact,
-        "sampling": sampling,
-        "model": reply.model or model,
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-    }
+    def _log_probs(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
+        """The fields of PolicyLogprobs where known, and how they were drawn, where that is known."""
+        tokens = reply.tokens
+        exact = {name: getattr(tokens, name) for name in PolicyLogprobs.model_fields} if tokens else {}
+        told = {"temperature", "top_p"}.isdisjoint(self.config.leave_out)
+        return {
+            "finish_reason": reply.finish_reason,
+            **exact,
+            "sampling": sampling if told else None,
+            "model": reply.model or self.config.model,
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.completion_tokens,
+        }

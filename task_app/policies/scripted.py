@@ -15,6 +15,7 @@ from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.policies.crafter_memory import MapMemory, decide_with_memory
 from task_app.policies.crafter_teacher import decide
+from task_app.policies.random_calls import random_call
 
 Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 
@@ -22,7 +23,9 @@ Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 class RandomConfig(Body):
     """Settings of random play."""
 
-    max_actions: int = Field(default=8, ge=1, le=8, description="actions of every decision")
+    max_actions: int = Field(
+        default=8, ge=1, le=8, description="elements of every list in a call, as far as its tool allows them"
+    )
     seed: int = Field(default=0, ge=0, strict=True)
 
 
@@ -41,7 +44,7 @@ class TeacherConfig(Body):
 
 
 class RandomPolicy:
-    """`max_actions` actions a decision, each uniform over the 17 names."""
+    """A random call of a tool on offer, in any environment; in Crafter, `max_actions` uniform actions."""
 
     name = "random"
 
@@ -52,8 +55,10 @@ class RandomPolicy:
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> Answer:
-        limit = _limit(self.config.max_actions, available_tools_specs)
-        return _answer(random_actions(self._random, limit))
+        if not available_tools_specs:
+            return _answer({"actions": random_actions(self._random, self.config.max_actions)})
+        name, arguments = random_call(available_tools_specs, self._random, longest=self.config.max_actions)
+        return _answer(arguments, tool=name)
 
 
 class CrafterTeacher:
@@ -73,8 +78,8 @@ class CrafterTeacher:
         planned = self.actions(observation.data, max_actions=limit)
         if self.config.epsilon and self._random.random() < self.config.epsilon:
             # A detour to where the teacher would not have gone: played, but nothing to imitate.
-            return _answer(random_actions(self._random, limit), exploratory=True)
-        return _answer(planned)
+            return _answer({"actions": random_actions(self._random, limit)}, exploratory=True)
+        return _answer({"actions": planned})
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
         """What the rules do, as plain action names: at most `max_actions` (else the configured number)."""
@@ -96,7 +101,9 @@ def _limit(configured: int, tools: list[dict[str, Any]] | None) -> int:
     return configured
 
 
-def _answer(actions: list[str], *, exploratory: bool = False) -> Answer:
-    call = {"id": "call_0", "name": "interact_many", "arguments": json.dumps({"actions": actions})}
+def _answer(
+    arguments: Mapping[str, Any], *, tool: str = "interact_many", exploratory: bool = False
+) -> Answer:
+    call = {"id": "call_0", "name": tool, "arguments": json.dumps(arguments)}
     action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
     return (action | {"exploratory": True} if exploratory else action), None, None, None

@@ -25,7 +25,12 @@ DOORS = {
     "uvicorn": ["task_app/server.py", "task_app/__main__.py", "trainer_backend/inference/server.py"],
     "transformers": ["trainer_backend/models", "trainer_backend/inference", "trainer_backend/learner"],
     "tokenizers": ["trainer_backend/models"],
+    "huggingface_hub": ["trainer_backend/models"],
     "safetensors": ["trainer_backend/models", "trainer_backend/inference", "trainer_backend/learner"],
+    "tensorboard": ["trainer_backend/sinks/tensorboard.py"],
+    "wandb": ["trainer_backend/sinks/wandb.py"],
+    "peft": ["trainer_backend/learner"],
+    "psutil": ["trainer_backend/learner"],
     "torch": [
         "trainer_backend/core",
         "trainer_backend/models",

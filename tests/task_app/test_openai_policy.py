@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from aiohttp import web
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
@@ -74,6 +74,48 @@ async def test_what_is_off_is_not_sent():
         await policy.get_action(SEEN, None)
     assert set(fake.bodies[0]) == {"model", "messages", "temperature", "top_p", "max_tokens"}
     assert "authorization" not in fake.headers[0]
+
+
+async def test_a_server_of_somebody_elses_is_asked_in_its_own_words():
+    async with asking(
+        calling("a"),
+        ask_token_ids=False,
+        seed=4,
+        max_tokens_name="max_completion_tokens",
+        leave_out=["temperature", "top_p", "seed", "tool_choice"],
+        extra_body={"reasoning_effort": "low"},
+    ) as (fake, policy):
+        _, _, log_probs, _ = await policy.get_action(SEEN, TOOLS)
+    assert fake.bodies == [
+        {
+            "model": "job/actor",
+            "messages": [{"role": "user", "content": "hp9"}],
+            "tools": TOOLS,
+            "max_completion_tokens": 64,
+            "reasoning_effort": "low",
+        }
+    ]
+    assert ROLLOUT_HEADER.lower() not in fake.headers[0]
+    assert log_probs["sampling"] is None  # with the server's own temperature nobody knows how it was drawn
+
+
+async def test_a_seed_that_was_not_sent_is_not_recorded():
+    _, _, log_probs, _ = await answer_to(calling("a"), seed=4, leave_out=["seed"])
+    assert log_probs["sampling"] == Sampling(seed=None)
+
+
+@pytest.mark.parametrize("key", ["temperature", "messages", "stream", "max_completion_tokens"])
+def test_what_the_policy_sets_cannot_be_set_past_it(key):
+    with pytest.raises(ValidationError, match=f"'{key}' is set by the policy itself"):
+        OpenAIConfig(inference_url="http://h", model="m", extra_body={key: 1})
+
+
+async def test_a_server_that_repeats_the_key_does_not_get_it_recorded():
+    key = "sk-very-secret-0123456789"
+    message = {"content": f"You sent Bearer {key}."}
+    action, raw_output, _, _ = await answer_to(completion(message), key=key)
+    assert raw_output == action["content"] == "You sent Bearer [key]."
+    assert (await answer_to(completion({"content": "EMPTY"}), key="EMPTY"))[1] == "EMPTY"  # no secret
 
 
 async def test_the_key_of_one_policy_never_travels_with_another_on_the_same_session():

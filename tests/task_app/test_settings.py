@@ -20,6 +20,22 @@ def test_keys_come_from_their_published_names_without_blanks_and_repetitions():
     assert [key.get_secret_value() for key in settings.api_keys] == ["one", "two", "three"]
 
 
+def test_a_key_may_lie_in_a_file(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("from-a-file\n")
+    settings = settings_from_environ({"ENVIRONMENT_API_KEY_FILE": str(file)})
+    assert [key.get_secret_value() for key in settings.api_keys] == ["from-a-file"]
+
+
+@pytest.mark.parametrize("content", [None, "\n"])
+def test_a_key_file_that_was_named_must_hold_a_key(tmp_path, content):
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SettingsError, match=r"ENVIRONMENT_API_KEY_FILE names .*key'"):
+        settings_from_environ({"ENVIRONMENT_API_KEY_FILE": str(file)})
+
+
 def test_every_field_is_read_from_its_variable():
     settings = settings_from_environ(
         {"TURNWISE_MAX_SESSIONS": "7", "TURNWISE_MAX_WAIT_S": "1.5",
@@ -46,3 +62,10 @@ def test_every_field_is_read_from_its_variable():
 def test_a_bad_value_names_its_variable(variable, value):
     with pytest.raises(SettingsError, match=variable):
         settings_from_environ({variable: value, "ENVIRONMENT_API_KEY": "secret"})
+
+
+def test_more_hosts_may_be_called_beside_those_of_the_environment():
+    settings = settings_from_environ({"TURNWISE_ALLOWED_INFERENCE_HOSTS": "a,b:1"})
+    assert settings.with_hosts(["c:2", "[::2]:3"]).allowed_inference_hosts == ("a", "b:1", "c:2", "[::2]:3")
+    with pytest.raises(SettingsError, match=r"'http://c/' is no inference host; expected host or host:port"):
+        settings.with_hosts(["http://c/"])

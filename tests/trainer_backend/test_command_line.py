@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import small_run
-from trainer_backend.__main__ import _what_to_train, app
+from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
 from trainer_backend.job import dump_job
+from trainer_backend.planned_runs import single_run
 from trainer_backend.rundir.layout import create_run, open_run
 
 GOOD = '[model]\npreset = "tiny-0.3m"\n'
@@ -100,11 +101,11 @@ def test_a_run_that_was_there_before_is_not_removed_by_a_mistake(tmp_path: Path)
 
 def test_overrides_of_a_resumed_run_are_written_down(tmp_path: Path):
     create_run(tiny_job(), tmp_path / "run")
-    loaded, directory = _what_to_train(None, None, tmp_path / "run", ["training.iterations=7"])
+    loaded, directory, _ = single_run(None, None, tmp_path / "run", ["training.iterations=7"])
     assert loaded.config.training.iterations == 7
     assert open_run(tmp_path / "run").job().training.iterations == 7
     with pytest.raises(JobError):  # a bad one changes nothing
-        _what_to_train(None, None, directory.path, ["training.iterations=-7"])
+        single_run(None, None, directory.path, ["training.iterations=-7"])
     assert directory.job().training.iterations == 7
 
 

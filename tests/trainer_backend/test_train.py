@@ -16,28 +16,32 @@ from tests.trainer_backend.report.hand_made import COW, WOOD, rollout
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
+from trainer_backend.gathered import inference_metrics
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.train import Run, inference_metrics, train, work_left
+from trainer_backend.train import Run, train, work_left
 
 # None: the rollouts never end.
 Answer = Callable[[Sequence[RolloutRequest]], Collection | None]
 
 
 class Learner:
-    """Counts updates; `fails_at` names the iteration whose update raises."""
+    """`fails_at` names the iteration whose update raises, after `steps_taken` of its steps."""
 
-    def __init__(self, fails_at: int = -1) -> None:
+    def __init__(self, fails_at: int = -1, steps_taken: int = 0) -> None:
         self.fails_at = fails_at
+        self.steps_taken = steps_taken
 
     def warm_up(self, episodes: object, tell: object) -> dict[str, float]:
         raise AssertionError
 
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
         if iteration == self.fails_at:
-            raise NonFiniteLoss("the loss is nan")
+            error = NonFiniteLoss("the loss is nan")
+            error.steps_taken = self.steps_taken
+            raise error
         return {"optim/steps": 1.0}
 
     def save(self, folder: Path, progress: Progress) -> None:
@@ -215,11 +219,14 @@ async def test_an_error_of_the_rollouts_loses_no_finished_iteration(
     assert saved(run)[-1] == f"iteration_{iteration}"
 
 
-async def test_an_update_that_broke_half_way_is_not_saved(tmp_path: Path):
-    run = run_of(tmp_path, learner=Learner(fails_at=2))
+@pytest.mark.parametrize(("steps_taken", "kept"), [(0, ["iteration_0", "iteration_1"]), (1, ["iteration_0"])])
+async def test_an_update_that_broke_half_way_is_not_saved_and_what_came_before_it_is(
+    tmp_path: Path, steps_taken: int, kept: list[str]
+):
+    run = run_of(tmp_path, learner=Learner(fails_at=2, steps_taken=steps_taken))
     with pytest.raises(NonFiniteLoss):
         await train(run, Progress(), asyncio.Event())
-    assert saved(run) == ["iteration_0"]
+    assert saved(run) == kept
 
 
 async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told(tmp_path: Path):

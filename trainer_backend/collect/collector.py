@@ -5,6 +5,7 @@ is planned once more with the same seeds, then left out and counted.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
@@ -13,7 +14,7 @@ from trainer_backend.collect.plan import shared_out
 from trainer_backend.collect.share import Collection, Progress, Share, Tally
 from trainer_backend.errors import TaskAppError
 
-__all__ = ["Collection", "Collector", "Progress"]
+__all__ = ["Collection", "Collector", "Progress", "joined"]
 
 # For cancelling what runs at the task apps, when a collection ends early.
 _ABANDON_S = 5.0
@@ -88,6 +89,15 @@ class Collector:
             # One is enough for the user; its own cause must not be replaced by the group.
             first = errors.exceptions[0]
             raise first from first.__cause__
+
+
+def joined(rounds: Sequence[Collection]) -> Collection:
+    """The collections of one iteration as one, in the order of its rounds."""
+    return Collection(
+        tuple(rollout for part in rounds for rollout in part.rollouts),
+        tuple(rollout for part in rounds for rollout in part.failed),
+        sum((part.failures for part in rounds), Counter()),
+    )
 
 
 async def _abandon(shares: Sequence[Share]) -> None:

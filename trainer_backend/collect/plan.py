@@ -8,17 +8,17 @@ from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, SeedStart
-from trainer_backend.core.seeds import derived_seed, evaluation_worlds, training_world
+from trainer_backend.core.seeds import cycled_worlds, derived_seed, evaluation_worlds, training_world
 from trainer_backend.job_schema import JobConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Where a language-model policy asks, under which model name, with which key."""
+    """Where a language-model policy asks, under which model name, with which key, if it needs one."""
 
     url: str
     model: str
-    key: SecretStr
+    key: SecretStr | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,50 +36,37 @@ class Planner:
 
     def training(self, iteration: int) -> list[RolloutRequest]:
         """G siblings a group: same world, own sampling seeds."""
-        size = self.job.training.group_size
-        policy_name, held_out = self.job.rollout.policy_name, self._held_out()
-        requests = []
-        for group in range(self.job.rollout.episodes_per_batch // size):
-            world = training_world(self.job.job.seed, "train", iteration, group, held_out)
-            for sibling in range(size):
-                config = self._model_config(self.job.rollout.temperature, "train", iteration, group, sibling)
-                requests.append(
-                    self._request(
-                        stage="train", iteration=iteration, group=group, sibling=sibling, world=world,
-                        policy=self._policy(policy_name, {**config, **self.job.rollout.policy_config}),
-                        step_rewards=self.job.training.step_rewards,
-                    )
-                )  # fmt: skip
-        return requests
+        return self._groups("train", iteration, self._groups_per_iteration)
 
-    def warmup(self) -> list[RolloutRequest]:
-        """The teacher's episodes, a world each."""
+    def refill(self, iteration: int, round_number: int, groups: int) -> list[RolloutRequest]:
+        """Further groups of an iteration, on worlds of the round's own: rounds count from 1."""
+        return self._groups(f"refill-{round_number}", iteration, groups)
+
+    def warmup(self, key: SecretStr | None = None) -> list[RolloutRequest]:
+        """The teacher's episodes, a world each; `key` is for the server that its config names."""
         table = self.job.warmup
         if table is None:
             return []
-        held_out = self._held_out()
         return [
             self._request(
-                stage="warmup", iteration=0, group=group, sibling=0,
-                world=training_world(self.job.job.seed, "warmup", 0, group, held_out),
-                policy=self._policy(
-                    table.policy_name,
-                    {"seed": derived_seed(self.job.job.seed, "warmup", group), **table.policy_config},
+                stage="warmup", iteration=0, group=group, sibling=0, world=world,
+                policy=PolicySpec(
+                    policy_name=table.policy_name,
+                    config={"seed": derived_seed(self.job.job.seed, "warmup", group), **table.policy_config},
+                    inference_key=key,
                 ),
             )
-            for group in range(table.episodes)
+            for group, world in enumerate(self._worlds("warmup", 0, table.episodes))
         ]  # fmt: skip
 
     def prompts(self, episodes: int) -> list[RolloutRequest]:
         """Random play, for the prompts that a preset's tokenizer is trained on when there is no warm-up."""
-        held_out = self._held_out()
         return [
             self._request(
-                stage="prompts", iteration=0, group=group, sibling=0,
-                world=training_world(self.job.job.seed, "prompts", 0, group, held_out),
+                stage="prompts", iteration=0, group=group, sibling=0, world=world,
                 policy=self._policy("random", {"seed": derived_seed(self.job.job.seed, "prompts", group)}),
             )
-            for group in range(episodes)
+            for group, world in enumerate(self._worlds("prompts", 0, episodes))
         ]  # fmt: skip
 
     def evaluation(
@@ -104,6 +91,35 @@ class Planner:
                 )
             )  # fmt: skip
         return requests
+
+    @property
+    def _groups_per_iteration(self) -> int:
+        return self.job.rollout.episodes_per_batch // self.job.training.group_size
+
+    def _groups(self, stage: str, iteration: int, count: int) -> list[RolloutRequest]:
+        requests = []
+        for group, world in enumerate(self._worlds(stage, iteration, count)):
+            for sibling in range(self.job.training.group_size):
+                config = self._model_config(self.job.rollout.temperature, stage, iteration, group, sibling)
+                requests.append(
+                    self._request(
+                        stage=stage, iteration=iteration, group=group, sibling=sibling, world=world,
+                        policy=self._policy(
+                            self.job.rollout.policy_name, {**config, **self.job.rollout.policy_config}
+                        ),
+                        step_rewards=self.job.training.step_rewards,
+                    )
+                )  # fmt: skip
+        return requests
+
+    def _worlds(self, purpose: str, iteration: int, count: int) -> list[int]:
+        """Worlds to train on: those of rollout.seeds in shuffled epochs, or ever new ones."""
+        job_seed, seeds = self.job.job.seed, self.job.rollout.seeds
+        if seeds:
+            first = max(iteration - 1, 0) * self._groups_per_iteration
+            return cycled_worlds(job_seed, purpose, seeds, range(first, first + count))
+        held_out = self._held_out()
+        return [training_world(job_seed, purpose, iteration, group, held_out) for group in range(count)]
 
     def _held_out(self) -> tuple[int, ...]:
         return evaluation_worlds(self.job.evaluation.instances, self.job.evaluation.seeds)

@@ -46,6 +46,12 @@ class Packed:
     behaviour_logprob_N: Tensor
     segment_N: Tensor
 
+    def to(self, device: torch.device) -> Packed:
+        """The same on a device, without waiting for the copies; itself where it is there already."""
+        if self.target_N.device == device:
+            return self
+        return Packed(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -60,6 +66,11 @@ class Batch:
     advantage_N: Tensor
     weight_N: Tensor
     proximal_logprob_N: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device; itself where it is there already."""
+        columns = (self.advantage_N, self.weight_N, self.proximal_logprob_N)
+        return Batch(self.packed.to(device), *(column.to(device, non_blocking=True) for column in columns))
 
 
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:

@@ -1,19 +1,37 @@
 """Log-probs and entropies of sampled tokens from hidden states, a chunk of tokens at a time."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+# Logits, their log-softmax and one more of that size live at a time, 4 bytes each.
+BYTES_PER_LOGIT = 12
+# A row of the smallest vocabularies fits any budget; beyond this many rows a product gains nothing.
+MOST_TOKENS = 1024
+
+
+def chunk_within(budget_bytes: int, vocabulary: int) -> int:
+    """Tokens whose logits fit `budget_bytes`, from 1 to MOST_TOKENS."""
+    return max(1, min(MOST_TOKENS, budget_bytes // (BYTES_PER_LOGIT * vocabulary)))
 
 
 def chunked_logprobs(
-    hidden_ND: Tensor, head_weight_VD: Tensor, target_N: Tensor, temperature_N: Tensor, *, chunk: int = 1024
+    hidden_ND: Tensor,
+    head_weight_VD: Tensor,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    chunk: int = MOST_TOKENS,
+    factors: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, under softmax(logits / temperature).
 
         logits = hidden_ND @ head_weight_VD.T        logp_n = log softmax(logits_n / temperature_n)[target_n]
 
     Only `chunk` rows of logits exist at a time, in the forward pass and, recomputed, in the backward pass:
-    memory is chunk * V, not N * V. Logits are float32 or better, whatever the model computes in.
+    memory is chunk * V, not N * V. Logits are float32 or better, whatever the model computes in: a logit of
+    20 rounded to bfloat16 may be off by 0.06, and so would be its log-prob.
 
     Args:
         hidden_ND: hidden states at the positions that predict the targets.
@@ -21,6 +39,7 @@ def chunked_logprobs(
         target_N: int64 token ids.
         temperature_N: above 0.
         chunk: tokens at a time.
+        factors: what both factors of the product are rounded to; its sums stay float32. None: as given.
 
     Returns:
         [N] log-probs and [N] entropies, in nats, differentiable in hidden states and head.
@@ -32,28 +51,100 @@ def chunked_logprobs(
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    if len(target_N) <= chunk:  # nothing to save: one chunk is in memory either way
-        return _logprobs(hidden_ND, head_weight_VD, target_N, temperature_N)
-    pieces = [
-        checkpoint(_logprobs, *piece, use_reentrant=False, preserve_rng_state=False)
-        for piece in _chunks(hidden_ND, head_weight_VD, target_N, temperature_N, chunk)
-    ]
-    logprobs, entropies = zip(*pieces, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    if len(target_N) <= chunk and factors is None and hidden_ND.dtype == wide:
+        # Nothing to save: one chunk is in memory either way, and kept it need not be recomputed.
+        return _kept_logprobs(hidden_ND, head_weight_VD, target_N, temperature_N)
+    found: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, head_weight_VD, target_N, temperature_N, chunk, factors or hidden_ND.dtype
+    )
+    return found
 
 
-def _chunks(
-    hidden_ND: Tensor, head_weight_VD: Tensor, target_N: Tensor, temperature_N: Tensor, chunk: int
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    slices = [slice(start, start + chunk) for start in range(0, len(target_N), chunk)]
-    return [(hidden_ND[part], head_weight_VD, target_N[part], temperature_N[part]) for part in slices]
-
-
-def _logprobs(
+def _kept_logprobs(
     hidden_ND: Tensor, head_weight_VD: Tensor, target_N: Tensor, temperature_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    logits_NV = hidden_ND @ head_weight_VD.T
-    at_least_float32 = torch.promote_types(logits_NV.dtype, torch.float32)
-    logp_NV = (logits_NV.to(at_least_float32) / temperature_N[:, None]).log_softmax(dim=-1)
+    logp_NV = (hidden_ND @ head_weight_VD.T / temperature_N[:, None]).log_softmax(dim=-1)
     entropies_N = -(logp_NV.exp() * logp_NV).sum(dim=-1)
     return logp_NV.gather(-1, target_N[:, None]).squeeze(-1), entropies_N
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Keeps hidden states, head and [N] entropies; what is as wide as the vocabulary is made anew.
+
+    With p = softmax(z / T) and H its entropy:
+
+        d logp_n / dz = (onehot(target) - p) / T        dH / dz = -p * (log p + H) / T
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        target_N: Tensor,
+        temperature_N: Tensor,
+        chunk: int,
+        factors: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        logprobs_N, entropies_N = (hidden_ND.new_empty(len(target_N), dtype=wide) for _ in range(2))
+        hidden, head = hidden_ND.to(factors), head_VD.to(factors)
+        for part in _parts(len(target_N), chunk):
+            logp_CV = _log_softmax(hidden[part], head, temperature_N[part, None])
+            logprobs_N[part] = logp_CV.gather(-1, target_N[part, None]).squeeze(-1)
+            entropies_N[part] = logp_CV.exp().mul_(logp_CV).sum(dim=-1).neg_()
+        ctx.save_for_backward(hidden_ND, head_VD, target_N, temperature_N, entropies_N)
+        ctx.chunk, ctx.factors = chunk, factors
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, head_VD, target_N, temperature_N, entropies_N = ctx.saved_tensors
+        hidden, head = hidden_ND.to(ctx.factors), head_VD.to(ctx.factors)
+        d_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        # Summed in float32: over many chunks, bfloat16 would lose what a chunk adds.
+        d_head = torch.zeros_like(head_VD, dtype=entropies_N.dtype) if ctx.needs_input_grad[1] else None
+        columns_N1 = [column[:, None] for column in (target_N, temperature_N, entropies_N, *gradients_N)]
+        for part in _parts(len(target_N), ctx.chunk):
+            d_CV = _d_logits(hidden[part], head, *(column[part] for column in columns_N1)).to(ctx.factors)
+            if d_hidden is not None:
+                d_hidden[part] = wide_product(d_CV, head).to(d_hidden.dtype)
+            if d_head is not None:
+                d_head += wide_product(d_CV.T, hidden[part])
+        return d_hidden, d_head if d_head is None else d_head.to(head_VD.dtype), None, None, None, None
+
+
+def _log_softmax(hidden_CD: Tensor, head_VD: Tensor, temperature_C1: Tensor) -> Tensor:
+    """[C, V], float32 or better."""
+    return wide_product(hidden_CD, head_VD.T).div_(temperature_C1).log_softmax(dim=-1)
+
+
+def _d_logits(
+    hidden_CD: Tensor,
+    head_VD: Tensor,
+    target_C1: Tensor,
+    temperature_C1: Tensor,
+    entropy_C1: Tensor,
+    by_logprob_C1: Tensor,
+    by_entropy_C1: Tensor,
+) -> Tensor:
+    """[C, V] gradient of the logits; in place, since nothing here is as large as these."""
+    logp_CV = _log_softmax(hidden_CD, head_VD, temperature_C1)
+    p_CV = logp_CV.exp()
+    d_CV = logp_CV.add_(entropy_C1).mul_(by_entropy_C1).add_(by_logprob_C1).mul_(p_CV).neg_()
+    return d_CV.scatter_add_(1, target_C1, by_logprob_C1).div_(temperature_C1)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, whose sums and result are float32 or better."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype == wide:
+        return a @ b
+    if a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8: tensor cores, without rounding the sum
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, count, chunk)]

@@ -1,24 +1,51 @@
 """What changes over a run, as pure functions of how far the run is."""
 
+import math
+from collections.abc import Callable
 
-def learning_rate(peak: float, *, progress: float, rise: float, final: float) -> float:
-    """Linear rise, then linear fall.
+# From the share of the fall that is behind, in [0, 1], to how much of it has happened, in [0, 1].
+Fall = Callable[[float], float]
+
+
+def linear(behind: float) -> float:
+    """The same loss in every step."""
+    return behind
+
+
+def cosine(behind: float) -> float:
+    """Slow at both ends, half way down in the middle: (1 - cos(pi * behind)) / 2.
+
+    Source: Loshchilov & Hutter, SGDR, arXiv:1608.03983, eq. 5, with one period.
+    """
+    return (1.0 - math.cos(math.pi * behind)) / 2.0
+
+
+def constant(behind: float) -> float:
+    """No fall at all, so `final` of `learning_rate` is not reached."""
+    return 0.0
+
+
+def learning_rate(peak: float, *, progress: float, rise: float, final: float, fall: Fall = linear) -> float:
+    """Linear rise to the peak, then the fall.
 
         progress < rise:  peak * progress / rise
-        otherwise:        from peak at `rise` to peak * final at progress 1
+        otherwise:        peak * (1 - (1 - final) * fall((progress - rise) / (1 - rise)))
 
     Args:
         peak: the highest rate.
         progress: share of the run that is done, in [0, 1].
         rise: share of the run over which the rate rises, in [0, 1).
         final: the last rate, as a share of the peak, in [0, 1].
+        fall: `linear`, `cosine` or `constant`.
 
     Raises:
         ValueError: a share is outside its range.
+
+    Source: the rise: Goyal et al., Accurate, Large Minibatch SGD, arXiv:1706.02677, section 2.2.
     """
     if not 0.0 <= progress <= 1.0 or not 0.0 <= rise < 1.0 or not 0.0 <= final <= 1.0:
         raise ValueError(f"shares must lie in [0, 1], got progress={progress}, rise={rise}, final={final}")
     if progress < rise:
         return peak * progress / rise
-    fallen = (progress - rise) / (1.0 - rise)
-    return peak * (1.0 - (1.0 - final) * fallen)
+    behind = (progress - rise) / (1.0 - rise)
+    return peak * (1.0 - (1.0 - final) * fall(behind))

@@ -3,7 +3,7 @@
 Training worlds lie below HELD_OUT_FROM and evaluation worlds from there on, so the two never meet.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
 HELD_OUT_FROM = 2**30
@@ -24,6 +24,23 @@ def training_world(job_seed: int, purpose: str, iteration: int, group: int, held
         if seed not in held_out:
             return seed
         attempt += 1
+
+
+def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[int], numbers: range) -> list[int]:
+    """Worlds of a fixed set, in shuffled epochs: each comes once before any comes again.
+
+    Args:
+        seeds: the set; its order does not matter.
+        numbers: which places of the endless sequence, from 0.
+    """
+    size = len(seeds)
+    epochs = {number // size for number in numbers}
+    orders = {epoch: _shuffled(seeds, job_seed, purpose, "epoch", epoch) for epoch in epochs}
+    return [orders[number // size][number % size] for number in numbers]
+
+
+def _shuffled(seeds: Sequence[int], *parts: int | str) -> list[int]:
+    return sorted(seeds, key=lambda seed: derived_seed(*parts, seed))
 
 
 def evaluation_worlds(instances: int, explicit: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -4,20 +4,20 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, InferenceUnauthorized, TrainerError
-from trainer_backend.inference.protocol import Generation
 
 log = structlog.get_logger(__name__)
 
+Result = TypeVar("Result")
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -31,18 +31,40 @@ class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
+class Outgoing:
+    """A `Send` that knows whether the reply has begun: an error after that cannot be a status any more."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun = False
+
+    async def __call__(self, message: Message) -> None:
+        self._begun = True
+        await self._send(message)
+
+    async def fail(self, error: TrainerError) -> None:
+        """The error as the reply, or as the last event of one that has begun."""
+        if self._begun:
+            event = b"data: " + problem_body(error) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event})
+        else:
+            await send_bytes(
+                self._send, problem_body(error), status=error.status, media_type=PROBLEM_MEDIA_TYPE
+            )
+
+
 async def boundary(app: AsgiApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Run a route; whatever it raises becomes one problem body, and nothing of ours leaks into it."""
+    outgoing = Outgoing(send)
     try:
-        await app(scope, receive, send)
+        await app(scope, receive, outgoing)
     except ClientGone:
         return
     except TrainerError as error:
-        await send_bytes(send, problem_body(error), status=error.status, media_type=PROBLEM_MEDIA_TYPE)
+        await outgoing.fail(error)
     except Exception:
         log.exception("gateway_error", path=scope["path"])
-        failure = TrainerError("the gateway failed; its log says why")
-        await send_bytes(send, problem_body(failure), status=500, media_type=PROBLEM_MEDIA_TYPE)
+        await outgoing.fail(TrainerError("the gateway failed; its log says why"))
 
 
 def problem_body(error: TrainerError) -> bytes:
@@ -97,15 +119,13 @@ async def read_body(scope: Scope, receive: Receive, *, most: int) -> bytes:
     return b"".join(chunks)
 
 
-async def generate_while_connected(
-    generation: Coroutine[Any, Any, Generation], receive: Receive
-) -> Generation:
-    """Wait for a generation; cancel it, which aborts the request, when the client leaves first.
+async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """Wait for some work; cancel it, which aborts its requests, when the client leaves first.
 
     Raises:
         ClientGone: the client left.
     """
-    task = asyncio.ensure_future(generation)
+    task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -124,6 +144,30 @@ async def _disconnected(receive: Receive) -> None:
 
 async def json_response(send: Send, body: dict[str, Any]) -> None:
     await send_bytes(send, json.dumps(body, separators=(",", ":")).encode())
+
+
+class EventStream:
+    """A reply of server-sent events, begun with the first of them."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun = False
+
+    async def send(self, event: dict[str, Any]) -> None:
+        await self._write(json.dumps(event, separators=(",", ":")).encode())
+
+    async def end(self) -> None:
+        """The event after which `openai` clients stop reading."""
+        await self._write(b"[DONE]")
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _write(self, data: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = b"data: " + data + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def send_bytes(

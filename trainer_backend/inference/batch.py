@@ -1,5 +1,6 @@
 """The running batch: which requests occupy which rows, their prefill, and one decode step for all of them."""
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +10,10 @@ from transformers import PreTrainedModel
 
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
+from trainer_backend.inference.protocol import Sampled
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.sampler import sample, uniforms
+from trainer_backend.inference.sampler import likeliest, sample, uniforms
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
@@ -18,85 +21,173 @@ SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 class RunningBatch:
     """Row i of the cache belongs to `rows[i]`; rows are always compact, so a step works on slices.
 
-    Not thread-safe: the engine thread alone uses it, inside `torch.inference_mode()`.
+    Not thread-safe: the engine thread alone uses it, inside `torch.inference_mode()`. A call that raises
+    (out of memory) leaves everything as it was, and may be repeated.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int, kept_prefixes: int = 0) -> None:
         refuse_unsupported_attention(model, max_len=max_len)
         self.model = model
+        self.max_len = max_len
+        # Asked once: `transformers` walks over all modules each time.
+        self._device, self._dtype = model.device, model.dtype
         self.rows: list[Request] = []
         self._cache = SlotCache(slots=slots, max_len=max_len)
+        self.prefixes = Prefixes(self._cache, most=kept_prefixes)
 
     @property
     def free_slots(self) -> int:
         return self._cache.slots - len(self.rows)
 
+    def to_prefill(self, request: Request) -> int:
+        """How many of a prompt's tokens would have to be computed if it joined now."""
+        return request.cached - self.prefixes.find(request.held).length
+
     def join(self, requests: Sequence[Request]) -> None:
-        """Prefill the prompts of new requests, padded on the right to the longest, and give them rows.
+        """Give rows to new requests: copy what is known of their prompts, and prefill the rest.
 
         The last token of a prompt is left for the first decode step. So sampling has one home, a prefill
         needs no logits, and rows of different lengths need no gathering of their last positions.
         """
-        length = max(request.cached for request in requests)
-        if length > 0:
-            ids = [list(request.prompt_ids[:-1]) for request in requests]
-            padded_BL = self._tensor([row + [0] * (length - len(row)) for row in ids])
-            positions_1L = torch.arange(length, device=self.model.device)[None]
-            self._cache.begin_prefill(first_row=len(self.rows), length=length)
-            # No mask: with padding on the right, causal attention never shows a pad to a token.
-            self.model(
-                input_ids=padded_BL,
-                position_ids=positions_1L,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        self.rows.extend(requests)
+        known = {request: self.prefixes.find(request.held) for request in requests}
+        # Whole prompts first, then those with most to add: each kind of prefill has rows beside one another.
+        ordered = sorted(requests, key=lambda request: _least_first(request, known[request].length))
+        self._cache.reserve(1 + max(request.cached for request in requests))
+        for row, request in enumerate(ordered, start=len(self.rows)):
+            request.reused = self.prefixes.fill(known[request], row)
+        fresh = sum(request.reused == 0 for request in ordered)
+        self._prefill(ordered[:fresh], first_row=len(self.rows))
+        partly_known = [request for request in ordered[fresh:] if request.reused < request.cached]
+        self._prefill_rest(partly_known, first_row=len(self.rows) + fresh)
+        for request in ordered:
+            self.prefixes.runs(request.held, row=len(self.rows))
+            self.rows.append(request)
 
-    def step(self) -> list[tuple[int, float]]:
-        """Feed each row its next token; returns the token sampled after it and its log-prob, row by row."""
+    def step(self) -> list[Sampled]:
+        """Feed each row its next token; returns the token sampled after it, row by row."""
         logits_BV = self._decode()
         samplings = [row.sampling for row in self.rows]
         keys_B = np.array([row.key for row in self.rows], dtype=np.uint64)
         counters_B = np.array([len(row.token_ids) for row in self.rows], dtype=np.uint64)
         truncates = any(sampling.is_truncated for sampling in samplings)
+        temperatures_B = self._tensor([sampling.temperature for sampling in samplings]).float()
         tokens_B, logprobs_B = sample(
             logits_BV,
-            temperatures_B=self._tensor([sampling.temperature for sampling in samplings]).float(),
+            temperatures_B=temperatures_B,
             top_ps_B=self._tensor([sampling.top_p for sampling in samplings]) if truncates else None,
             top_ks_B=self._tensor([sampling.top_k for sampling in samplings]) if truncates else None,
-            uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self.model.device),
+            uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self._device),
         )
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device for both.
         tokens, logprobs = torch.stack((tokens_B.double(), logprobs_B.double())).tolist()
-        return [(int(token), logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+        wanted = [row.extras.likeliest for row in self.rows]
+        tops = likeliest(logits_BV, temperatures_B=temperatures_B, wanted=wanted) if any(wanted) else None
+        return [
+            Sampled(int(token), logprob, tops[i] if tops else ())
+            for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+        ]
 
     def drop(self, index: int) -> None:
-        """Free a row; the last row moves into the gap."""
+        """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
+        request = self.rows[index]
+        self.prefixes.ends(request.held, index, request.cached_ids())
         last = self.rows.pop()
         if index < len(self.rows):
             self._cache.move_row(len(self.rows), index, last.cached)
             self.rows[index] = last
+            self.prefixes.moved(last.held, index)
 
-    def _decode(self) -> Tensor:
-        positions_B = self._tensor([row.cached for row in self.rows])
-        visible = 1 + max(row.cached for row in self.rows)
-        columns_L = torch.arange(visible, device=positions_B.device)
-        hidden = torch.finfo(self.model.dtype).min
-        mask_BL = torch.where(columns_L <= positions_B[:, None], 0.0, hidden).to(self.model.dtype)
-        self._cache.begin_decode(positions_B, visible=visible)
-        output = self.model(
-            input_ids=self._tensor([row.next_token for row in self.rows])[:, None],
-            attention_mask=mask_BL[:, None, None, :],
-            position_ids=positions_B[:, None],
+    def drop_broken(self, index: int) -> None:
+        """Free a row whose numbers are not finite; nothing of them stays for anyone."""
+        self.prefixes.unshare(self.rows[index].held)
+        self._cache.clear_row(index)
+        self.drop(index)
+
+    def forget_prefixes(self) -> None:
+        """The weights change: no row or copy of now may seed a later request."""
+        self.prefixes.forget(row.held for row in self.rows)
+
+    def _prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
+        """Whole prompts, padded on the right to the longest."""
+        length = max((request.cached for request in requests), default=0)
+        if length == 0:
+            return
+        ids = [list(request.prompt_ids[:-1]) for request in requests]
+        self._cache.begin_prefill(first_row=first_row, length=length)
+        # No mask: with padding on the right, causal attention never shows a pad to a token.
+        self.model(
+            input_ids=self._tensor([row + [0] * (length - len(row)) for row in ids]),
+            position_ids=torch.arange(length, device=self._device)[None],
             past_key_values=self._cache,
             use_cache=True,
+            logits_to_keep=1,
+        )
+
+    def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
+        """What follows the known part of each prompt, padded on the right to the longest such rest."""
+        if not requests:
+            return
+        rests = [list(request.prompt_ids[request.reused : -1]) for request in requests]
+        longest = max(map(len, rests))
+        visible = 1 + max(request.cached for request in requests)
+        starts_B = self._tensor([request.reused for request in requests])
+        positions_BQ = starts_B[:, None] + torch.arange(longest, device=starts_B.device)
+        # Pads are written where no prompt has a token: in the column after the longest of them.
+        self._append(
+            [rest + [0] * (longest - len(rest)) for rest in rests],
+            positions_BQ.clamp(max=visible - 1),
+            first_row=first_row,
+            visible=visible,
+        )
+
+    def _decode(self) -> Tensor:
+        return self._append(
+            [[row.next_token] for row in self.rows],
+            self._tensor([row.cached for row in self.rows])[:, None],
+            first_row=0,
+            visible=1 + max(row.cached for row in self.rows),
+        )
+
+    def _append(
+        self, ids: Sequence[Sequence[int]], positions_BQ: Tensor, *, first_row: int, visible: int
+    ) -> Tensor:
+        """Feed Q tokens to each of B rows, each seeing its row up to itself; [B, V] logits of the last."""
+        columns_L = torch.arange(visible, device=positions_BQ.device)
+        hidden = torch.finfo(self._dtype).min
+        mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, hidden).to(self._dtype)
+        self._cache.begin_append(positions_BQ, first_row=first_row, visible=visible)
+        output = self.model(
+            input_ids=self._tensor(ids),
+            attention_mask=mask_BQL[:, None],
+            position_ids=positions_BQ,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         logits_BV: Tensor = output.logits[:, -1]
         return logits_BV
 
     def _tensor(self, values: Sequence[object]) -> Tensor:
-        return torch.tensor(values, device=self.model.device)
+        return torch.tensor(values, device=self._device)
+
+
+def _least_first(request: Request, known: int) -> int:
+    """Sorts into: nothing known (in order of arrival), then the longest rest first, nothing left last."""
+    return known - request.cached if known else -sys.maxsize
+
+
+def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:
+    """Those to prefill now, and those who can copy more from one of them than is known before."""
+    first: list[Request] = []
+    later: list[Request] = []
+    coming = PrefixIndex()
+    for request in requests:
+        if prefixes.enabled and coming.longest(request.held).length > prefixes.find(request.held).length:
+            later.append(request)
+        else:
+            first.append(request)
+            coming.add(request.held)
+    return first, later
 
 
 def refuse_unsupported_attention(model: PreTrainedModel, *, max_len: int) -> None:

@@ -4,6 +4,7 @@ A row holds its tokens from position 0, padded on the right. What lies beyond a 
 no mask ever shows, and the next token overwrites it. So rows come, move and go without clearing anything.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,18 @@ from transformers import Cache
 FIRST_CAPACITY = 128
 
 
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """A row's first tokens, taken out of the cache: per layer [heads, length, head_dim] keys and values."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
 class SlotCache(Cache):
     """Preallocated [slots, heads, capacity, head_dim] keys and values per layer, for `transformers` models.
 
-    Before each forward call either `begin_prefill` or `begin_decode` says which rows the call is about.
+    Before each forward call either `begin_prefill` or `begin_append` says which rows the call is about.
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     """
 
@@ -28,49 +37,87 @@ class SlotCache(Cache):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._first_row = 0
-        self._positions_B: Tensor | None = None
-        self._rows_B: Tensor | None = None
+        self._positions_BQ: Tensor | None = None
+        self._rows_B1: Tensor | None = None
         self._visible = 0
 
     def begin_prefill(self, *, first_row: int, length: int) -> None:
         """The next call writes fresh rows, `first_row` and on, from position 0."""
-        self._reserve(length)
+        self.reserve(length)
         self._first_row = first_row
-        self._positions_B = None
+        self._positions_BQ = None
 
-    def begin_decode(self, positions_B: Tensor, *, visible: int) -> None:
-        """The next call adds one token to each of the first B rows, at its own position."""
-        self._reserve(visible)
-        self._positions_B = positions_B
-        self._rows_B = torch.arange(positions_B.shape[0], device=positions_B.device)
+    def begin_append(self, positions_BQ: Tensor, *, first_row: int, visible: int) -> None:
+        """The next call adds Q tokens to each of B rows, `first_row` and on, at positions of their own.
+
+        It may look at the first `visible` columns: all positions lie below.
+        """
+        self.reserve(visible)
+        self._first_row = first_row
+        self._positions_BQ = positions_BQ
+        rows = positions_BQ.shape[0]
+        self._rows_B1 = torch.arange(first_row, first_row + rows, device=positions_BQ.device)[:, None]
         self._visible = visible
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first `length` positions over another row: how a gap is closed."""
+        """Copy a row's first `length` positions over another row: how a gap is closed or a prompt shared."""
         for tensor in (*self._keys, *self._values):
             tensor[target, :, :length] = tensor[source, :, :length]
+
+    def clear_row(self, row: int) -> None:
+        """Zero a row. Garbage is harmless only while it is finite: a masked NaN still makes a sum NaN."""
+        for tensor in (*self._keys, *self._values):
+            tensor[row] = 0
+
+    def copy_out(self, row: int, length: int) -> RowCopy:
+        """A row's first `length` positions in memory of their own, which is freed with them."""
+        keys, values = (
+            tuple(tensor[row, :, :length].clone() for tensor in tensors)
+            for tensors in (self._keys, self._values)
+        )
+        return RowCopy(keys, values)
+
+    def copy_in(self, copy: RowCopy, target: int, length: int) -> None:
+        """Write the first `length` positions of what `copy_out` gave into a row."""
+        for tensor, old in zip((*self._keys, *self._values), (*copy.keys, *copy.values), strict=True):
+            tensor[target, :, :length] = old[:, :length]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: write the new keys and values, return all that it may look at."""
         if layer_idx == len(self._keys):
-            self._keys.append(self._allocate(key_states))
-            self._values.append(self._allocate(value_states))
+            # Both or none: out of memory between them would leave a layer without values.
+            both = self._allocate(key_states), self._allocate(value_states)
+            self._keys.append(both[0])
+            self._values.append(both[1])
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if self._positions_B is None:
-            batch, length = key_states.shape[0], key_states.shape[2]
-            rows = slice(self._first_row, self._first_row + batch)
+        rows = slice(self._first_row, self._first_row + key_states.shape[0])
+        if self._positions_BQ is None:
+            length = key_states.shape[2]
             keys[rows, :, :length] = key_states
             values[rows, :, :length] = value_states
             return key_states, value_states
-        batch = key_states.shape[0]
-        keys[self._rows_B, :, self._positions_B] = key_states[:, :, 0]
-        values[self._rows_B, :, self._positions_B] = value_states[:, :, 0]
-        return keys[:batch, :, : self._visible], values[:batch, :, : self._visible]
+        keys[self._rows_B1, :, self._positions_BQ] = key_states.transpose(1, 2)
+        values[self._rows_B1, :, self._positions_BQ] = value_states.transpose(1, 2)
+        return keys[rows, :, : self._visible], values[rows, :, : self._visible]
+
+    def reserve(self, length: int) -> None:
+        """Room for `length` tokens a row. Where memory runs out, all that was held before still is."""
+        if length <= self.capacity:
+            return
+        assert length <= self.max_len, "requests longer than max_len are refused at the door"
+        capacity = self.capacity
+        while capacity < length:
+            capacity = min(2 * capacity, self.max_len)
+        for tensors in (self._keys, self._values):
+            # One after the other: the old and the new of all layers together need not fit.
+            for layer, old in enumerate(tensors):
+                tensors[layer] = self._grown(old, capacity)
+        self.capacity = capacity
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if self._positions_B is None else self._visible - 1
+        return 0 if self._positions_BQ is None else self._visible - self._positions_BQ.shape[1]
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length(layer_idx)
@@ -81,16 +128,9 @@ class SlotCache(Cache):
     def _allocate(self, like: Tensor) -> Tensor:
         return like.new_zeros((self.slots, like.shape[1], self.capacity, like.shape[3]))
 
-    def _reserve(self, length: int) -> None:
-        if length <= self.capacity:
-            return
-        assert length <= self.max_len, "requests longer than max_len are refused at the door"
-        while self.capacity < length:
-            self.capacity = min(2 * self.capacity, self.max_len)
-        self._keys = [self._grown(tensor) for tensor in self._keys]
-        self._values = [self._grown(tensor) for tensor in self._values]
-
-    def _grown(self, old: Tensor) -> Tensor:
-        new = self._allocate(old)
+    def _grown(self, old: Tensor, capacity: int) -> Tensor:
+        if old.shape[2] >= capacity:
+            return old  # an earlier attempt got this far before memory ran out
+        new = old.new_zeros((self.slots, old.shape[1], capacity, old.shape[3]))
         new[:, :, : old.shape[2]] = old
         return new

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.rendering import ChatRenderer
 
 JsonObject = Mapping[str, Any]
@@ -88,7 +89,10 @@ def continued_text(
     if len(messages) <= index or not _same_answer(messages[index], turn.message):
         return None
     raw = {"role": "assistant", "content": turn.raw_text}
-    text = renderer.prompt_text([*messages[:index], raw, *messages[index + 1 :]], tools)
+    try:
+        text = renderer.prompt_text([*messages[:index], raw, *messages[index + 1 :]], tools)
+    except BadChatRequest:
+        return None  # some templates count the turns, and a call counts otherwise than its text
     return text if text.startswith(turn.prompt_text + turn.raw_text + turn.stop_text) else None
 
 

@@ -3,6 +3,12 @@
 Each turn of the thread admits waiting requests in order of arrival (bounded, so that running ones are not
 held up), prefills them together, and makes one decode step for all. A result goes to the event loop that
 asked for it. This file is the callers' side; `worker` is the thread, `inbox` what lies between them.
+
+A prompt is computed from the first token that no row and no kept prefix has (`prefixes`). Out of memory ends
+only the requests that did not fit.
+
+Left out: CUDA graphs and compiled decode (unmeasured: no GPU was at hand to see where they pay), pages (a row
+reserves its whole length), speculative decoding.
 """
 
 import asyncio
@@ -17,7 +23,7 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.inbox import Inbox
-from trainer_backend.inference.protocol import Generation, WeightSource
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.weights import copy_weights, read_weights
 from trainer_backend.inference.worker import EngineCounters, EngineWorker
@@ -31,12 +37,18 @@ LOWEST_TEMPERATURE = 1e-3
 class EngineLimits:
     """What bounds the engine. `prefill_tokens` is per turn, padding included; one prompt always fits.
 
+    The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
+    head_dim * bytes of a number. `kept_prefixes` bounds what stays of ended requests for prompts that begin
+    like them: each takes at most what a slot takes. A conversation whose environment works needs one, so None
+    keeps as many as there are slots; 0 keeps none and computes every prompt anew.
+
     `max_model_len` None takes the model's `max_position_embeddings`. `torch_threads` is set on the engine's
     thread; torch hands the last such number to threads that start computing later, so a learner on a thread
     of its own sets its own.
     """
 
     slots: int = 64
+    kept_prefixes: int | None = None
     max_model_len: int | None = None
     prefill_tokens: int = 2048
     max_waiting: int = 4096
@@ -72,7 +84,14 @@ class LocalEngine:
         self._model = model
         self._inbox = Inbox(max_waiting=self.limits.max_waiting)
         self._worker = EngineWorker(
-            RunningBatch(model, slots=self.limits.slots, max_len=self._max_model_len),
+            RunningBatch(
+                model,
+                slots=self.limits.slots,
+                max_len=self._max_model_len,
+                kept_prefixes=self.limits.slots
+                if self.limits.kept_prefixes is None
+                else self.limits.kept_prefixes,
+            ),
             self._inbox,
             stop_ids=frozenset(stop_ids),
             prefill_tokens=self.limits.prefill_tokens,
@@ -92,10 +111,12 @@ class LocalEngine:
     def counters(self) -> EngineCounters:
         return self._worker.counters
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
         self._refuse_bad_prompt(ids, sampling)
         loop = asyncio.get_running_loop()
-        request = Request(request_id, ids, sampling, loop, loop.create_future())
+        request = Request(request_id, ids, sampling, loop, loop.create_future(), extras)
         self._inbox.submit(request)
         try:
             async with asyncio.timeout(self.limits.request_timeout_s):

@@ -7,6 +7,7 @@ token ids, checks their length, has them continued, and answers with the exact i
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from pydantic import SecretStr
@@ -16,32 +17,27 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.base import did_you_mean
 from shared_schemas.chat import ROLLOUT_HEADER
-from trainer_backend.errors import ContextLengthExceeded, TrainerError, UnknownModel
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, TrainerError, UnknownModel
 from trainer_backend.inference.asgi import (
+    EventStream,
     authorize,
     boundary,
-    generate_while_connected,
     http_error_response,
     json_response,
     read_body,
     trainer_error_response,
+    while_connected,
 )
 from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
-from trainer_backend.inference.conversations import Conversations, Prompt, Turn
+from trainer_backend.inference.completion import Completion, all_generations
+from trainer_backend.inference.conversations import Conversations, Prompt
 from trainer_backend.inference.protocol import InferenceEngine
-from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.reply import (
-    Answer,
-    assistant_message,
-    completion_body,
-    openai_logprobs,
-    split_stop,
-)
-from trainer_backend.inference.tool_parsing import ToolParser, tool_parser_of
+from trainer_backend.inference.reply import Choice
+from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.streaming import stream_reply
 
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 
@@ -53,15 +49,6 @@ class GatewayLimits:
     max_body_bytes: int = 8 * 1024 * 1024
     default_max_tokens: int = 256
     max_conversations: int = 10_000
-
-
-class ServedPolicy:
-    """One policy behind the gateway: its engine, and how messages become its tokens and back."""
-
-    def __init__(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.engine = engine
-        self.renderer = ChatRenderer(tokenizer)
-        self.parse: ToolParser = tool_parser_of(tokenizer)
 
 
 def create_gateway(
@@ -137,39 +124,42 @@ class ChatEndpoint:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         authorize(scope, self._key)
         body = await read_body(scope, receive, most=self._limits.max_body_bytes)
-        request = read_chat_request(body)
+        completion = self._completion(read_chat_request(body), _rollout_id(scope))
+        if completion.request.stream:
+            stream = stream_reply(completion, EventStream(send), partial(self._remember, completion))
+            await while_connected(stream, receive)
+            return
+        generations = await while_connected(all_generations(completion), receive)
+        choices = [completion.choice(index, generation) for index, generation in enumerate(generations)]
+        for choice in choices:
+            self._remember(completion, choice)
+        await json_response(send, completion.body(choices))
+
+    def _completion(self, request: ChatRequest, rollout_id: str) -> Completion:
+        """Find the policy, render the prompt, and see that there is room to answer."""
+        if rollout_id and request.n > 1:
+            raise BadChatRequest(
+                f"n is {request.n}, and a rollout goes on from one answer",
+                where="n",
+                hint=f"Leave n out, or leave the header {ROLLOUT_HEADER} out.",
+            )
         policy = self._policy(request.model)
-        rollout_id = _rollout_id(scope)
         prompt = self._conversations.prompt(
             rollout_id, request.messages, request.offered_tools, policy.renderer
         )
-        sampling = request.sampling(max_tokens=self._max_tokens(request, prompt, policy.engine))
-        completion_id = f"chatcmpl-{next(self._numbers)}"
-        generation = await generate_while_connected(
-            policy.engine.generate(prompt.ids, sampling, request_id=completion_id), receive
+        return Completion(
+            completion_id=f"chatcmpl-{next(self._numbers)}",
+            created=int(self._clock()),
+            request=request,
+            policy=policy,
+            prompt=prompt,
+            max_tokens=self._max_tokens(request, prompt, policy.engine),
+            rollout_id=rollout_id,
         )
-        raw_text, stop_text = split_stop(generation, policy.renderer)
-        parsed = policy.parse(raw_text, request.offered_tools)
-        message = assistant_message(parsed, prompt_ids=prompt.ids, token_ids=generation.token_ids)
-        if rollout_id:
-            ids = [*prompt.ids, *generation.token_ids]
-            turn = Turn(prompt.text, ids, len(request.messages), message, raw_text, stop_text)
-            self._conversations.remember(rollout_id, turn)
-        created = int(self._clock())
-        reply = completion_body(
-            Answer(
-                completion_id,
-                request.model,
-                created,
-                prompt.ids,
-                generation,
-                message,
-                raw_text if rollout_id else None,
-            ),
-            prompt_ids_reused=_ids_left_out(request, rollout_id, prompt),
-            logprobs_content=openai_logprobs(generation, policy.renderer) if request.logprobs else None,
-        )
-        await json_response(send, reply)
+
+    def _remember(self, completion: Completion, choice: Choice) -> None:
+        if completion.rollout_id:
+            self._conversations.remember(completion.rollout_id, completion.turn(choice))
 
     def _policy(self, model: str) -> ServedPolicy:
         if model not in self._policies:
@@ -189,10 +179,3 @@ class ChatEndpoint:
 def _rollout_id(scope: Scope) -> str:
     value: bytes = next((value for name, value in scope["headers"] if name == _ROLLOUT_HEADER), b"")
     return value.decode("latin-1")
-
-
-def _ids_left_out(request: ChatRequest, rollout_id: str, prompt: Prompt) -> int | None:
-    """How many prompt ids the caller has already; None when it wants to see none."""
-    if request.return_token_ids:
-        return 0
-    return prompt.reused if rollout_id else None

@@ -134,13 +134,15 @@ class Inbox:
                     self._waiting.remove(request)
         return aborted
 
-    def admit(self, *, free_slots: int, prefill_tokens: int) -> list[Request]:
+    def admit(
+        self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
+    ) -> list[Request]:
         """The oldest waiting requests that fit: one at least if a slot is free, none while a swap waits."""
         newcomers: list[Request] = []
         longest = 0
         with self._changed:
             while self._waiting and not self._swaps and len(newcomers) < free_slots:
-                longest = max(longest, self._waiting[0].cached)
+                longest = max(longest, to_prefill(self._waiting[0]))
                 if newcomers and longest * (len(newcomers) + 1) > prefill_tokens:
                     break
                 newcomers.append(self._waiting.popleft())

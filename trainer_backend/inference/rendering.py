@@ -1,14 +1,23 @@
 """Messages and tools to token ids, and ids back to text: the only place that knows a chat template."""
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import BadChatRequest, ModelFolderError
+from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
 
 JsonObject = Mapping[str, Any]
+
+# Mistral's templates raise on any other call id; no template minds this one.
+_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
+# What stands in the text for an id that the model embeds and the tokenizer does not know.
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class ChatRenderer:
@@ -16,10 +25,26 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         if not tokenizer.chat_template:
-            raise ModelFolderError("the tokenizer has no chat template", where="tokenizer_config.json")
+            raise ModelFolderError(
+                "the tokenizer has no chat template",
+                where=tokenizer.name_or_path or "tokenizer_config.json",
+                hint="Base models have none: take the instruction-tuned one, or add a chat_template.jinja.",
+            )
         self.tokenizer = tokenizer
         # The library's wrapper around it costs ten times the call itself when decoding six tokens.
         self._backend = tokenizer.backend_tokenizer
+        # Some tokenizer.json files ask for cutting and padding, which the wrapper would have undone.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._template_kwargs: dict[str, Any] = tokenizer.init_kwargs.get(CHAT_TEMPLATE_KWARGS_KEY) or {}
+        self._known_ids = id_count(tokenizer)
+        # Decoders after SentencePiece drop a space at the beginning of what they are given; behind some other
+        # token it stays.
+        self._before: list[int] = self._backend.encode("x", add_special_tokens=False).ids
+        whole = self._backend.encode("x x", add_special_tokens=False).ids
+        self._drops_space = self._decode(whole) != self._decode(self._before) + self._decode(
+            whole[len(self._before) :]
+        )
 
     def prompt_text(
         self,
@@ -41,6 +66,7 @@ class ChatRenderer:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self._template_kwargs,
             )
         except Exception as error:
             raise BadChatRequest(
@@ -48,19 +74,58 @@ class ChatRenderer:
             ) from error
         return str(text)
 
+    def answer_text(
+        self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
+    ) -> str | None:
+        """What the model would have to write, end token included, to give `answer` to `messages`.
+
+        None where that cannot be told: with the answer behind it, the template changes the prompt.
+
+        Raises:
+            BadChatRequest: as `prompt_text`.
+        """
+        without_system = [message for message in messages if message.get("role") != "system"]
+        # Mistral's templates show the system message only while the last user message has no answer yet.
+        for asked in (messages, without_system):
+            prompt = self.prompt_text(asked, tools)
+            whole = self.prompt_text([*asked, answer], tools, add_generation_prompt=False)
+            if whole.startswith(prompt):
+                end = self.tokenizer.eos_token
+                # A newline may follow the end token, which the model never gets to write.
+                length = whole.find(end, len(prompt)) if end else -1
+                return whole[len(prompt) : length + len(end) if length >= 0 else None]
+        return None
+
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text; special tokens written in it count as such, none are added."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, special tokens included."""
+        """The text of sampled ids, special tokens included.
+
+        Many models embed more ids than their tokenizer knows. Such an id has no text; a replacement character
+        stands for it, so that a call that was broken by it does not read as if it were whole.
+        """
+        if ids and max(ids) >= self._known_ids:
+            return "".join(
+                UNKNOWN * len(list(run)) if unknown else self.decode(list(run))
+                for unknown, run in groupby(ids, key=lambda token: token >= self._known_ids)
+            )
+        if self._drops_space:
+            return self._decode([*self._before, *ids])[len(self._decode(self._before)) :]
+        return self._decode(ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
 
 
 def plain_message(message: JsonObject, *, where: str) -> dict[str, Any]:
     """A message as templates expect it: text content, and call arguments as an object where they are one.
+
+    Templates test whether `tool_calls` is there, so an empty one is left out. A call id that is not of nine
+    letters and digits is replaced, in call and result alike, by nine that follow from it.
 
     Raises:
         BadChatRequest: no role; content that is neither text, a list of text parts, nor null; a broken call.
@@ -72,10 +137,13 @@ def plain_message(message: JsonObject, *, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list | tuple):
         raise BadChatRequest("tool_calls must be a list", where=f"{where}.tool_calls")
+    plain.pop("tool_calls", None)
     if calls:
         plain["tool_calls"] = [
             _plain_call(call, where=f"{where}.tool_calls.{i}") for i, call in enumerate(calls)
         ]
+    if "tool_call_id" in message:
+        plain["tool_call_id"] = _call_id(message["tool_call_id"])
     return plain
 
 
@@ -99,7 +167,15 @@ def _plain_call(call: object, *, where: str) -> dict[str, Any]:
         or not isinstance(function.get("name"), str)
     ):
         raise BadChatRequest('a tool call is {"id", "type", "function": {"name", "arguments"}}', where=where)
-    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    plain = {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {**plain, "id": _call_id(call["id"])} if "id" in call else plain
+
+
+def _call_id(given: object) -> str:
+    text = str(given)
+    if _CALL_ID.fullmatch(text):
+        return text
+    return hashlib.blake2b(text.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _arguments(arguments: object) -> object:

@@ -1,36 +1,37 @@
-"""The body of a chat completion: OpenAI's fields, plus the exact tokens (see `shared_schemas.chat`)."""
+"""The parts of a chat completion's body: OpenAI's fields and the exact tokens (see `shared_schemas.chat`)."""
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_backend.inference.protocol import Generation
+from trainer_backend.inference.protocol import Generation, Sampled
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_parsing import ParsedReply
+from trainer_backend.inference.stopping_text import BROKEN
+from trainer_backend.inference.tool_formats.reading import ParsedReply
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one generation has to say, before it is put into JSON.
+class Choice:
+    """One generation as a message.
 
-    `raw_text` is the sampled text as it was, for requests of a rollout; None leaves it out.
+    Attributes:
+        raw_text: all that was sampled, a stop string included, but not the stop token.
+        stop_token: the text of the stop token; "" where none was sampled.
     """
 
-    completion_id: str
-    model: str
-    created: int
-    prompt_ids: Sequence[int]
+    index: int
     generation: Generation
     message: Mapping[str, Any]
-    raw_text: str | None = None
+    raw_text: str
+    stop_token: str
 
 
 def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str]:
     """The sampled text, and the text of the stop token behind it ("" when none was sampled)."""
     ids = generation.token_ids
-    if generation.finish_reason != "stop":
+    if generation.finish_reason != "stop" or generation.stop_string is not None:
         return renderer.decode(ids), ""
     return renderer.decode(ids[:-1]), renderer.decode(ids[-1:])
 
@@ -62,46 +63,43 @@ def _tag(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
     return digest.hexdigest()
 
 
-def completion_body(
-    answer: Answer, *, prompt_ids_reused: int | None, logprobs_content: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """The reply. `prompt_ids_reused` None leaves the prompt's ids out: nobody asked for them."""
-    generation, message = answer.generation, answer.message
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": message,
-        "finish_reason": "tool_calls" if "tool_calls" in message else generation.finish_reason,
+def choice_body(choice: Choice, *, with_raw_text: bool) -> dict[str, Any]:
+    """How a choice ended, and its exact tokens."""
+    generation = choice.generation
+    body: dict[str, Any] = {
+        "finish_reason": "tool_calls" if "tool_calls" in choice.message else generation.finish_reason,
         "sampling_finish_reason": generation.finish_reason,
-        "logprobs": None if logprobs_content is None else {"content": logprobs_content, "refusal": None},
         "token_ids": generation.token_ids,
         "token_logprobs": generation.logprobs,
         "versions": generation.versions,
     }
-    if answer.raw_text is not None:
-        choice["raw_text"] = answer.raw_text
-    body: dict[str, Any] = {
-        "id": answer.completion_id,
-        "object": "chat.completion",
-        "created": answer.created,
-        "model": answer.model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": len(answer.prompt_ids),
-            "completion_tokens": len(generation.token_ids),
-            "total_tokens": len(answer.prompt_ids) + len(generation.token_ids),
-        },
+    return {**body, "raw_text": choice.raw_text} if with_raw_text else body
+
+
+def usage_body(prompt_ids: Sequence[int], generations: Iterable[Generation]) -> dict[str, Any]:
+    """OpenAI's `usage`: the prompt once, the tokens of all choices, what of the prompt was known before."""
+    generations = list(generations)
+    completion_tokens = sum(len(generation.token_ids) for generation in generations)
+    return {
+        "prompt_tokens": len(prompt_ids),
+        "completion_tokens": completion_tokens,
+        "total_tokens": len(prompt_ids) + completion_tokens,
+        # Choices beside the first reuse its prompt; what it found itself is what was known before.
+        "prompt_tokens_details": {"cached_tokens": min(g.prompt_tokens_reused for g in generations)},
     }
-    if prompt_ids_reused is not None:
-        body["prompt_ids_reused"] = prompt_ids_reused
-        body["prompt_token_ids"] = answer.prompt_ids[prompt_ids_reused:]
-    return body
 
 
-def openai_logprobs(generation: Generation, renderer: ChatRenderer) -> list[dict[str, Any]]:
+def logprob_entries(tokens: Iterable[Sampled], renderer: ChatRenderer) -> list[dict[str, Any]]:
     """OpenAI's `logprobs.content`. A token that is a part of a character has no text of its own: no bytes."""
-    entries = []
-    for token_id, logprob in zip(generation.token_ids, generation.logprobs, strict=True):
-        token = renderer.decode([token_id])
-        whole = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
-        entries.append({"token": token, "bytes": whole, "logprob": logprob, "top_logprobs": []})
-    return entries
+    return [
+        {
+            **_entry(token.token_id, token.logprob, renderer),
+            "top_logprobs": [_entry(token_id, logprob, renderer) for token_id, logprob in token.likeliest],
+        }
+        for token in tokens
+    ]
+
+
+def _entry(token_id: int, logprob: float, renderer: ChatRenderer) -> dict[str, Any]:
+    token = renderer.decode([token_id])
+    return {"token": token, "bytes": None if BROKEN in token else list(token.encode()), "logprob": logprob}

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import InferenceError
-from trainer_backend.inference.protocol import FinishReason, Generation
+from trainer_backend.inference.prefixes import Held
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, Generation, Sampled
 from trainer_backend.inference.sampler import stream_key
 
-Outcome = Generation | InferenceError
+# A token on the way, or how the request ended.
+Outcome = Sampled | Generation | InferenceError
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +22,7 @@ class Request:
 
     `cached` counts the tokens whose keys and values are in the cache; `next_token` is the one that the
     next step feeds. So a prompt of n tokens enters with n - 1 cached, its last one fed like a sampled token.
+    `held` are those n - 1; `reused` of them needed no prefill.
     """
 
     request_id: str
@@ -27,25 +30,36 @@ class Request:
     sampling: Sampling
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Generation]
+    extras: Extras = NO_EXTRAS
     key: int = 0
     cached: int = 0
+    reused: int = 0
     next_token: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    held: Held = field(init=False)
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
         self.key = stream_key(seed, self.prompt_ids)
         self.cached = len(self.prompt_ids) - 1
         self.next_token = self.prompt_ids[-1]
+        self.held = Held(self.prompt_ids[:-1])
 
-    def take(self, token: int, logprob: float) -> None:
-        """The step fed `next_token` and sampled `token` after it."""
+    def take(self, sampled: Sampled) -> None:
+        """The step fed `next_token` and sampled this after it."""
         self.cached += 1
-        self.next_token = token
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
+        self.next_token = sampled.token_id
+        self.token_ids.append(sampled.token_id)
+        self.logprobs.append(sampled.logprob)
+        if self.extras.likeliest:
+            self.likeliest.append(sampled.likeliest)
+
+    def cached_ids(self) -> list[int]:
+        """The ids whose keys and values stand in the request's row."""
+        return [*self.prompt_ids, *self.token_ids][: self.cached]
 
     def sampled_by(self, version: int) -> None:
         """From the next token on, `version` samples."""
@@ -54,8 +68,16 @@ class Request:
             self.versions.pop()
         self.versions.append((first_token, version))
 
-    def ended(self, finish_reason: FinishReason) -> Generation:
-        return Generation(tuple(self.token_ids), tuple(self.logprobs), finish_reason, tuple(self.versions))
+    def ended(self, finish_reason: FinishReason, *, stop_string: str | None = None) -> Generation:
+        return Generation(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=finish_reason,
+            versions=tuple(self.versions),
+            stop_string=stop_string,
+            prompt_tokens_reused=self.reused,
+            likeliest=tuple(self.likeliest),
+        )
 
 
 def deliver(outcomes: Iterable[tuple[Request, Outcome]]) -> None:
@@ -73,7 +95,10 @@ def _resolve(pairs: list[tuple[Request, Outcome]]) -> None:
     for request, outcome in pairs:
         if request.future.done():
             continue
-        if isinstance(outcome, InferenceError):
+        if isinstance(outcome, Sampled):
+            if request.extras.on_token is not None:
+                request.extras.on_token(outcome)
+        elif isinstance(outcome, InferenceError):
             request.future.set_exception(outcome)
         else:
             request.future.set_result(outcome)

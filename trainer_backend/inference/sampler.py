@@ -67,8 +67,7 @@ def sample(
         (temperature 0: under softmax(logits)). A row whose logits hold NaN or +inf has a NaN log-prob.
     """
     greedy_B = temperatures_B == 0.0
-    scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperatures_B)[:, None]
-    logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
+    logprobs_BV = tempered_logprobs(logits_BV, temperatures_B)
     probs_BV = logprobs_BV.exp()
     if top_ps_B is not None and top_ks_B is not None:
         probs_BV = torch.where(kept_tokens(probs_BV, top_ps_B, top_ks_B), probs_BV, 0.0)
@@ -76,6 +75,22 @@ def sample(
     if bool(greedy_B.any()):
         tokens_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), tokens_B)
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def likeliest(
+    logits_BV: Tensor, *, temperatures_B: Tensor, wanted: Sequence[int]
+) -> list[tuple[tuple[int, float], ...]]:
+    """Per row its `wanted` most likely tokens as (id, log-prob), the log-probs being those of `sample`."""
+    most = min(max(wanted), logits_BV.shape[1])
+    logprobs_BK, ids_BK = tempered_logprobs(logits_BV, temperatures_B).topk(most, dim=-1)
+    rows = zip(wanted, ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
+    return [tuple(zip(ids[:k], logprobs[:k], strict=True)) for k, ids, logprobs in rows]
+
+
+def tempered_logprobs(logits_BV: Tensor, temperatures_B: Tensor) -> Tensor:
+    """[B, V] fp32 log softmax(logits / temperature); of the plain logits where the temperature is 0."""
+    divisors_B = torch.where(temperatures_B == 0.0, 1.0, temperatures_B)
+    return torch.log_softmax(logits_BV.float() / divisors_B[:, None], dim=-1)
 
 
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:

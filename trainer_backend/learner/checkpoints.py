@@ -2,6 +2,7 @@
 
     checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program
                                optimizer.safetensors rng.safetensors state.json    for resuming
+                               adapter/    with [lora], in peft's layout: the model beside it has it merged
     checkpoints/best           the name of the checkpoint with the best evaluation so far
 
 Nothing is pickled. A folder with the final name is whole: the rename is the commit.
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainer_backend.errors import CheckpointError
+from trainer_backend.learner.lora import FOLDER, Adapter
 from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
@@ -30,6 +32,7 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerFast,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
+    adapter: Adapter | None = None,
 ) -> None:
     """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
 
@@ -40,12 +43,15 @@ def save_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        save_model_folder(aside, model, tokenizer)
+        merged = None if adapter is None else adapter.merged(torch.float32)
+        save_model_folder(aside, model, tokenizer, weights=merged)
+        if adapter is not None:
+            adapter.save(aside / FOLDER)
         save_file(_optimizer_tensors(optimizer), aside / "optimizer.safetensors")
-        save_file({"torch": torch.get_rng_state()}, aside / "rng.safetensors")
+        save_file(_rng_states(), aside / "rng.safetensors")
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        for file in aside.iterdir():
-            _flush(file)
+        for path in aside.rglob("*"):
+            _flush(path)
         _flush(aside)
         _put_in_place(aside, folder)
     except Exception as error:
@@ -88,12 +94,25 @@ def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress
         # By name: earlier versions also wrote the best evaluation, which metrics.jsonl tells better.
         progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
         _restore_optimizer(optimizer, load_file(folder / "optimizer.safetensors"), folder)
-        torch.set_rng_state(load_file(folder / "rng.safetensors")["torch"])
+        _restore_rng(load_file(folder / "rng.safetensors"))
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from error
     return progress
+
+
+def _rng_states() -> dict[str, torch.Tensor]:
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():  # the dropout of adapters on a GPU draws there
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_rng(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

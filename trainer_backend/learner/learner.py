@@ -1,32 +1,49 @@
 """The learner in this process: model, optimizer, and what the orchestrator asks of them."""
 
-import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.errors import JobError, NothingToLearnFrom
+from trainer_backend.core.collate import Packed
+from trainer_backend.core.logprobs import chunk_within
+from trainer_backend.core.seeds import derived_seed
+from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job_schema import JobConfig
+from trainer_backend.learner.attention import attention_for
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint
+from trainer_backend.learner.copies import copy_to_serve, held_copy
+from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.loading import load_checkpoint, load_named
+from trainer_backend.learner.lora import FOLDER, Adapter
+from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.learner.update import PolicyUpdate
+from trainer_backend.learner.texts import prompt_texts, tool_words
+from trainer_backend.learner.update import PolicyUpdate, Reference
 from trainer_backend.learner.warmup import demonstrations, warm_up
-from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
+from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 
 class LocalLearner:
-    """Holds the policy on this machine's CPU. Not thread-safe: one call at a time.
+    """Holds the policy on this machine, on `model.device`. Not thread-safe: one call at a time.
 
     Args:
-        model, tokenizer: the policy.
-        reference: the model that the KL term pulls towards; None makes it a copy when RL starts.
+        model, tokenizer: the policy; moved to the device, and given adapters where the job has [lora].
+        reference: the model that the KL term pulls towards; None makes it a copy when RL starts. With [lora]
+            it is the model without its adapters.
+        adapter_folder: adapters to go on with; None: fresh ones.
+
+    Raises:
+        JobError: the device is not there, or [lora] does not fit the model.
+        ModelFolderError: the model cannot be trained exactly.
     """
 
     def __init__(
@@ -36,32 +53,49 @@ class LocalLearner:
         tokenizer: PreTrainedTokenizerFast,
         *,
         reference: PreTrainedModel | None = None,
+        adapter_folder: Path | None = None,
     ) -> None:
-        refuse_unsupported(model)
+        refuse_unsupported(model, longest=job.inference.max_model_len)
         self.job, self.model, self.tokenizer = job, model, tokenizer
-        self._reference = reference
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=job.training.learning_rate, weight_decay=job.training.weight_decay
+        placement = place(job.model.device)
+        # Under adapters the model's own weights are held, not trained.
+        dtype = torch.float32 if job.lora is None else placement.held
+        model.to(device=placement.device, dtype=dtype)  # type: ignore[call-arg]
+        self._adapter = _adapted(job, model, adapter_folder)
+        if job.training.gradient_checkpointing:
+            checkpoint_layers(model)
+        self.scorer = scorer_of(job, model, placement)
+        self._reference = None if reference is None else scorer_of(job, reference, placement)
+        self._optimizer = adamw_of(
+            model,
+            learning_rate=job.training.learning_rate,
+            weight_decay=job.training.weight_decay,
+            offload=job.training.optimizer_offload,
         )
 
     @classmethod
     def fresh(cls, job: JobConfig, prompts: Sequence[Trajectory]) -> "LocalLearner":
         """The model that the job names. A preset's tokenizer is trained on the texts of `prompts`."""
-        if job.model.path is not None:
-            return cls(job, *load_model_folder(job.model.path))
-        assert job.model.preset is not None, "JobConfig checks that one of the two is given"
-        texts, words = _texts(prompts), _tool_words(prompts)
+        if job.model.preset is None:
+            return cls(job, *load_named(job.model))
+        texts, words = prompt_texts(prompts), tool_words(prompts)
         tokenizer = train_tokenizer(texts, job.model.vocab_size, whole_words=words)
         return cls(job, build_preset(job.model.preset, tokenizer, seed=job.job.seed), tokenizer)
 
     @classmethod
     def resumed(cls, job: JobConfig, checkpoint: Path) -> "tuple[LocalLearner, Progress]":
-        """Model, optimizer, RNG and progress of a checkpoint."""
-        model, tokenizer = load_model_folder(checkpoint)
-        reference = None
-        if job.training.kl_coef > 0:
-            reference, _ = load_model_folder(checkpoint.with_name("iteration_0"))
-        learner = cls(job, model, tokenizer, reference=reference)
+        """Model, optimizer, RNG and progress of a checkpoint.
+
+        What RL started from is iteration_0: the base of the adapters, and what the KL term pulls towards.
+        """
+        started_from = checkpoint.with_name("iteration_0")
+        if job.lora is not None:
+            model, tokenizer = load_checkpoint(job.model, started_from)
+            learner = cls(job, model, tokenizer, adapter_folder=checkpoint / FOLDER)
+        else:
+            model, tokenizer = load_checkpoint(job.model, checkpoint)
+            reference = load_checkpoint(job.model, started_from)[0] if job.training.kl_coef > 0 else None
+            learner = cls(job, model, tokenizer, reference=reference)
         return learner, restore_progress(checkpoint, learner._optimizer)
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
@@ -74,8 +108,11 @@ class LocalLearner:
             episodes, ChatRenderer(self.tokenizer), min_outcome_reward=table.min_outcome_reward
         )
         self.model.train()
-        result = warm_up(self.model, segments, self.job, table, tell)
+        with memory_watched(self.job, "the warm-up ran out of memory"):
+            result = warm_up(self.scorer, segments, self.job, table, tell)
         self.model.train(False)
+        if self._adapter is not None:
+            self._adapter.fold()
         return {
             "warmup/examples": float(result.examples),
             "warmup/steps": float(result.steps),
@@ -85,11 +122,8 @@ class LocalLearner:
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
         """One iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.job.training.threads)
-        if self._reference is None and self.job.training.kl_coef > 0:
-            self._reference = copy.deepcopy(self.model).requires_grad_(False)
-        return PolicyUpdate(self.model, self._optimizer, self.job, self._reference).run(
-            episodes, iteration=iteration
-        )
+        update = PolicyUpdate(self.scorer, self._optimizer, self.job, self._pull())
+        return update.run(episodes, iteration=iteration)
 
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""
@@ -99,38 +133,49 @@ class LocalLearner:
             tokenizer=self.tokenizer,
             optimizer=self._optimizer,
             progress=progress,
+            adapter=self._adapter,
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """The current tensors, for the engine to copy."""
+        """The current tensors of the plain model, for the engine to copy; merged where there are adapters."""
+        if self._adapter is not None:
+            return self._adapter.merged(self.scorer.placement.held)
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
 
+    def copy_to_serve(self) -> PreTrainedModel:
+        """A model that takes `weights()`, for the engine: on the same device, in what it serves in."""
+        return copy_to_serve(self.model, self.scorer.placement.held)
 
-def _texts(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Every prompt message of the episodes."""
-    texts = [
-        message.content
-        for trajectory in trajectories
-        for step in trajectory.steps
-        for message in step.observation_data.messages
-        if message.content
-    ]
-    if not texts:
-        raise NothingToLearnFrom("no prompt was seen, so there is nothing to train a tokenizer on")
-    return texts
+    def _pull(self) -> Reference | None:
+        """What the KL term pulls towards."""
+        if self.job.training.kl_coef == 0:
+            return None
+        adapter, scorer = self._adapter, self.scorer
+        if adapter is not None:
 
+            def without_adapters(packed: Packed) -> Tensor:
+                with adapter.off():
+                    return scorer.logprobs(packed)[0]
 
-def _tool_words(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Names that the offered tools take as arguments: each becomes one token."""
-    words: dict[str, None] = {}
-    for trajectory in trajectories[:1]:
-        for tool in trajectory.tools:
-            _enum_words(tool.function.parameters, words)
-    return list(words)
+            return without_adapters
+        if self._reference is None:
+            self._reference = replace(scorer, model=held_copy(self.model, scorer.placement.held))
+        reference = self._reference
+        return lambda packed: reference.logprobs(packed)[0]
 
 
-def _enum_words(schema: Any, words: dict[str, None]) -> None:
-    if isinstance(schema, dict):
-        words.update(dict.fromkeys(word for word in schema.get("enum", ()) if isinstance(word, str)))
-        for value in schema.values():
-            _enum_words(value, words)
+def scorer_of(job: JobConfig, model: PreTrainedModel, placement: Placement) -> Scorer:
+    """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
+    attention = attention_for(placement)
+    # Never eager: it would add a mask of booleans to its scores instead of masking with it.
+    model.set_attn_implementation(attention.implementation)
+    fits = chunk_within(placement.logits_bytes(), model.config.vocab_size)
+    return Scorer(model, placement, attention, job.training.logits_chunk_tokens or fits)
+
+
+def _adapted(job: JobConfig, model: PreTrainedModel, stored: Path | None) -> Adapter | None:
+    if job.lora is None:
+        return None
+    if stored is not None:
+        return Adapter.stored(model, stored)
+    return Adapter.fresh(model, job.lora, seed=derived_seed(job.job.seed, "lora"))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import StepData, Trajectory
 from trainer_backend.core.aggregation import token_mean
@@ -18,7 +17,8 @@ from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job_schema import JobConfig, WarmupTable
-from trainer_backend.learner.scoring import packed_logprobs, row_width
+from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.scoring import Scorer, row_width
 
 # Share of the warm-up's steps over which the learning rate rises.
 _RISE = 0.03
@@ -58,7 +58,7 @@ def demonstrations(
 
 
 def warm_up(
-    model: PreTrainedModel,
+    scorer: Scorer,
     segments: Sequence[Segment],
     job: JobConfig,
     table: WarmupTable,
@@ -72,8 +72,12 @@ def warm_up(
     Raises:
         NonFiniteLoss: the loss or the gradient is NaN or infinite; the step that met it is not taken.
     """
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=table.learning_rate, weight_decay=table.weight_decay, betas=(0.9, 0.98)
+    optimizer = adamw_of(
+        scorer.model,
+        learning_rate=table.learning_rate,
+        weight_decay=table.weight_decay,
+        betas=(0.9, 0.98),
+        offload=job.training.optimizer_offload,
     )
     batches_per_epoch = -(-len(segments) // table.batch_decisions)
     total = batches_per_epoch * table.epochs
@@ -86,14 +90,14 @@ def warm_up(
             rate = learning_rate(table.learning_rate, progress=len(losses) / total, rise=_RISE, final=0.0)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            losses.append(_step(model, optimizer, order[first : first + table.batch_decisions], job, table))
+            losses.append(_step(scorer, optimizer, order[first : first + table.batch_decisions], job, table))
             tell(len(losses), total)
     last = losses[-batches_per_epoch:]
     return WarmupResult(len(segments), len(losses), sum(last) / len(last))
 
 
 def _step(
-    model: PreTrainedModel,
+    scorer: Scorer,
     optimizer: torch.optim.Optimizer,
     segments: Sequence[Segment],
     job: JobConfig,
@@ -105,13 +109,13 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for piece in cut_packed(packed, max(1, job.training.micro_batch_tokens // width)):
-        logprobs, _ = packed_logprobs(model, piece)
+        logprobs, _ = scorer.logprobs(piece)
         loss = -weight * logprobs.sum()
         if not torch.isfinite(loss):
             raise NonFiniteLoss(f"warmup: the loss is {loss.item()}", hint="lower warmup.learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), table.max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(scorer.model.parameters(), table.max_grad_norm)
     if not torch.isfinite(norm):
         raise NonFiniteLoss(
             f"warmup: the norm of the gradient is {norm.item()}", hint="lower warmup.learning_rate"
@@ -133,14 +137,13 @@ def _rendered(
     messages = [message.model_dump(exclude_none=True) for message in step.observation_data.messages]
     calls = [call.model_dump() for call in step.tool_calls]
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
-    prompt = renderer.prompt_text(messages, tools)
-    whole = renderer.prompt_text([*messages, answer], tools, add_generation_prompt=False)
-    if not whole.startswith(prompt):
+    target = renderer.answer_text(messages, answer, tools)
+    if target is None:
         raise NothingToLearnFrom(
             "warmup: the chat template does not continue its own generation prompt, so an answer cannot be "
             "cut out of a rendered conversation"
         )
-    return renderer.encode(prompt), renderer.encode(whole[len(prompt) :])
+    return renderer.encode(renderer.prompt_text(messages, tools)), renderer.encode(target)
 
 
 def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) -> Segment:

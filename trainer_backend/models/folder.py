@@ -1,14 +1,17 @@
 """A local Hugging Face folder, read and written: config, safetensors, tokenizer. No network, no pickle."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from trainer_backend.errors import ModelFolderError
+from trainer_backend.models.layout import refuse_incomplete, refuse_own_tokenizer, refuse_untrainable
+from trainer_backend.models.tokenizer import id_count
 
 # One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -19,39 +22,53 @@ def load_model_folder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model (in evaluation mode) and the tokenizer of a folder.
 
+    Args:
+        dtype: what the weights become, whatever they are on disk: fp32 is the master copy of training.
+
     Raises:
-        ModelFolderError: no such folder, no config, weights or tokenizer in it, files that cannot be read,
-            or a tokenizer with more tokens than the model has embeddings.
+        ModelFolderError: no such folder; no config, weights or tokenizer in it; files that cannot be read or
+            do not belong together; no causal language model, or one that needs code of its own.
     """
     folder = Path(path)
-    _refuse_incomplete(folder)
+    refuse_incomplete(folder)
+    refuse_untrainable(folder)
     # The libraries raise a dozen types for a broken file; each means the same to the caller.
     try:
         with _no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, dtype=dtype
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=dtype,
+                output_loading_info=True,
             )
     except Exception as error:
         raise ModelFolderError(f"the model cannot be loaded: {error}", where=str(folder)) from error
+    model: PreTrainedModel = loaded[0]
+    _refuse_other_weights(loaded[1], folder)
     model.eval()  # type: ignore[no-untyped-call]
-    return model, load_tokenizer(folder, known_ids=embedding_rows(model))
+    tokenizer = load_tokenizer(folder, known_ids=embedding_rows(model))
+    _refuse_foreign_tokenizer(model, tokenizer, folder)
+    return model, tokenizer
 
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder; it must fit a model that embeds `known_ids` ids, when given."""
     if not any((Path(folder) / name).is_file() for name in VOCABULARY_FILES):
         raise ModelFolderError("the tokenizer is missing", where=str(folder), hint="Add tokenizer.json.")
+    refuse_own_tokenizer(Path(folder))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelFolderError(f"the tokenizer cannot be loaded: {error}", where=str(folder)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelFolderError(
             "the tokenizer is of the slow kind; one with tokenizer.json is needed", where=str(folder)
         )
-    if known_ids is not None and len(tokenizer) > known_ids:
+    if known_ids is not None and id_count(tokenizer) > known_ids:
         raise ModelFolderError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model only {known_ids} embeddings",
+            f"the tokenizer has {id_count(tokenizer)} tokens but the model only {known_ids} embeddings",
             where=str(folder),
             hint="The files of two models were mixed, or the embedding was not resized.",
         )
@@ -66,11 +83,18 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 
 def save_model_folder(
-    path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None = None
+    path: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write config.json, model.safetensors and, when given, the tokenizer with its chat template."""
+    """Write config.json, model.safetensors and, when given, the tokenizer with its chat template.
+
+    `weights` stand in for the model's own: those of a model whose adapter is merged.
+    """
     with _no_progress_bar():
-        model.save_pretrained(path, safe_serialization=True)
+        model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
     if tokenizer is not None:
         tokenizer.save_pretrained(path, save_jinja_files=False)
 
@@ -87,15 +111,30 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _refuse_incomplete(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ModelFolderError(
-            "no such folder", where=str(folder), hint="A path to a local folder is needed."
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelFolderError("no config.json in this folder", where=str(folder))
-    if not any(folder.glob("*.safetensors")):
-        found = "only pickled weights, which are refused" if any(folder.glob("*.bin")) else "no weights"
-        raise ModelFolderError(
-            f"{found} in this folder", where=str(folder), hint="model.safetensors is needed."
-        )
+def _refuse_other_weights(loading: Mapping[str, Any], folder: Path) -> None:
+    """Weights that are missing would be random, and others left out: both in silence."""
+    for what, meaning in (("missing", "would be random"), ("unexpected", "would be left out")):
+        names: Collection[str] = loading[f"{what}_keys"]
+        if names:
+            raise ModelFolderError(
+                f"the weights do not fit config.json: {len(names)} {meaning}, such as {min(names)}",
+                where=str(folder),
+                hint="The files of two models were mixed, or config.json was edited.",
+            )
+
+
+def _refuse_foreign_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """The ids that end the model's texts must be special tokens of its tokenizer, not parts of words."""
+    special = tokenizer.added_tokens_decoder
+    for name, config in (("config.json", model.config), ("generation_config.json", model.generation_config)):
+        stated = getattr(config, "eos_token_id", None)
+        for token in stated if isinstance(stated, list) else [stated]:
+            if token is not None and token not in special:
+                text = tokenizer.convert_ids_to_tokens(token) if token < id_count(tokenizer) else None
+                raise ModelFolderError(
+                    f"{name} ends texts with id {token}, which is {text!r} to the tokenizer and not special",
+                    where=str(folder),
+                    hint="The tokenizer is probably another model's.",
+                )

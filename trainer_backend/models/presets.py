@@ -24,17 +24,25 @@ def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0
         raise ModelFolderError(f"preset is {name!r}{did_you_mean(name, PRESETS)}", where="model.preset")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(preset_config(PRESETS[name], tokenizer))
+        config = preset_config(
+            PRESETS[name],
+            vocabulary=len(tokenizer),
+            end_id=tokenizer.eos_token_id,
+            pad_id=tokenizer.pad_token_id,
+        )
+        model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
 
-def preset_config(preset: Preset, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """The `transformers` config of a preset; the embedding has exactly the tokenizer's rows."""
+def preset_config(
+    preset: Preset, *, vocabulary: int, end_id: int | None = None, pad_id: int | None = None
+) -> Qwen3Config:
+    """The `transformers` config of a preset; the embedding has exactly `vocabulary` rows."""
     return Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary,
         hidden_size=preset.width,
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
@@ -47,7 +55,7 @@ def preset_config(preset: Preset, tokenizer: PreTrainedTokenizerFast) -> Qwen3Co
         # The default of 0.02 is meant for wide models; at width 96 it makes the first logits nearly flat
         # and the warm-up slow to start.
         initializer_range=0.06,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
         bos_token_id=None,
     )

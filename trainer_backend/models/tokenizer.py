@@ -18,6 +18,8 @@ from trainer_backend.errors import ModelFolderError
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
 # Key of tokenizer_config.json that names the tool-call format; `inference.tool_parsing` reads it.
 TOOL_CALL_FORMAT_KEY = "turnwise_tool_call_format"
+# Its key for what the chat template is told beside messages and tools; `inference.rendering` reads it.
+CHAT_TEMPLATE_KWARGS_KEY = "turnwise_chat_template_kwargs"
 WORD_PATTERN = r" ?[^\s]+|\s+"
 # How often a word of `whole_words` counts in training: above any real word, so that its merges come first.
 WHOLE_WORD_COUNT = 20_000
@@ -81,6 +83,11 @@ def train_tokenizer(
             hint=f"{len(whole_words)} words must be single tokens; allow a larger vocabulary.",
         )
     return _as_hugging_face(tokenizer)
+
+
+def id_count(tokenizer: PreTrainedTokenizerFast) -> int:
+    """How many rows an embedding needs at least: the highest id that the tokenizer gives, plus 1."""
+    return max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def _corpus(texts: Iterable[str], whole_words: Sequence[str]) -> Iterable[str]:

@@ -1,15 +1,14 @@
 """Charts of what was learned: unique achievements over iterations, success rate of each achievement."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from trainer_backend.core.proportions import wilson_interval
 from trainer_backend.core.statistics import Interval
 from trainer_backend.report.charts import Picture, Theme, from_zero, picture, whole_numbers
+from trainer_backend.report.marks import arms, band, rate_points
 from trainer_backend.report.stored_episodes import unique_of_groups
 from trainer_backend.report.story import Row, Story
 
@@ -28,7 +27,7 @@ def learning_curve(story: Story) -> Picture | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
-        _band(axes, training, theme.series[0], "training worlds (band: 95 %, groups)")
+        band(axes, training, colour=theme.series[0], label="training worlds (band: 95 %, groups)")
         _bars(axes, held_out, theme.series[1], "held-out worlds (bars: 95 %)")
         axes.set_xlabel("iterations finished when the episodes were played")
         axes.set_ylabel(UNIQUE)
@@ -54,7 +53,9 @@ def success_rates(story: Story) -> Picture | None:
         axes = figure.subplots()
         for index, (label, row) in enumerate(shown):
             offset = (index - (len(shown) - 1) / 2) * -0.24
-            _rate_points(axes, names, row, offset, label, theme.series[index], "osD"[index])
+            rate_points(
+                axes, names, row, offset=offset, label=label, colour=theme.series[index], marker="osD"[index]
+            )
         axes.set_yticks(range(len(names)), [spaced(name) for name in names])
         axes.set_ylim(-0.7, len(names) - 0.3)
         axes.set_xlim(-0.02, 1.02)
@@ -84,49 +85,14 @@ def _training_interval(story: Story, row: Row) -> Interval:
     return Interval(mean, found.low, found.high, found.count) if found else Interval(mean, None, None, 0)
 
 
-def _band(axes: Any, points: Sequence[tuple[int, Interval]], colour: str, label: str) -> None:
-    if not points:
-        return
-    x = [at for at, _ in points]
-    axes.plot(x, [found.mean for _, found in points], color=colour, marker=".", label=label)
-    low, high = zip(*(_bounds(found) for _, found in points), strict=True)
-    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-
-
 def _bars(axes: Any, points: Sequence[tuple[int, Interval]], colour: str, label: str) -> None:
     if not points:
         return
     axes.errorbar(
         [at for at, _ in points],
         [found.mean for _, found in points],
-        yerr=_arms([found for _, found in points]),
+        yerr=arms([found for _, found in points]),
         color=colour, marker="s", linestyle="--", capsize=4, label=label,
-    )  # fmt: skip
-
-
-def _bounds(found: Interval) -> tuple[float, float]:
-    """Bounds for drawing: NaN, which is left out, where there are none."""
-    return (math.nan if found.low is None else found.low, math.nan if found.high is None else found.high)
-
-
-def _arms(found: Sequence[Interval]) -> list[list[float]]:
-    """[2][N] lengths of error bars; rounding may not make one negative."""
-    bounds = [(item.mean, *_bounds(item)) for item in found]
-    return [
-        [max(mean - low, 0.0) for mean, low, _ in bounds],
-        [max(high - mean, 0.0) for mean, _, high in bounds],
-    ]
-
-
-def _rate_points(
-    axes: Any, names: Sequence[str], row: Row, offset: float, label: str, colour: str, marker: str
-) -> None:
-    count = int(row["eval/episodes"])
-    rates = [float(row["eval/success_rates"].get(name, 0.0)) for name in names]
-    found = [wilson_interval(round(rate * count), count) for rate in rates]
-    axes.errorbar(
-        rates, [index + offset for index in range(len(names))], xerr=_arms(found), color=colour,
-        marker=marker, markersize=5, linestyle="none", elinewidth=1.2, label=label,
     )  # fmt: skip
 
 

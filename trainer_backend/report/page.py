@@ -4,6 +4,7 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -11,8 +12,6 @@ from trainer_backend.report.charts import Picture
 from trainer_backend.report.filmstrip import Filmstrip
 from trainer_backend.report.story import Story
 from trainer_backend.report.summary import evaluation_rows, failure_lines, figure_lines, job_lines
-
-_TEMPLATE = "page.html.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,21 @@ class Section:
 
 def page(story: Story, sections: Sequence[Section], film: Filmstrip | None) -> str:
     """The whole report as HTML, pictures inside: it needs no other file and no network."""
+    return render(
+        "page.html.jinja",
+        title=f"{story.job.job.name}: report",
+        name=story.job.job.name,
+        figures=figure_lines(story),
+        evaluations=evaluation_rows(story),
+        sections=sections,
+        film=film,
+        failures=failure_lines(story),
+        job=job_lines(story),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of this folder, filled in; all that stands in `values` is escaped."""
     # Not select_autoescape: it goes by the file's ending, and .jinja is not one that it escapes.
     environment = Environment(
         autoescape=True,
@@ -36,15 +50,7 @@ def page(story: Story, sections: Sequence[Section], film: Filmstrip | None) -> s
         loader=FileSystemLoader(Path(__file__).parent),
     )
     environment.filters["data_uri"] = _data_uri
-    return environment.get_template(_TEMPLATE).render(
-        name=story.job.job.name,
-        figures=figure_lines(story),
-        evaluations=evaluation_rows(story),
-        sections=sections,
-        film=film,
-        failures=failure_lines(story),
-        job=job_lines(story),
-    )
+    return environment.get_template(template).render(**values)
 
 
 def _data_uri(png: bytes) -> str:

@@ -19,7 +19,7 @@ def job_lines(story: Story) -> list[Line]:
     temperature = job.evaluation.temperature or job.rollout.temperature
     return [
         ("run", story.run_id),
-        ("model", job.model.preset or str(job.model.path)),
+        ("model", job.model.source),
         ("environment", f"{job.rollout.env_name} {job.rollout.env_config or ''}".strip()),
         ("advantage", f"{job.algorithm.advantage}, gamma {job.algorithm.gamma:g}"),
         ("loss", job.algorithm.loss),

@@ -38,16 +38,24 @@ def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames
     sections = _sections(story)
     film = filmstrip(story, frames)
     path = directory.report / FILE
-    html = page(story, sections, film)
-    with writing(directory.report):
-        directory.report.mkdir(exist_ok=True)
-        for picture in _pictures(sections, film):
-            (directory.report / f"{picture.name}.png").write_bytes(picture.light)
-            (directory.report / f"{picture.name}.dark.png").write_bytes(picture.dark)
+    save(path, page(story, sections, film), _pictures(sections, film))
+    return path
+
+
+def save(path: Path, html: str, pictures: Sequence[Picture]) -> None:
+    """A page, whole or not at all, and its pictures beside it; the folder is made.
+
+    Raises:
+        RunDirectoryError: the disk is full, or refuses.
+    """
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for picture in pictures:
+            (path.parent / f"{picture.name}.png").write_bytes(picture.light)
+            (path.parent / f"{picture.name}.dark.png").write_bytes(picture.dark)
         aside = path.with_suffix(".tmp")
         aside.write_text(html, encoding="utf-8")
         os.replace(aside, path)
-    return path
 
 
 def _sections(story: Story) -> list[Section]:

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from trainer_backend.collect.plan import Inference, Planner, retried, shared_out
-from trainer_backend.core.seeds import HELD_OUT_FROM, derived_seed, evaluation_worlds, training_world
+from trainer_backend.core.seeds import (
+    HELD_OUT_FROM,
+    cycled_worlds,
+    derived_seed,
+    evaluation_worlds,
+    training_world,
+)
 from trainer_backend.job import parse_job
 
 
@@ -98,3 +104,42 @@ def test_every_task_app_gets_its_share():
     shares = shared_out(requests, 2)
     assert [len(share) for share in shares] == [3, 3]
     assert sorted(r.rollout_id for share in shares for r in share) == sorted(r.rollout_id for r in requests)
+
+
+def worlds(requests) -> list[int]:
+    """One a group, in order."""
+    return [request.start.seed for request in requests if request.sibling == 0]
+
+
+def test_a_refill_asks_for_as_many_groups_as_it_is_told_on_worlds_of_its_round():
+    plan = planner()
+    first, second = plan.refill(2, 1, groups=2), plan.refill(2, 2, groups=1)
+    assert [request.group_id for request in first] == ["refill-1/2/0"] * 3 + ["refill-1/2/1"] * 3
+    assert first == planner().refill(2, 1, groups=2)
+    asked = [*worlds(plan.training(2)), *worlds(first), *worlds(second), *worlds(plan.refill(3, 1, groups=2))]
+    assert len(set(asked)) == len(asked) == 7
+    seeds = [request.policy.config["seed"] for request in (*plan.training(2), *first, *second)]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_fixed_set_of_worlds_is_gone_through_in_shuffled_epochs():
+    plan = planner(rollout={"episodes_per_batch": 6, "seeds": [7, 8, 9]})  # two groups an iteration
+    played = [world for iteration in (1, 2, 3) for world in worlds(plan.training(iteration))]
+    assert sorted(played[:3]) == sorted(played[3:]) == [7, 8, 9]
+    assert played[:3] != played[3:]
+    other = planner(rollout={"episodes_per_batch": 6, "seeds": [9, 7, 8]})  # the order given does not matter
+    assert played[:2] == worlds(other.training(1))
+
+
+def test_the_warm_up_and_the_refills_keep_to_the_fixed_set():
+    plan = planner(rollout={"episodes_per_batch": 6, "seeds": [7, 8]})
+    asked = [*plan.warmup(), *plan.prompts(5), *plan.refill(1, 1, groups=2)]
+    assert {request.start.seed for request in asked} == {7, 8}
+    assert sorted(worlds(plan.warmup())) == [7, 7, 8, 8]
+
+
+@given(st.sets(st.integers(0, 99), min_size=1, max_size=9), st.integers(0, 2**31 - 1), st.integers(0, 50))
+def test_every_epoch_holds_each_world_once(seeds: set[int], job_seed: int, epoch: int):
+    size = len(seeds)
+    found = cycled_worlds(job_seed, "train", sorted(seeds), range(epoch * size, (epoch + 1) * size))
+    assert sorted(found) == sorted(seeds)

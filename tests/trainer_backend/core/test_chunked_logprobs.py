@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_backend.core.logprobs import chunked_logprobs
+from trainer_backend.core.logprobs import BYTES_PER_LOGIT, chunk_within, chunked_logprobs
 
 
 def plain(hidden, head, targets, temperatures):
@@ -63,7 +63,8 @@ class LogitsAlive(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == 9 and len(out) != 6:
+        made = isinstance(out, torch.Tensor) and not any(out is argument for argument in args)  # not in place
+        if made and out.dim() == 2 and out.shape[1] == 9 and len(out) != 6:
             self._add(len(out))
             weakref.finalize(out, self._add, -len(out))
         return out
@@ -81,6 +82,39 @@ def test_in_forward_and_backward_only_one_chunk_of_logits_is_alive_at_a_time():
         return logits.most
 
     assert peak(chunk=4) * 8 <= peak(chunk=64)
+    assert peak(chunk=4) <= 4 * BYTES_PER_LOGIT / 4  # what chunk_within counts with, in rows of float32
+
+
+def test_the_chunk_is_what_its_budget_holds():
+    # 12 bytes a logit: a vocabulary of 1000 takes 12 kB a token
+    assert chunk_within(120_000, 1000) == 10
+    assert chunk_within(1, 152_000) == 1
+    assert chunk_within(2**40, 300) == 1024
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_rounded_factors_have_float32_sums(chunk):
+    hidden, head, targets, temperatures = inputs(dtype=torch.float32)
+    factors = {"factors": torch.bfloat16, "chunk": chunk}
+    found, _ = chunked_logprobs(hidden, head, targets, temperatures, **factors)
+    rounded = [tensor.detach().bfloat16().float() for tensor in (hidden, head)]
+    expected, _ = plain(*rounded, targets, temperatures)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    # The same product with its sums rounded, as autocast has it, is off by a hundred times that.
+    in_bfloat16 = (hidden.bfloat16() @ head.bfloat16().T).float() / temperatures[:, None]
+    sums_rounded = in_bfloat16.log_softmax(-1)[torch.arange(11), targets]
+    assert (sums_rounded - expected).abs().max() > 1e-4
+
+
+def test_rounded_factors_have_gradients_of_the_width_that_was_given():
+    hidden, head, targets, temperatures = inputs(dtype=torch.float32)
+    chunked_logprobs(hidden, head, targets, temperatures, chunk=4, factors=torch.bfloat16)[0].sum().backward()
+    found = hidden.grad, head.grad
+    hidden.grad = head.grad = None
+    plain(hidden, head, targets, temperatures)[0].sum().backward()
+    for rounded, exact in zip(found, (hidden.grad, head.grad), strict=True):
+        assert rounded.dtype == torch.float32
+        torch.testing.assert_close(rounded, exact, rtol=2**-6, atol=0.02)
 
 
 def test_half_precision_hidden_states_give_float32_log_probs():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
-from trainer_backend.core.schedules import learning_rate
+from trainer_backend.core.schedules import constant, cosine, learning_rate, linear
 from trainer_backend.core.statistics import (
     ach_by_turn,
     crafter_score,
@@ -129,8 +129,29 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_share():
 
 
 @given(st.floats(0, 1), st.floats(0, 0.99), st.floats(0, 1))
-def test_the_learning_rate_never_passes_its_peak(progress: float, rise: float, final: float):
-    assert 0.0 <= learning_rate(1.0, progress=progress, rise=rise, final=final) <= 1.0 + 1e-12
+def test_the_learning_rate_never_passes_its_peak_and_never_its_share(
+    progress: float, rise: float, final: float
+):
+    for fall in (linear, cosine, constant):
+        rate = learning_rate(1.0, progress=progress, rise=rise, final=final, fall=fall)
+        assert 0.0 <= rate <= 1.0 + 1e-12
+        assert progress < rise or rate >= final - 1e-12
+
+
+def test_a_cosine_falls_slowly_at_both_ends_and_a_constant_not_at_all():
+    def rates(fall):
+        return [learning_rate(1.0, progress=n / 4, rise=0.0, final=0.2, fall=fall) for n in range(5)]
+
+    # 1 - 0.8 * (1 - cos(pi x)) / 2 at x = 0, 1/4, 1/2, 3/4, 1; cos(pi / 4) = 0.7071068
+    assert rates(cosine) == pytest.approx([1.0, 0.8828427, 0.6, 0.3171573, 0.2])
+    assert rates(linear) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates(constant) == [1.0] * 5
+
+
+@pytest.mark.parametrize("fall", [linear, cosine, constant])
+def test_every_schedule_rises_the_same(fall):
+    assert learning_rate(2.0, progress=0.1, rise=0.4, final=0.5, fall=fall) == 0.5
+    assert learning_rate(2.0, progress=0.4, rise=0.4, final=0.5, fall=fall) == 2.0
 
 
 def test_shares_outside_their_range_are_refused():

@@ -118,3 +118,24 @@ async def test_weights_that_are_not_finite_give_an_error_and_not_a_token(
         await engine.generate(PROMPT, Sampling(), request_id="a")
     await engine.load_weights(2, model.state_dict())
     assert (await engine.generate(PROMPT, Sampling(max_tokens=2), request_id="b")).finish_reason == "length"
+
+
+async def test_nothing_that_is_not_finite_stays_in_the_cache(
+    start_engine: StartEngine, model: PreTrainedModel
+):
+    engine = start_engine()
+    await engine.load_weights(1, {name: t * torch.nan for name, t in model.state_dict().items()})
+    calls = (engine.generate([5] * 100, Sampling(), request_id=str(i)) for i in range(3))
+    assert all(
+        isinstance(end, InferenceError) for end in await asyncio.gather(*calls, return_exceptions=True)
+    )
+    await engine.load_weights(2, model.state_dict())
+    # The short one is decoded beside the long one: its row is read as far as the long one reaches.
+    long, short = await asyncio.gather(
+        engine.generate([5] * 100, Sampling(max_tokens=5), request_id="long"),
+        engine.generate([6] * 3, Sampling(max_tokens=5), request_id="short"),
+    )
+    assert long.prompt_tokens_reused == 0
+    for prompt, result in (([5] * 100, long), ([6] * 3, short)):
+        expected = logprobs_under(model, prompt, result.token_ids).tolist()
+        assert result.logprobs == pytest.approx(expected, abs=1e-5)

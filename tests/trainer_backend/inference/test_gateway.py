@@ -2,22 +2,21 @@
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 
 import httpx
 import openai
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import PolicyLogprobs
+from tests.trainer_backend.inference.chains import chain_model
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
-from trainer_backend.inference.gateway import GatewayLimits, ServedPolicy, create_gateway
+from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import GatewayServer, Listener
-from trainer_backend.models import build_preset
 
 KEY = "key of this job"
 MODEL = "crafter/actor"
@@ -25,27 +24,10 @@ MESSAGES = [{"role": "system", "content": "play"}, {"role": "user", "content": "
 MAX_MODEL_LEN = 256
 
 
-def calling_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A preset whose likeliest next token is always the one after it in `<|call|> do sleep<|end|>`."""
-    chain = [tokenizer.encode(text)[0] for text in ("<|assistant|>", "<|call|>", " do", " sleep", "<|end|>")]
-    model = build_preset("tiny-0.3m", tokenizer, seed=1)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        # With silent layers the logits are embedding of the last token x head: a table of transitions.
-        model.config.tie_word_embeddings = False
-        model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
-        model.model.embed_tokens.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(0))
-        for token, after in pairwise(chain):
-            model.lm_head.weight[after] = model.model.embed_tokens.weight[token]
-    return model
-
-
 @pytest.fixture(scope="module")
 def url(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
     engine = LocalEngine(
-        calling_model(tokenizer),
+        chain_model(tokenizer, "<|assistant|>", "<|call|>", " do", " sleep", "<|end|>"),
         stop_ids=[tokenizer.eos_token_id],
         version=4,
         limits=EngineLimits(max_model_len=MAX_MODEL_LEN),
@@ -195,10 +177,18 @@ def test_the_counts_of_a_full_context_are_fields(http: httpx.Client):
         ({"messages": ["hello"]}, 400, "messages.0"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content"),
         ({"model": "crafter/actr"}, 404, "model"),
-        ({"n": 2}, 400, "n"),
-        ({"stream": True}, 400, "stream"),
-        ({"stop": ["x"]}, 400, "stop"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 65}, 400, "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
+        ({"stop": ["a", ""]}, 400, "stop.1"),
+        ({"stop": 5}, 400, "stop"),
         ({"top_logprobs": 5}, 400, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"stream": True, "stream_options": {"obfuscate": True}}, 400, "stream_options.obfuscate"),
+        ({"stop_token_ids": [3]}, 400, "stop_token_ids"),
+        ({"min_tokens": 3}, 400, "min_tokens"),
+        ({"logit_bias": {"3": 100}}, 400, "logit_bias"),
         ({"frequency_penalty": 1}, 400, "frequency_penalty"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"max_tokens": 0}, 400, "max_tokens"),

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineStopped, JobError, PortTaken
-from trainer_backend.inference.gateway import ServedPolicy, create_gateway
-from trainer_backend.inference.protocol import Generation, WeightSource
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
+from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import Listener
 from trainer_backend.logs import configure_logs
 
@@ -32,7 +33,9 @@ class StandInEngine:
         self.asked = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def generate(self, ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Generation:
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
         if self.error is not None:
             raise self.error
         self.asked.set()

@@ -3,7 +3,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_parsing import parse_turnwise
+from trainer_backend.inference.tool_formats.turnwise import parse_turnwise
 
 USER = {"role": "user", "content": "wood 2 tree"}
 

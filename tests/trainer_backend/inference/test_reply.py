@@ -1,15 +1,50 @@
-"""The body of a chat completion, without an engine."""
+"""The parts of a chat completion's body, without an engine."""
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from trainer_backend.inference.protocol import Generation
-from trainer_backend.inference.reply import Answer, completion_body
+from trainer_backend.inference.protocol import Generation, Sampled
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.reply import Choice, choice_body, logprob_entries, split_stop, usage_body
 
 
-@pytest.mark.parametrize("raw_text", [None, "", "<|call|> do sleep"])
-def test_the_raw_text_of_a_rollout_stands_in_the_choice_and_is_left_out_for_others(raw_text):
-    generation = Generation(token_ids=(5,), logprobs=(-0.5,), finish_reason="stop", versions=((0, 1),))
-    answer = Answer("c", "job/actor", 0, [1, 2], generation, {"role": "assistant"}, raw_text)
-    (choice,) = completion_body(answer, prompt_ids_reused=None, logprobs_content=None)["choices"]
-    assert choice.get("raw_text") == raw_text
-    assert ("raw_text" in choice) == (raw_text is not None)
+def generation(count: int = 1, *, reused: int = 0, stop_string: str | None = None) -> Generation:
+    return Generation(
+        token_ids=(5,) * count, logprobs=(-0.5,) * count, finish_reason="stop", versions=((0, 1),),
+        stop_string=stop_string, prompt_tokens_reused=reused,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("raw_text", ["", "<|call|> do sleep"])
+def test_the_raw_text_stands_in_the_choice_where_it_is_asked_for(raw_text: str):
+    choice = Choice(0, generation(), {"role": "assistant"}, raw_text, "")
+    assert choice_body(choice, with_raw_text=True)["raw_text"] == raw_text
+    assert "raw_text" not in choice_body(choice, with_raw_text=False)
+
+
+def test_usage_counts_the_prompt_once_and_the_tokens_of_all_choices():
+    # Three choices of one prompt: the first found 64 tokens, the others copied its 99.
+    generations = [generation(3, reused=64), generation(1, reused=99), generation(4, reused=99)]
+    assert usage_body([1] * 100, generations) == {
+        "prompt_tokens": 100, "completion_tokens": 8, "total_tokens": 108,
+        "prompt_tokens_details": {"cached_tokens": 64},
+    }  # fmt: skip
+
+
+def test_a_stop_token_is_cut_off_the_text_and_a_stop_string_is_not(tokenizer: PreTrainedTokenizerFast):
+    renderer = ChatRenderer(tokenizer)
+    ids = tuple(renderer.encode("wood tree<|end|>"))
+    by_token = Generation(ids, (0.0,) * len(ids), "stop", ((0, 0),))
+    by_string = Generation(ids[:-1], (0.0,) * (len(ids) - 1), "stop", ((0, 0),), stop_string="tree")
+    by_length = Generation(ids[:-1], (0.0,) * (len(ids) - 1), "length", ((0, 0),))
+    assert split_stop(by_token, renderer) == ("wood tree", "<|end|>")
+    assert split_stop(by_string, renderer) == split_stop(by_length, renderer) == ("wood tree", "")
+
+
+def test_a_part_of_a_character_has_no_bytes(tokenizer: PreTrainedTokenizerFast):
+    renderer = ChatRenderer(tokenizer)
+    first, *_ = renderer.encode("€")  # three bytes, three tokens
+    whole = renderer.encode("wood")[0]
+    part, word = logprob_entries([Sampled(first, -1.0, ((whole, -0.5),)), Sampled(whole, -2.0)], renderer)
+    assert part["bytes"] is None and part["top_logprobs"][0]["token"] == renderer.decode([whole])
+    assert bytes(word["bytes"]).decode() == word["token"] and word["top_logprobs"] == []

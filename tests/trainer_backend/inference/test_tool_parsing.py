@@ -6,17 +6,17 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.inference.tool_parsing import (
-    TOOL_PARSERS,
-    ParsedCall,
-    ParsedReply,
-    lone_list_argument,
-    parse_hermes,
-    parse_text,
-    parse_turnwise,
-    tool_parser_of,
-)
+from trainer_backend.inference.tool_formats.hermes import parse_hermes
+from trainer_backend.inference.tool_formats.llama import parse_llama
+from trainer_backend.inference.tool_formats.mistral import parse_mistral
+from trainer_backend.inference.tool_formats.qwen3_coder import parse_qwen3_coder
+from trainer_backend.inference.tool_formats.reading import ParsedCall, ParsedReply, ToolParser
+from trainer_backend.inference.tool_formats.turnwise import lone_list_argument, parse_turnwise
+from trainer_backend.inference.tool_parsing import parse_text, tool_parser_of
 from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
+from trainer_backend.plugins import TOOL_FORMATS
+
+PARSERS = [parse_text, *(known.parse for known in TOOL_FORMATS.values())]
 
 
 def tool(**properties: object) -> dict[str, object]:
@@ -60,6 +60,111 @@ def test_a_hermes_call_that_cannot_be_read_is_text_with_the_reason(text: str, sa
     assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
 
 
+def test_reasoning_before_a_hermes_call_is_content_and_no_call_of_its_own():
+    thought = "<think>\nmaybe <tool_call>{</tool_call>?\n</think>"
+    call = '<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>'
+    read = ParsedReply(thought, (ParsedCall("a", '{"x": 1}'),))
+    assert parse_hermes(f"{thought}\n\n{call}", []) == read
+    without_opening = thought.removeprefix("<think>\n")  # it stands in the prompt of some models
+    assert parse_hermes(without_opening + call, []).tool_calls == read.tool_calls
+    quoted = f"first {call}, or rather\n</think>\n{call}"
+    assert parse_hermes(quoted, []).tool_calls == read.tool_calls, "the quoted call was only weighed"
+
+
+def test_a_call_may_hold_the_end_of_reasoning_as_text():
+    text = '<tool_call>{"name": "a", "arguments": {"x": "</think>"}}</tool_call>'
+    assert parse_hermes(text, []).tool_calls == (ParsedCall("a", '{"x": "</think>"}'),)
+
+
+@pytest.mark.parametrize("parse", [parse_hermes, parse_qwen3_coder])
+def test_reasoning_that_was_cut_off_is_text_with_the_reason(parse: ToolParser):
+    text = '<think>so <tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    reply = parse(text, [])
+    assert (reply.content, reply.tool_calls) == (text, ()) and "</think>" in (reply.error or "")
+
+
+def test_a_llama_call_is_the_whole_reply_or_follows_the_python_tag():
+    read = (ParsedCall("act", '{"actions": ["do"]}'),)
+    spelled = '{"name": "act", "parameters": {"actions": ["do"]}}'
+    assert parse_llama(f" {spelled}\n", []) == ParsedReply("", read)
+    assert parse_llama(f"Go.<|python_tag|>{spelled}", []) == ParsedReply("Go.", read)
+    assert parse_llama(spelled.replace("parameters", "arguments"), []).tool_calls == read
+    assert parse_llama(f"Go. {spelled}", []) == ParsedReply(f"Go. {spelled}"), "text that quotes a call"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"name": "a", "param', "cannot be read"),
+        ('{"name": "a", "parameters": "x"}', 'expected {"name": text, "parameters": object}'),
+        ('{"x": 1}', 'expected {"name"'),
+        ("<|python_tag|>print(1)", "cannot be read"),
+        ('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "a second tool call"),
+    ],
+)
+def test_a_llama_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
+    reply = parse_llama(text, [])
+    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
+
+
+def test_mistral_calls_are_a_list_or_names_with_arguments():
+    read = (ParsedCall("a", '{"x": 1}'), ParsedCall("b", "{}"))
+    first, second = (
+        '{"name": "a", "arguments": {"x": 1}, "id": "abcdefghi"}',
+        '{"name": "b", "arguments": {}}',
+    )
+    listed = f"[TOOL_CALLS] [{first}, {second}]"
+    assert parse_mistral(f"Go.{listed}", []) == ParsedReply("Go.", read)
+    assert parse_mistral('[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]abcdefghi[ARGS]{}', []) == (
+        ParsedReply("", read)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[TOOL_CALLS] []", "the list of calls is empty"),
+        ('[TOOL_CALLS] [{"name": "a"', "cannot be read"),
+        ('[TOOL_CALLS] [{"name": "a"}]', 'expected {"name"'),
+        ("[TOOL_CALLS]a{}", "or a name and [ARGS]"),
+        ("[TOOL_CALLS]a[ARGS][1]", 'expected {"name"'),
+        ("[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]", "tool call 2"),
+    ],
+)
+def test_a_mistral_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
+    reply = parse_mistral(text, [])
+    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
+
+
+def coder_call(**arguments: str) -> str:
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function=act>\n{written}</function>\n</tool_call>"
+
+
+def test_a_qwen3_coder_value_is_json_unless_its_tool_says_text():
+    tools = [tool(actions=LIST, word={"type": "string"}, sure={"type": "boolean"})]
+    text = "Go." + coder_call(actions='["do"]', word="12", sure="True", other="a\nb", half='{"x"')
+    reply = parse_qwen3_coder(text, tools)
+    assert reply.content == "Go."
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == [
+        {"actions": ["do"], "word": "12", "sure": True, "other": "a\nb", "half": '{"x"'}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("<tool_call>{}</tool_call>", "expected <function="),
+        ("<tool_call><function=a", "> is missing"),
+        ("<tool_call><function=a><parameter=x>1</function>", "</parameter> is missing"),
+        ("<tool_call><function=a></function>", "expected </tool_call>"),
+    ],
+)
+def test_a_qwen3_coder_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
+    reply = parse_qwen3_coder(text, [])
+    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
+
+
 def test_the_short_form_lists_the_items_of_the_only_argument():
     assert parse_turnwise("<|call|> do sleep do", ONE_LIST) == ParsedReply(
         "", (ParsedCall("act", '{"actions": ["do", "sleep", "do"]}'),)
@@ -95,7 +200,7 @@ def test_a_preset_call_that_cannot_be_read_is_text_with_the_reason(
 
 
 def test_text_without_a_call_is_text():
-    for parse in TOOL_PARSERS.values():
+    for parse in PARSERS:
         assert parse(" just text \n", ONE_LIST) == ParsedReply(" just text \n")
     assert parse_text("<tool_call>{}</tool_call>", ONE_LIST).tool_calls == ()
 
@@ -121,7 +226,19 @@ pieces = st.sampled_from(
     [
         "<tool_call>",
         "</tool_call>",
+        "<think>",
+        "</think>",
         "<|call|>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[",
+        "]",
+        "<function=act>",
+        "</function>",
+        "<parameter=actions>",
+        "</parameter>",
+        ' {"name": "a", "parameters": {}}',
         ' {"name": "a", "arguments": {}}',
         "{",
         "}",
@@ -136,7 +253,7 @@ pieces = st.sampled_from(
 def test_no_text_makes_a_parser_raise_and_every_call_is_json_that_utf8_can_carry(
     text: str, tools: list[dict[str, object]]
 ):
-    for parse in TOOL_PARSERS.values():
+    for parse in PARSERS:
         reply = parse(text, tools)
         assert not (reply.tool_calls and reply.error)
         for call in reply.tool_calls:

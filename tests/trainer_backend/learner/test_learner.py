@@ -3,7 +3,6 @@
 import json
 import math
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,57 +11,23 @@ from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.conftest import tiny_job
-from trainer_backend.core.segments import CONTEXT, Segment
+from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend.errors import CheckpointError, ModelFolderError, NonFiniteLoss, NothingToLearnFrom
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.scoring import score
 from trainer_backend.learner.update import _in_steps, _Scored
 from trainer_backend.learner.warmup import warm_up
-from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.models import build_preset
 from trainer_backend.protocols import CreditedEpisode, Progress
-
-SIZE = {"row_tokens": 64, "micro_batch_tokens": 1024}
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["tree L2 U1 water wood3 stone coal"] * 20, 300, whole_words=["noop", "do"])
-
-
-def learner_of(tokenizer, **overrides) -> LocalLearner:
-    torch.set_num_threads(1)
-    return LocalLearner(tiny_job(**overrides), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer)
-
-
-def segment(name: str, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float]) -> Segment:
-    context = len(prompt)
-    return Segment(
-        rollout_id=name,
-        token_ids=(*prompt, *answer),
-        decision=(CONTEXT,) * context + (0,) * len(answer),
-        logprobs=(0.0,) * context + tuple(logprobs),
-        versions=(CONTEXT,) * context + (0,) * len(answer),
-        temperatures=(1.0,) * (context + len(answer)),
-    )
-
-
-def episodes_of(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
-    """Single-decision episodes whose log-probs are the learner's own, as if it had sampled them."""
-    drafts = [segment(f"r{i}", [5, 6, 7 + i], [20 + i, 30 + i], [0.0, 0.0]) for i in range(len(advantages))]
-    own = score(learner.model, drafts, **SIZE)
-    segments = [
-        segment(item.rollout_id, item.token_ids[:3], item.token_ids[3:], values)
-        for item, values in zip(drafts, own, strict=True)
-    ]
-    return [
-        CreditedEpisode(item.rollout_id, [item], [advantage])
-        for item, advantage in zip(segments, advantages, strict=True)
-    ]
+    return tiny_tokenizer()
 
 
 def logprob_of(learner: LocalLearner, episode: CreditedEpisode) -> float:
-    return sum(score(learner.model, episode.segments, **SIZE)[0])
+    return sum(learner.scorer.score(episode.segments, **SIZE)[0])
 
 
 def test_what_went_well_becomes_likelier_and_what_went_badly_less_so(tokenizer):
@@ -162,17 +127,18 @@ def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
     large.save(tmp_path / "iteration_2", Progress(iteration=2))
     (tmp_path / "iteration_1/optimizer.safetensors").replace(tmp_path / "iteration_2/optimizer.safetensors")
     with pytest.raises(CheckpointError, match="another model"):
-        LocalLearner.resumed(large.job, tmp_path / "iteration_2")
+        LocalLearner.resumed(tiny_job(model__preset="tiny-0.8m"), tmp_path / "iteration_2")
 
 
 def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     windowed = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=300, num_key_value_heads=2, use_sliding_window=True, max_window_layers=1, **size
+            vocab_size=300, num_key_value_heads=2, use_sliding_window=True, sliding_window=255,
+            max_window_layers=1, **size,
         )
-    )
-    with pytest.raises(ModelFolderError, match="sliding_attention"):
+    )  # fmt: skip
+    with pytest.raises(ModelFolderError, match=r"sliding_attention of 255 tokens.*max_model_len \(256\)"):
         LocalLearner(tiny_job(), windowed, tokenizer)
     with pytest.raises(ModelFolderError, match="no `model` and `lm_head`"):
         LocalLearner(tiny_job(), GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=300, **size)), tokenizer)
@@ -190,7 +156,7 @@ def test_a_warm_up_whose_gradient_is_not_finite_says_so_and_takes_no_step(tokeni
     segments = [segment("r", [5, 6], [7, 8], [0.0, 0.0])]
     before = {name: tensor.clone() for name, tensor in learner.weights().items()}
     with pytest.raises(NonFiniteLoss, match="norm of the gradient"):
-        warm_up(learner.model, segments, learner.job, learner.job.warmup, lambda done, total: None)
+        warm_up(learner.scorer, segments, learner.job, learner.job.warmup, lambda done, total: None)
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
@@ -207,7 +173,7 @@ def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
 
     learner = learner_of(tokenizer)
     with pytest.raises(Enough):
-        warm_up(learner.model, [segment("r", [5], [7], [0.0])], learner.job, learner.job.warmup, tell)
+        warm_up(learner.scorer, [segment("r", [5], [7], [0.0])], learner.job, learner.job.warmup, tell)
     assert told == [(0, 6), (1, 6)]
 
 

@@ -1,0 +1,40 @@
+# Two images from one file: `task-app` (environments; no torch) and `trainer` (torch, the model, the job).
+#
+#   docker build --target task-app -t turnwise-task-app .
+#   docker build --target trainer  -t turnwise-trainer  .
+#
+# Without a GPU, pass PyTorch's CPU index, or pip takes the CUDA build (gigabytes):
+#   docker build --build-arg PIP_EXTRA_INDEX_URL=... --target trainer -t turnwise-trainer .
+
+FROM python:3.12-slim AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE
+WORKDIR /app
+# The user owns the mount points: a new named volume takes over the owner of the folder that it covers.
+RUN useradd --uid 10001 --create-home turnwise && mkdir -p /keys /app/runs && chown turnwise /keys /app/runs
+ARG PIP_EXTRA_INDEX_URL
+
+FROM base AS task-app
+COPY pyproject.toml README.md LICENSE ./
+COPY shared_schemas shared_schemas
+COPY task_app task_app
+COPY trainer_backend trainer_backend
+RUN pip install --no-cache-dir .
+USER turnwise
+EXPOSE 8001
+HEALTHCHECK --interval=5s --timeout=3s --start-period=30s \
+  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8001/health')"]
+CMD ["python", "-m", "task_app", "--host", "0.0.0.0", "--port", "8001"]
+
+FROM base AS trainer
+COPY pyproject.toml README.md LICENSE ./
+COPY shared_schemas shared_schemas
+COPY task_app task_app
+COPY trainer_backend trainer_backend
+RUN pip install --no-cache-dir '.[trainer]'
+COPY docker/train.sh /usr/local/bin/turnwise-train
+USER turnwise
+EXPOSE 8100
+# The gateway answers once the policy is served: after the warm-up of the job, so be patient at first.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=15m \
+  CMD ["python", "-c", "import socket, urllib.request; urllib.request.urlopen(f'http://{socket.gethostname()}:8100/health')"]
+CMD ["sh", "/usr/local/bin/turnwise-train"]

@@ -1,0 +1,199 @@
+"""The contract of an environment, as tests: subclass `EnvironmentContract` and say how to make yours.
+
+    class TestMaze(EnvironmentContract):
+        def make(self) -> Environment:
+            return MazeEnvironment()
+
+pytest then runs every test below on it. Needs no pytest itself. (The idea: dm_env's EnvironmentTestMixin.)
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+from task_app.errors import EpisodeOver
+from task_app.policies.random_calls import random_call
+from task_app.protocols import DecisionOutcome, Environment, Observation, PastDecision, ToolRequest
+
+Calls = tuple[ToolRequest, ...]
+
+
+class EnvironmentContract:
+    """What every environment promises (task_app.protocols.Environment).
+
+    Attributes:
+        seed: of the world that is played.
+        decisions: an episode is played this long, or to its end where that comes first.
+    """
+
+    seed = 3
+    decisions = 200
+
+    def make(self) -> Environment:
+        """A fresh environment, with the config that is to be tested."""
+        raise NotImplementedError("subclass EnvironmentContract and return an environment from make()")
+
+    def test_it_has_a_name_tools_and_says_what_its_outcome_is(self) -> None:
+        environment = self.make()
+        check(bool(environment.name), "name is empty")
+        check(bool(environment.outcome_definition), "outcome_definition is empty")
+        tools = environment.tools()
+        check(len(tools) > 0, "tools() offers nothing to call")
+        names = [tool.function.name for tool in tools]
+        check(len(set(names)) == len(names), f"tools() offers a name twice: {names}")
+        json.dumps([tool.model_dump(mode="json") for tool in tools])
+        environment.reset(self.seed)
+        check(environment.tools() == tools, "tools() changed with reset(): a model is told of them once")
+
+    def test_a_step_before_the_first_reset_is_refused(self) -> None:
+        raises_episode_over(self.make(), self._calls(self.make(), random.Random(0)))
+
+    def test_a_reset_shows_a_world_in_which_nothing_has_happened(self) -> None:
+        environment = self.make()
+        observation = environment.reset(self.seed)
+        check_observation(observation)
+        check(observation.reward_last_step == 0.0, "reset() reports a reward, but no env step has run")
+        check(math.isfinite(environment.outcome_reward()), "outcome_reward() is not finite after reset()")
+
+    def test_equal_seeds_and_calls_give_equal_episodes_also_after_a_reset(self) -> None:
+        used, fresh = self.make(), self.make()
+        first = self._play(used)
+        check(self._play(used) == first, "the same seed and calls gave another episode after a reset()")
+        check(
+            self._play(fresh) == first, "the same seed and calls gave another episode in a fresh environment"
+        )
+
+    def test_every_decision_says_what_ran_and_what_it_earned(self) -> None:
+        before = None
+        for _, outcome in self._play(self.make()):
+            check_outcome(outcome)
+            check(
+                outcome.invalid_reason is None,
+                f"a call of its own schema is refused: {outcome.invalid_reason}",
+            )
+            after = outcome.observation.achievements_counts
+            if before is not None:
+                check(
+                    before.keys() == after.keys(), "achievements_counts names other achievements than before"
+                )
+                fell = [name for name in after if after[name] < before[name]]
+                check(not fell, f"achievements_counts fell: {fell}; a counter only grows")
+            before = after
+
+    def test_what_cannot_be_carried_out_runs_one_env_step_and_says_why(self) -> None:
+        tool = self.make().tools()[0].function.name
+        for calls in (
+            (),
+            (ToolRequest("no_such_tool", {}, "{}"),),
+            (ToolRequest(tool, None, "{oops"),),
+            (ToolRequest(tool, {"no_such_argument": 1}, '{"no_such_argument": 1}'),),
+        ):
+            self._refused(calls, None)
+        told = "found earlier, by whoever read the reply"
+        outcome = self._refused(self._calls(self.make(), random.Random(0)), told)
+        check(
+            outcome.invalid_reason == told,
+            f"invalid_reason was {told!r} and became {outcome.invalid_reason!r}",
+        )
+
+    def test_after_the_end_nothing_runs(self) -> None:
+        environment = self.make()
+        outcome = self._play(environment)[-1][1]
+        if outcome.terminated or outcome.truncated:
+            raises_episode_over(environment, self._calls(environment, random.Random(0)))
+
+    def test_the_prompt_is_a_pure_function_of_what_was_seen_and_done(self) -> None:
+        environment = self.make()
+        first = environment.reset(self.seed)
+        calls = self._calls(environment, random.Random(0))
+        past = [PastDecision(calls, environment.step(calls))]
+        refused = (ToolRequest("no_such_tool", None, "{oops"),)
+        if not (past[0].outcome.terminated or past[0].outcome.truncated):
+            past.append(PastDecision(refused, environment.step(refused)))
+        for observation, history in ((first, []), (past[-1].outcome.observation, past)):
+            messages = environment.messages(observation, history)
+            check(len(messages) > 0, "messages() is empty: a model needs a prompt")
+            check(any(message.content for message in messages), "messages() holds no text")
+            again = self.make().messages(observation, list(history))
+            check(
+                again == messages,
+                "messages() reads more than its arguments: another instance says another prompt",
+            )
+
+    def _refused(self, calls: Calls, reason: str | None) -> DecisionOutcome:
+        environment = self.make()
+        environment.reset(self.seed)
+        outcome = environment.step(calls, invalid_reason=reason)
+        check_outcome(outcome)
+        told = f"{[call.name for call in calls]} with arguments {[call.raw_arguments for call in calls]}"
+        check(bool(outcome.invalid_reason), f"{told} is carried out as if it were valid")
+        check(
+            len(outcome.env_rewards) == 1,
+            f"{told} ran {len(outcome.env_rewards)} env steps; one no-op is due",
+        )
+        return outcome
+
+    def _play(self, environment: Environment) -> list[tuple[Calls, DecisionOutcome]]:
+        """Random calls of the environment's own tools; the same ones every time."""
+        source = random.Random(self.seed)
+        environment.reset(self.seed)
+        played = []
+        for _ in range(self.decisions):
+            calls = self._calls(environment, source)
+            outcome = environment.step(calls)
+            played.append((calls, outcome))
+            if outcome.terminated or outcome.truncated:
+                break
+        check(math.isfinite(environment.outcome_reward()), "outcome_reward() is not finite")
+        return played
+
+    def _calls(self, environment: Environment, source: random.Random) -> Calls:
+        tools = [tool.model_dump(mode="json") for tool in environment.tools()]
+        name, arguments = random_call(tools, source, longest=4)
+        return (ToolRequest(name, arguments, json.dumps(arguments)),)
+
+
+def check(holds: bool, sentence: str) -> None:
+    """Fail with the sentence; a bare assert would say nothing: pytest rewrites those of test files alone."""
+    if not holds:
+        raise AssertionError(sentence)
+
+
+def check_observation(observation: Observation) -> None:
+    check(bool(observation.text), "Observation.text is empty")
+    observation.text.encode("utf-8")
+    data = dict(observation.data)
+    check(
+        json.loads(json.dumps(data)) == data,
+        "Observation.data is not what JSON makes of it: use plain values",
+    )
+    check_counts(observation.achievements_counts)
+    check(math.isfinite(observation.reward_last_step), "reward_last_step is not finite")
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    wrong = [name for name, count in counts.items() if type(count) is not int or count < 0]
+    check(not wrong, f"achievements_counts holds no counter from 0 on: {wrong}")
+
+
+def check_outcome(outcome: DecisionOutcome) -> None:
+    check_observation(outcome.observation)
+    rewards = outcome.env_rewards
+    check(len(rewards) > 0, "env_rewards is empty: every decision runs at least one env step")
+    check(all(math.isfinite(reward) for reward in rewards), f"env_rewards are not finite: {rewards}")
+    told = outcome.executed_actions
+    check(len(told) == len(rewards), f"{len(told)} executed_actions, but {len(rewards)} env_rewards")
+    last = outcome.observation.reward_last_step
+    check(last == rewards[-1], f"reward_last_step is {last}, but the last env step earned {rewards[-1]}")
+    check(
+        not (outcome.terminated and outcome.truncated), "terminated and truncated at once: a limit is no end"
+    )
+
+
+def raises_episode_over(environment: Environment, calls: Sequence[ToolRequest]) -> None:
+    try:
+        environment.step(calls)
+    except EpisodeOver:
+        return
+    raise AssertionError("step() ran although no episode is under way; raise task_app.errors.EpisodeOver")

@@ -1,0 +1,65 @@
+"""A model folder as the hub has them, trained over the real task app: its own template, its own calls."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.models.folder import load_model_folder
+from trainer_backend.rundir.rollout_files import read_rollouts
+
+
+def short_job(folder: Path, warmup: Mapping[str, object] | None) -> JobConfig:
+    """4 episodes of 3 decisions, one iteration."""
+    job = tiny_job(
+        model__preset=None,
+        model__path=str(folder),
+        inference__max_model_len=640,
+        rollout__env_config={"text": "compact", "max_actions": 2},
+        rollout__max_tokens=32,
+        rollout__max_turns=3,
+        rollout__episodes_per_batch=4,
+        rollout__temperature=0.3,
+        training__iterations=1,
+        evaluation__instances=1,
+    )
+    table = None if warmup is None else job.warmup.model_copy(update=warmup)
+    return job.model_copy(update={"warmup": table})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_model_that_knows_nothing_runs_through_an_iteration(
+    family: str, model_folders: Mapping[str, Path], tmp_path: Path
+):
+    directory, reporter, progress = train_job(short_job(model_folders[family], None), tmp_path / "run")
+    assert (progress.iteration, progress.policy_version) == (1, 1)
+    assert f"model: {model_folders[family]}" in reporter.lines
+    (row,) = rows_of(directory, "iteration")
+    assert row["decision/count"] == 12 and row["episode/invalid_frac"] == 1
+    assert row["mismatch/logprob_max"] < 1e-4
+    for rollout in read_rollouts(directory.rollouts_file("iteration_1")):
+        assert all(step.step_info.invalid_reason for step in rollout.trajectory.steps)
+
+
+def test_a_warmed_up_model_calls_its_tool_in_its_own_format(
+    model_folders: Mapping[str, Path], tmp_path: Path
+):
+    warmup = {
+        "episodes": 12,
+        "epochs": 20,
+        "batch_decisions": 12,
+        "learning_rate": 1e-2,
+        "policy_config": {"memory": False, "max_actions": 2},
+    }
+    directory, _, _ = train_job(short_job(model_folders["mistral"], warmup), tmp_path / "run")
+    (row,) = rows_of(directory, "iteration")
+    assert row["episode/invalid_frac"] < 1, "some of its calls were carried out"
+    assert row["mismatch/logprob_max"] < 1e-4
+    before = load_file(directory.checkpoints / "iteration_0" / "model.safetensors")
+    model, _ = load_model_folder(directory.checkpoints / "iteration_1")
+    assert type(model).__name__ == "MistralForCausalLM"
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

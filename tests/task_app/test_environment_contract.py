@@ -1,0 +1,92 @@
+"""Every environment of ours keeps the contract; and one that breaks it is told how."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.plugins import ENVIRONMENTS
+from task_app.protocols import DecisionOutcome, Environment, Observation, PastDecision, ToolRequest
+from task_app.testing import EnvironmentContract
+from tests.task_app.counting import CountingEnvironment
+
+
+class TestCrafter(EnvironmentContract):
+    def make(self) -> Environment:
+        return CrafterEnvironment()
+
+
+class TestCompactCrafterThatEnds(EnvironmentContract):
+    decisions = 60
+
+    def make(self) -> Environment:
+        return CrafterEnvironment(CrafterConfig(text="compact", max_actions=4, length=100))
+
+
+def test_every_environment_of_the_plug_board_is_tested_here():
+    tested = {contract().make().name for contract in (TestCrafter, TestCompactCrafterThatEnds)}
+    assert tested == set(ENVIRONMENTS)
+
+
+class Broken(CountingEnvironment):
+    """Passes its decisions through `spoil`, its prompts too when it is the second instance to word one."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        names = [call.name for call in calls]
+        reason = invalid_reason or (None if names == ["add"] and calls[0].arguments is not None else "no")
+        outcome = super().step([ToolRequest("add", {"names": ["a"]})])
+        return replace(outcome, invalid_reason=reason, **self._changes)
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> Any:
+        found = super().messages(observation, past)
+        return found if self._steps or not self._changes.get("result") else found[:1]
+
+
+def contract_of(**changes: Any) -> EnvironmentContract:
+    contract = EnvironmentContract()
+    contract.make = lambda: Broken(**changes)
+    return contract
+
+
+@pytest.mark.parametrize(
+    ("changes", "test", "sentence"),
+    [
+        ({"env_rewards": ()}, "every_decision_says_what_ran_and_what_it_earned", "env_rewards is empty"),
+        (
+            {"executed_actions": ()},
+            "every_decision_says_what_ran_and_what_it_earned",
+            "0 executed_actions, but 1 env_rewards",
+        ),
+        (
+            {"env_rewards": (float("nan"),)},
+            "every_decision_says_what_ran_and_what_it_earned",
+            "env_rewards are not finite",
+        ),
+        (
+            {"terminated": True, "truncated": True},
+            "every_decision_says_what_ran_and_what_it_earned",
+            "terminated and truncated at once",
+        ),
+        (
+            {},
+            "what_cannot_be_carried_out_runs_one_env_step_and_says_why",
+            "is carried out as if it were valid",
+        ),
+        ({"terminated": True}, "after_the_end_nothing_runs", "step() ran although no episode"),
+        (
+            {"result": "x"},
+            "the_prompt_is_a_pure_function_of_what_was_seen_and_done",
+            "reads more than its arguments",
+        ),
+    ],
+)
+def test_a_broken_promise_is_named(changes: dict[str, Any], test: str, sentence: str):
+    with pytest.raises(AssertionError) as caught:
+        getattr(contract_of(**changes), f"test_{test}")()
+    assert sentence in str(caught.value)

@@ -1,0 +1,92 @@
+"""`--plugins FILE`: an operator's environments join the plug boards, or the start is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from task_app.errors import SettingsError
+from task_app.operator_plugins import with_plugins
+from task_app.plugins import default_plug_boards
+from tests.task_app.test_service_process import _run, collected, crafter, task_app
+
+PLUGINS = """
+from helper_of_{name} import Config
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.plugins import EnvironmentPlugin, PolicyPlugin
+from task_app.policies.scripted import RandomPolicy
+
+ENVIRONMENTS = {{"{name}": EnvironmentPlugin(CrafterConfig, CrafterEnvironment)}}
+POLICIES = {{"{name}_player": PolicyPlugin(Config, lambda config, context: RandomPolicy())}}
+"""
+HELPER = "from shared_schemas.base import Body\n\n\nclass Config(Body):\n    level: int = 1\n"
+
+
+def plugins(folder: Path, name: str) -> Path:
+    (folder / f"helper_of_{name}.py").write_text(HELPER)
+    file = folder / f"{name}.py"
+    file.write_text(PLUGINS.format(name=name))
+    return file
+
+
+def test_the_entries_of_all_files_join_ours(tmp_path: Path):
+    boards = with_plugins(default_plug_boards(), [plugins(tmp_path, "cave"), plugins(tmp_path, "sea")])
+    assert list(boards.environments) == ["crafter", "cave", "sea"]
+    assert {"openai", "random", "cave_player", "sea_player"} <= set(boards.policies)
+    assert list(default_plug_boards().environments) == ["crafter"]  # nothing of ours was changed
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1", "defines neither ENVIRONMENTS nor POLICIES"),
+        ("ENVIRONMENTS = []", "ENVIRONMENTS is no dict but list"),
+        ("ENVIRONMENTS = {3: None}", "ENVIRONMENTS has the key 3; a name is needed"),
+        (
+            "ENVIRONMENTS = {'cave': object()}",
+            "ENVIRONMENTS['cave'] is object; write EnvironmentPlugin(ConfigClass, build)",
+        ),
+        ("POLICIES = {'p': 1}", "POLICIES['p'] is int; write PolicyPlugin(ConfigClass, build)"),
+        ("import no_such_module", "raised ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def (", "raised SyntaxError"),
+        (
+            "from task_app.plugins import ENVIRONMENTS as E\nENVIRONMENTS = dict(E)",
+            "environment 'crafter' is there already; choose another name",
+        ),
+        (
+            "from task_app.plugins import POLICIES as P\nPOLICIES = {'random': P['random']}",
+            "policy 'random' is there already; choose another name",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_its_name(tmp_path: Path, text: str, told: str):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        with_plugins(default_plug_boards(), [file])
+    assert str(caught.value).startswith(f"--plugins {file}")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "told"), [("none.py", "no such file"), ("mine.txt", "is no Python file")])
+def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str, told: str):
+    (tmp_path / "mine.txt").write_text("ENVIRONMENTS = {}")
+    with pytest.raises(SettingsError, match=told):
+        with_plugins(default_plug_boards(), [tmp_path / name])
+
+
+def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_path: Path):
+    with task_app("--plugins", str(plugins(tmp_path, "cave"))) as (_, client):
+        assert client.get("/task_info").json()["environments"] == ["cave", "crafter"]
+        spec = {"env": {"env_name": "cave"}, "policy": {"policy_name": "cave_player", "config": {"level": 2}}}
+        assert client.post("/rollouts", json={"rollouts": [crafter("a", **spec)]}).status_code == 202
+        assert collected(client, 1)["a"]["status"] == "finished"
+        named = {"env": {"env_name": str(tmp_path / "cave.py")}}
+        refused = client.post("/rollouts", json={"rollouts": [crafter("b", **named)]})
+        assert refused.json()["code"] == "unknown_name"
+
+
+def test_a_start_with_a_broken_file_ends_with_a_sentence_and_exit_code_2(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("1 / 0")
+    ended = _run("--port", "0", "--plugins", str(tmp_path / "mine.py"))
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].endswith("mine.py raised ZeroDivisionError: division by zero")

@@ -1,0 +1,57 @@
+"""Groups without anything to learn from: by their advantages, not by their totals."""
+
+import pytest
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
+from trainer_backend.core.advantages.stepwise import stepwise
+from trainer_backend.core.errors import AdvantageError
+from trainer_backend.core.flat_groups import flat_groups
+
+
+def episodes(**groups: list[list[float]]) -> list[EpisodeRewards]:
+    return [
+        EpisodeRewards(f"{group}/{number}", group, rewards_T)
+        for group, members in groups.items()
+        for number, rewards_T in enumerate(members)
+    ]
+
+
+def flat(estimator, gamma: float = 1.0, **groups: list[list[float]]) -> list[str]:
+    batch = episodes(**groups)
+    found: Advantages = estimator(batch, AdvantageConfig(gamma=gamma))
+    return flat_groups(batch, found.per_episode)
+
+
+def test_equal_totals_earned_at_other_decisions_are_flat_for_grpo_and_not_for_stepwise():
+    # both earn 1, one at its first decision, the other at its second:
+    # stepwise returns-to-go (1, 0) and (1, 1) differ at t = 1
+    groups = {"a": [[1.0, 0.0], [0.0, 1.0]], "b": [[1.0, 0.0], [0.0, 0.0]]}
+    assert flat(grpo, **groups) == ["a"]
+    assert flat(grpo_no_std, **groups) == ["a"]
+    assert flat(stepwise, **groups) == []
+
+
+def test_equal_siblings_and_lone_episodes_are_flat_for_all():
+    groups = {"same": [[0.0, 2.0], [0.0, 2.0]], "lone": [[3.0]], "spread": [[1.0], [2.0]]}
+    for estimator in (grpo, grpo_no_std, stepwise):
+        assert flat(estimator, **groups) == ["same", "lone"]
+
+
+def test_the_last_bit_of_a_mean_is_no_spread():
+    # three times 0.1 is 0.30000000000000004 in floats, and half of what is left of it is not 0.1 again
+    batch = episodes(a=[[0.1], [0.1], [0.1]])
+    advantages = stepwise(batch, AdvantageConfig()).per_episode
+    assert any(value != 0.0 for row in advantages for value in row), "else this test shows nothing"
+    assert flat_groups(batch, advantages) == ["a"]
+
+
+def test_a_small_spread_is_one_whatever_the_unit_of_the_rewards():
+    for unit in (1e-9, 1.0, 1e9):
+        assert flat(stepwise, a=[[unit], [unit * (1 + 1e-9)]]) == []
+        assert flat(grpo, a=[[unit], [unit * (1 + 1e-9)]]) == []
+
+
+def test_what_no_estimator_would_take_is_refused_here_too():
+    with pytest.raises(AdvantageError, match="the reward is nan"):
+        flat_groups(episodes(a=[[float("nan")]]), [[0.0]])

@@ -1,0 +1,95 @@
+"""The plan of memory, by hand and beside real models."""
+
+import pytest
+
+from trainer_backend.core.memory import OVERHEAD, MemoryUse, ModelShape, memory_needs
+
+# One layer of width 4, two heads of 2 for queries and one for keys, an MLP of 8, 10 tokens, 1000 weights.
+SHAPE = ModelShape(
+    parameters=1000, layers=3, width=4, mlp_width=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10
+)
+CPU = MemoryUse(
+    low=False,
+    masked=True,
+    row_tokens=5,
+    micro_batch_tokens=10,
+    logits_chunk=6,
+    cached_sequences=7,
+    cached_tokens=11,
+)
+
+
+def changed(base, **fields):
+    return type(base)(**{name: getattr(base, name) for name in base.__slots__} | fields)
+
+
+def test_float32_on_a_cpu_by_hand():
+    needs = memory_needs(SHAPE, CPU, is_gpu=False)
+    # a layer keeps 24 * 4 + 16 * 8 + 16 * 4 = 288 bytes a token; three of them and one more, 10 tokens
+    activations = 10 * 4 * 288 + 10 * 5 * 5  # and a row of the mask a token: 4 bytes and a boolean a key
+    assert needs.device == {
+        "weights": 4000,
+        "gradients": 4000,
+        "optimizer": 8000,
+        "engine": 4000,
+        "cache": 7 * 11 * (2 * 3 * 1 * 2) * 4,
+        "activations": activations,
+        "logits": 6 * 10 * 12 + 10 * 4 * 4,
+    }
+    assert needs.host == {}
+    # at the very least one of seven sequences, and two thirds of the activations
+    assert needs.least == int(sum(needs.device.values()) - activations / 3 - 7 * 11 * 12 * 4 * 6 / 7)
+
+
+def test_bfloat16_on_a_gpu_by_hand():
+    use = changed(CPU, low=True, masked=False)
+    needs = memory_needs(SHAPE, use, is_gpu=True)
+    assert needs.device["weights"] == 4000, "the master copy stays float32"
+    assert needs.device["engine"] == 2000
+    assert needs.device["cache"] == 7 * 11 * 12 * 2
+    # 26 * 4 + 8 * 8 + 6 * 4 + 4 * 2 = 200 a token and layer; autocast keeps its copy of the weights
+    assert needs.device["activations"] == 10 * 4 * 200 + 2000
+    assert needs.device["logits"] == 6 * 10 * 12 + 10 * 4 * (4 + 2)
+    assert needs.device["overhead"] == OVERHEAD
+
+
+def test_adapters_need_gradients_and_moments_of_their_own_alone_and_no_reference():
+    shape = changed(SHAPE, adapters=50)
+    use = changed(CPU, low=True, masked=False, reference=True)
+    found = memory_needs(shape, use, is_gpu=True).device
+    assert found["weights"] == 1000 * 2 + 50 * 4
+    assert (found["gradients"], found["optimizer"]) == (200, 400)
+    assert found["engine"] == 2 * 2000, "the engine's copy, and the merged weights on their way to it"
+    assert "reference" not in found
+    assert memory_needs(SHAPE, use, is_gpu=True).device["reference"] == 2000
+
+
+def test_head_norms_keep_queries_and_keys_three_times():
+    plain, normed = (
+        memory_needs(changed(SHAPE, head_norms=norms), CPU, is_gpu=False).device["activations"]
+        for norms in (False, True)
+    )
+    assert normed - plain == 10 * 4 * (8 * 4 + 8 * 2)
+
+
+def test_checkpointed_layers_keep_their_input_and_one_layer_is_computed_at_a_time():
+    found = memory_needs(SHAPE, changed(CPU, checkpointing=True), is_gpu=False).device["activations"]
+    assert found == 10 * (3 * 16 + 288) + 10 * 5 * 5
+
+
+def test_offloaded_moments_are_in_main_memory_beside_a_gpu_and_where_they_were_on_a_cpu():
+    use = changed(CPU, offload=True)
+    on_gpu, on_cpu = (memory_needs(SHAPE, use, is_gpu=is_gpu) for is_gpu in (True, False))
+    assert "optimizer" not in on_gpu.device
+    assert on_gpu.host == {"optimizer": 8000}
+    assert (on_cpu.device["optimizer"], on_cpu.host) == (8000, {})
+
+
+@pytest.mark.parametrize("field", ["micro_batch_tokens", "row_tokens", "logits_chunk", "cached_sequences"])
+def test_every_limit_that_an_error_names_makes_a_difference(field: str):
+    more = changed(CPU, **{field: 10 * getattr(CPU, field)})
+    assert memory_needs(SHAPE, more, is_gpu=False).least > memory_needs(SHAPE, CPU, is_gpu=False).least or (
+        field == "cached_sequences"
+        and memory_needs(SHAPE, more, is_gpu=False).device["cache"]
+        == 10 * memory_needs(SHAPE, CPU, is_gpu=False).device["cache"]
+    )

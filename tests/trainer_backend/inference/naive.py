@@ -1,0 +1,58 @@
+"""The reference: one request at a time, no cache, no batch, no padding."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.protocol import Generation
+from trainer_backend.inference.sampler import sample, stream_key, uniforms
+
+
+def naive_generation(
+    model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling
+) -> tuple[list[int], list[float]]:
+    """The whole sequence through the model for every token."""
+    ids, tokens, logprobs = list(prompt), [], []
+    key = np.array([stream_key(sampling.seed or 0, prompt)], dtype=np.uint64)
+    for i in range(sampling.max_tokens):
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[:, -1]
+        token, logprob = sample(
+            logits,
+            temperatures_B=torch.tensor([sampling.temperature]),
+            top_ps_B=torch.tensor([sampling.top_p]),
+            top_ks_B=torch.tensor([sampling.top_k]),
+            uniforms_B=torch.from_numpy(uniforms(key, np.array([i], dtype=np.uint64))),
+        )
+        ids.append(int(token))
+        tokens.append(int(token))
+        logprobs.append(float(logprob))
+    return tokens, logprobs
+
+
+async def staggered(engine: LocalEngine, requests: list[tuple[list[int], Sampling]]) -> list[Generation]:
+    """Three callers, each sending its next request when the last was answered: joins at different times."""
+    results: list[Generation | None] = [None] * len(requests)
+
+    async def caller(first: int) -> None:
+        for i in range(first, len(requests), 3):
+            results[i] = await engine.generate(requests[i][0], requests[i][1], request_id=str(i))
+
+    await asyncio.gather(*(caller(k) for k in range(3)))
+    return [result for result in results if result is not None]
+
+
+def assert_equal_to_naive(
+    model: PreTrainedModel, requests: list[tuple[list[int], Sampling]], results: list[Generation]
+) -> None:
+    for (prompt, sampling), result in zip(requests, results, strict=True):
+        tokens, logprobs = naive_generation(model, prompt, sampling)
+        assert list(result.token_ids) == tokens
+        assert result.logprobs == pytest.approx(logprobs, abs=1e-5)
+        assert result.finish_reason == "length"

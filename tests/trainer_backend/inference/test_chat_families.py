@@ -1,0 +1,279 @@
+"""Three families behind the gateway: their templates, their calls, and conversations that go on."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.trajectory import Sampling
+from tests.model_folders import FAMILIES, Family, chat_template
+from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.chat_check import refuse_without_tools
+from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, InferenceEngine
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.server import GatewayServer, Listener
+from trainer_backend.inference.tool_parsing import tool_format_of
+from trainer_backend.job_model import ModelTable
+from trainer_backend.learner.loading import load_named
+from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.plugins import TOOL_FORMATS
+
+torch.set_num_threads(1)
+
+SYSTEM = {"role": "system", "content": "You play."}
+USER = {"role": "user", "content": "wood2 tree"}
+ARGUMENTS = '{"actions": ["do", "sleep"]}'
+
+
+class WrittenEngine:
+    """Gives what it was told to write, one text a request, as if the model had sampled it."""
+
+    version, max_model_len = 0, 4096
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], stop: str) -> None:
+        self._renderer = ChatRenderer(tokenizer)
+        self._texts = iter(texts)
+        self._stop = stop
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
+        sampled = self._renderer.encode(next(self._texts)) + self._renderer.encode(self._stop)
+        return Generation(tuple(sampled), (-0.5,) * len(sampled), "stop", ((0, 0),))
+
+
+@contextmanager
+def client_of(engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
+    app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key="key")
+    with (
+        GatewayServer(app, Listener("127.0.0.1", 0)) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="key", max_retries=0, timeout=20) as client,
+    ):
+        yield client
+
+
+def called(call_id: str = "call_0") -> dict[str, object]:
+    call = {"id": call_id, "type": "function", "function": {"name": "interact_many", "arguments": ARGUMENTS}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+@each_family
+def test_the_format_is_found_and_a_written_call_is_read(
+    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders[family.name])
+    assert tool_format_of(tokenizer) == family.tool_format
+    (call,) = TOOL_FORMATS[family.tool_format].parse(family.written, tools).tool_calls
+    assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
+
+
+@each_family
+def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(
+    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders[family.name])
+    renderer = ChatRenderer(tokenizer)
+    text = renderer.prompt_text([SYSTEM, USER], tools)
+    assert "interact_many" in text and "You play." in text and "wood2 tree" in text
+    ids = renderer.encode(text)
+    assert renderer.decode(ids) == text
+    first = tokenizer.bos_token_id
+    assert first is None or (ids[0] == first and first not in ids[1:])
+
+
+@each_family
+def test_a_call_as_the_template_writes_it_is_read_back(
+    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    renderer = ChatRenderer(load_tokenizer(model_folders[family.name]))
+    answer = renderer.answer_text([SYSTEM, USER], called(), tools)
+    assert answer.endswith(family.stop), "and nothing behind it"
+    answer = answer.removesuffix(family.stop)
+    (call,) = TOOL_FORMATS[family.tool_format].parse(answer, tools).tool_calls
+    assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
+
+
+@each_family
+def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
+    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders[family.name])
+    engine = WrittenEngine(tokenizer, [family.written, "tree"], family.stop)
+    with client_of(engine, tokenizer) as client:
+        ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
+        first = client.chat.completions.create(messages=[SYSTEM, USER], **ask)
+        message = first.choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("interact_many", ARGUMENTS)
+        assert (message.content, first.choices[0].finish_reason) == (None, "tool_calls")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "wood3"}
+        messages = [SYSTEM, USER, message.model_dump(exclude_none=True), result]
+        second = client.chat.completions.create(messages=messages, **ask)
+    assert second.choices[0].message.content.strip() == "tree"
+    seen = first.prompt_token_ids + first.choices[0].token_ids
+    # Mistral's templates write a call with its id and a text with a space before it: neither is what was
+    # sampled, so the conversation is rendered anew.
+    assert second.prompt_ids_reused == (0 if family.name == "mistral" else len(seen))
+    text = ChatRenderer(tokenizer).decode(second.prompt_token_ids)
+    assert text.count("wood3") == 1
+
+
+@each_family
+def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
+    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    model, tokenizer = load_named(ModelTable(path=model_folders[family.name]))
+    stops = stop_token_ids(model, tokenizer)
+    engine = LocalEngine(model, stop_ids=stops, limits=EngineLimits(max_model_len=512))
+    engine.start()
+    try:
+        with client_of(engine, tokenizer) as client:
+            reply = client.chat.completions.create(
+                model="job/actor", messages=[SYSTEM, USER], tools=tools, max_tokens=12, seed=3, logprobs=True,
+                extra_body={"return_token_ids": True},
+            )  # fmt: skip
+    finally:
+        engine.stop()
+    (choice,) = reply.choices
+    ids = torch.tensor([[*reply.prompt_token_ids, *choice.token_ids]])
+    logits_LV = model(ids).logits[0, len(reply.prompt_token_ids) - 1 : -1]
+    own = logits_LV.log_softmax(-1).gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(choice.token_logprobs), own, atol=1e-5, rtol=0)
+    assert (choice.token_ids[-1] in stops) == (choice.sampling_finish_reason == "stop")
+
+
+def test_an_id_without_text_can_be_sampled_and_is_shown(model_folders: Mapping[str, Path]):
+    model, tokenizer = load_named(ModelTable(path=model_folders["qwen3"]))
+    with torch.no_grad():
+        model.model.norm.weight.zero_()  # all logits are 0: every id is as likely
+    engine = LocalEngine(model, stop_ids=[], limits=EngineLimits(max_model_len=512))
+    engine.start()
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=5, max_tokens=200)
+    try:
+        ids = ChatRenderer(tokenizer).encode("wood")
+        generation = asyncio.run(engine.generate(ids, sampling, request_id="r"))
+    finally:
+        engine.stop()
+    strange = [token for token in generation.token_ids if token >= len(tokenizer)]
+    assert strange, "37 of 646 ids are unknown, and 200 were drawn"
+    text = ChatRenderer(tokenizer).decode(generation.token_ids)
+    assert text.count("\ufffd") >= len(strange)
+
+
+def test_qwen3_thinks_before_its_call_and_keeps_that_in_the_content(
+    model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    thought = "<think>\nmaybe <tool_call> later\n</think>"
+    family = FAMILIES[0]
+    engine = WrittenEngine(tokenizer, [f"{thought}\n\n{family.written}", "tree"], family.stop)
+    with client_of(engine, tokenizer) as client:
+        ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
+        first = client.chat.completions.create(messages=[USER], **ask)
+        message = first.choices[0].message
+        assert [call.function.arguments for call in message.tool_calls] == [ARGUMENTS]
+        assert message.content == thought
+        result = {"role": "tool", "tool_call_id": "x", "content": "wood3"}
+        messages = [USER, message.model_dump(exclude_none=True), result]
+        second = client.chat.completions.create(messages=messages, **ask)
+    assert second.prompt_ids_reused == len(first.prompt_token_ids) + len(first.choices[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "tool_format"),
+    [
+        ("mistral", "mistral_args", "mistral"),
+        ("qwen3", "qwen3_coder", "qwen3_coder"),
+    ],
+)
+def test_other_generations_of_a_family_are_told_apart_by_their_template(
+    family: str,
+    template: str,
+    tool_format: str,
+    model_folders: Mapping[str, Path],
+    tools: list[dict[str, object]],
+):
+    tokenizer = load_tokenizer(model_folders[family])
+    tokenizer.chat_template = chat_template(template)
+    assert tool_format_of(tokenizer) == tool_format
+    refuse_without_tools(tokenizer)
+    renderer = ChatRenderer(tokenizer)
+    answer = renderer.answer_text([SYSTEM, USER], called(), tools)
+    (call,) = TOOL_FORMATS[tool_format].parse(answer, tools).tool_calls
+    assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "says"),
+    [
+        ("mistral", [USER, USER], "conversation roles must alternate"),
+        ("mistral", [USER, {"role": "critic", "content": "no"}], "Only user, assistant and tool roles"),
+        (
+            "llama",
+            [USER, {**called(), "tool_calls": [*called()["tool_calls"], *called("x")["tool_calls"]]}],
+            "only supports single tool-calls",
+        ),
+        ("llama", [SYSTEM], "when there is none"),
+    ],
+)
+def test_what_a_family_does_not_take_is_told_in_the_words_of_its_template(
+    family: str,
+    messages: list[dict[str, object]],
+    says: str,
+    model_folders: Mapping[str, Path],
+    tools: list[dict[str, object]],
+):
+    renderer = ChatRenderer(load_tokenizer(model_folders[family]))
+    with pytest.raises(BadChatRequest, match=says) as caught:
+        renderer.prompt_text(messages, tools)
+    assert caught.value.where == "messages"
+
+
+@pytest.mark.parametrize("given", ["call_0", "call_8f3a_1", "a1B2c3D4e", "x" * 9, "\N{SNOWMAN}" * 9, ""])
+def test_any_call_id_becomes_one_of_nine_letters_and_digits_in_call_and_result(
+    given: str, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    renderer = ChatRenderer(load_tokenizer(model_folders["mistral"]))
+    result = {"role": "tool", "tool_call_id": given, "content": "wood3"}
+    text = renderer.prompt_text([USER, called(given), result], tools)
+    in_call = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("</s>")[0])[0]["id"]
+    in_result = json.loads(text.partition("[TOOL_RESULTS] ")[2].partition("[/TOOL_RESULTS]")[0])["call_id"]
+    assert in_call == in_result and len(in_call) == 9 and in_call.isascii() and in_call.isalnum()
+    assert given != "a1B2c3D4e" or in_call == given
+
+
+def test_different_call_ids_stay_different(model_folders: Mapping[str, Path], tools: list[dict[str, object]]):
+    renderer = ChatRenderer(load_tokenizer(model_folders["mistral"]))
+    texts = [renderer.prompt_text([USER, called(f"call_{i}")], tools) for i in range(20)]
+    assert all(one != other for one, other in itertools.combinations(texts, 2))
+
+
+def test_an_empty_list_of_calls_is_no_call(model_folders: Mapping[str, Path], tools: list[dict[str, object]]):
+    answer = {"role": "assistant", "content": "tree"}
+    for family in FAMILIES:
+        renderer = ChatRenderer(load_tokenizer(model_folders[family.name]))
+        texts = {
+            renderer.prompt_text([USER, {**answer, **extra}, USER], tools)
+            for extra in ({}, {"tool_calls": None}, {"tool_calls": []})
+        }
+        assert len(texts) == 1
+
+
+def test_the_template_is_told_what_the_job_says(model_folders: Mapping[str, Path]):
+    table = ModelTable(path=model_folders["llama"], chat_template_kwargs={"date_string": "1 Jan 2030"})
+    _, tokenizer = load_named(table)
+    assert "Today Date: 1 Jan 2030" in ChatRenderer(tokenizer).prompt_text([USER], [])

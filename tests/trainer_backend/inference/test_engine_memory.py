@@ -1,0 +1,149 @@
+"""Out of memory while generating: who did not fit hears which keys to lower, and everyone else goes on."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.inference.naive import assert_equal_to_naive
+from trainer_backend.errors import EngineOutOfMemory
+from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.memory import is_out_of_memory
+from trainer_backend.inference.protocol import Generation
+
+StartEngine = Callable[..., LocalEngine]
+KNOBS = r"\[inference\]: .*Lower max_running, max_model_len or kept_prefixes"
+
+
+class TightModel(Qwen3ForCausalLM):
+    """Raises as CUDA does where a call does not fit."""
+
+    fits: Callable[[int, int], bool] = staticmethod(lambda rows, tokens: True)
+
+    def forward(self, input_ids: Tensor, **kwargs: object) -> object:
+        if not self.fits(*input_ids.shape):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+@pytest.fixture
+def tight(model: PreTrainedModel) -> TightModel:
+    own = TightModel(model.config)
+    own.load_state_dict(model.state_dict())
+    return own.eval()
+
+
+def ask(engine: LocalEngine, prompt: list[int], *, tokens: int = 5) -> "asyncio.Task[Generation]":
+    sampling = Sampling(seed=1, max_tokens=tokens)
+    return asyncio.ensure_future(engine.generate(prompt, sampling, request_id=str(prompt[:3])))
+
+
+async def together(engine: LocalEngine, *prompts: list[int]) -> "list[asyncio.Task[Generation]]":
+    """All of them join at the same turn."""
+    await engine.pause()
+    tasks = [ask(engine, prompt) for prompt in prompts]
+    await asyncio.sleep(0)
+    await engine.resume()
+    await asyncio.wait(tasks)
+    return tasks
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_with_the_keys_and_those_beside_it_go_on(
+    start_engine: StartEngine, tight: TightModel
+):
+    tight.fits = lambda rows, tokens: tokens <= 100
+    engine = start_engine(tight)
+    running = ask(engine, [1, 2, 3], tokens=200)
+    long, beside = await together(engine, [7] * 150, [8, 9])
+    with pytest.raises(EngineOutOfMemory, match=KNOBS) as caught:
+        long.result()
+    assert "prefilling a prompt of 150 tokens, with" in caught.value.detail
+    assert "room for 2048 tokens each" in caught.value.detail
+    assert (len((await running).token_ids), len(beside.result().token_ids)) == (200, 5)
+    assert len((await ask(engine, [7] * 50)).token_ids) == 5
+
+
+async def test_the_kept_prefixes_make_room_first(start_engine: StartEngine, tight: TightModel):
+    engine = start_engine(tight)
+    prompt, other = list(range(120)), list(range(200, 320))
+    await ask(engine, prompt)
+    tight.fits = lambda rows, tokens: engine._worker.batch.prefixes.kept == 0
+    result = await ask(engine, other)
+    tight.fits = lambda rows, tokens: True
+    assert_equal_to_naive(tight, [(other, Sampling(seed=1, max_tokens=5))], [result])
+    assert (await ask(engine, prompt)).prompt_tokens_reused == 0, "it was dropped"
+
+
+async def test_a_step_that_does_not_fit_ends_the_longest_request_and_no_other(
+    start_engine: StartEngine, tight: TightModel
+):
+    tight.fits = lambda rows, tokens: tokens > 1 or rows <= 2
+    engine = start_engine(tight)
+    prompts = [[1, 2, 3], [4, 5, 6] * 5, [7, 8, 9] * 2]
+    short, longest, middle = await together(engine, *prompts)
+    with pytest.raises(EngineOutOfMemory, match="while decoding, with 3 requests running"):
+        longest.result()
+    requests = [(prompts[i], Sampling(seed=1, max_tokens=5)) for i in (0, 2)]
+    assert_equal_to_naive(tight, requests, [short.result(), middle.result()])
+
+
+async def test_where_not_even_one_request_fits_each_hears_it_and_the_engine_waits_for_the_next(
+    start_engine: StartEngine, tight: TightModel
+):
+    tight.fits = lambda rows, tokens: False
+    engine = start_engine(tight)
+    for task in await together(engine, [1, 2, 3], [4, 5, 6]):
+        assert isinstance(task.exception(), EngineOutOfMemory)
+    tight.fits = lambda rows, tokens: True
+    assert len((await ask(engine, [1, 2, 3])).token_ids) == 5
+
+
+async def test_a_cache_that_this_machine_cannot_hold_is_out_of_memory_too(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
+):
+    engine = start_engine(slots=10**10)  # the CPU's allocator raises an error of another kind
+    with pytest.raises(EngineOutOfMemory, match=KNOBS):
+        await ask(engine, [1, 2, 3])
+
+
+def test_only_running_out_of_memory_is_taken_for_it():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+
+
+class SmallMemory(SlotCache):
+    """Room for so many tensors of the next size."""
+
+    left = 3
+
+    def _grown(self, old: Tensor, capacity: int) -> Tensor:
+        if old.shape[2] < capacity:
+            if self.left == 0:
+                raise torch.OutOfMemoryError("no memory left")
+            self.left -= 1
+        return super()._grown(old, capacity)
+
+
+def test_a_cache_that_ran_out_of_memory_while_growing_still_holds_everything_and_can_try_again():
+    cache = SmallMemory(slots=2, max_len=1024)
+    cache.begin_prefill(first_row=0, length=100)
+    numbers = torch.randn(2, 1, 100, 4)
+    for layer in range(2):
+        cache.update(numbers + layer, -numbers - layer, layer)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.reserve(200)
+    assert cache.capacity == 128
+    cache.left = 1
+    cache.reserve(200)
+    assert cache.capacity == 256
+    for layer in range(2):
+        row = cache.copy_out(1, 100)
+        torch.testing.assert_close(row.keys[layer], numbers[1] + layer)
+        torch.testing.assert_close(row.values[layer], -numbers[1] - layer)

@@ -1,0 +1,189 @@
+"""The index of known prefixes, and what is kept: exact, bounded, least recently used first out."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_backend.inference.cache import RowCopy, SlotCache
+from trainer_backend.inference.prefixes import (
+    BLOCK,
+    NOTHING,
+    SHORTEST_PREFIX,
+    Found,
+    Held,
+    Prefixes,
+    PrefixIndex,
+    shared_length,
+)
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(1000) for _ in range(length)]
+
+
+def index_of(*held: Held) -> PrefixIndex:
+    index = PrefixIndex()
+    for one in held:
+        index.add(one)
+    return index
+
+
+def test_the_longest_prefix_is_exact_to_the_token():
+    short, long = Held(ids(100)), Held(ids(150))  # the first 100 ids are the same
+    index = index_of(short, long)
+    assert index.longest(Held([*ids(131), 5000])) == Found(long, 131)
+    assert index.longest(Held(ids(150) + ids(50, seed=1))) == Found(long, 150)
+    assert index.longest(Held(ids(150)[:-20])) == Found(long, 130)
+    assert index.longest(Held([5000, *ids(150)])) == NOTHING
+
+
+def test_a_prefix_that_is_too_short_to_pay_is_not_found():
+    index = index_of(Held(ids(500)))
+    assert index.longest(Held([*ids(SHORTEST_PREFIX - 1), 5000])) == NOTHING
+    assert index.longest(Held([*ids(SHORTEST_PREFIX), 5000])).length == SHORTEST_PREFIX
+
+
+def test_what_was_removed_is_not_found_and_leaves_the_others():
+    gone, stays = Held(ids(200)), Held(ids(100))
+    index = index_of(gone, stays)
+    index.remove(gone)
+    assert index.longest(Held(ids(200))) == Found(stays, 100)
+
+
+def test_equal_keys_of_other_ids_are_not_taken_for_equal_prefixes():
+    held, wanted = Held(ids(100)), Held(ids(100, seed=1))
+    wanted.block_keys = held.block_keys  # as if the hashes had met
+    assert index_of(held).longest(wanted) == NOTHING
+
+
+trees = st.lists(
+    st.lists(st.sampled_from([0, 1]), min_size=1, max_size=7).map(
+        lambda path: [branch for branch in path for _ in range(BLOCK - 1)]
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@given(trees)
+def test_less_than_a_block_of_the_longest_prefix_is_ever_missed(lists: list[list[int]]):
+    *known, wanted = lists
+    found = index_of(*map(Held, known)).longest(Held(wanted))
+    longest = max(shared_length(one, wanted, at_least=0) for one in known)
+    if found == NOTHING:
+        assert longest < SHORTEST_PREFIX + BLOCK
+    else:
+        assert longest - BLOCK < found.length <= longest
+        assert found.held is not None and found.held.ids[: found.length] == wanted[: found.length]
+
+
+def filled_cache(slots: int = 4) -> SlotCache:
+    """Two layers; every number of a row is the row's."""
+    cache = SlotCache(slots=slots, max_len=256)
+    cache.begin_prefill(first_row=0, length=200)
+    rows = torch.arange(slots, dtype=torch.float32)[:, None, None, None].expand(slots, 2, 200, 3)
+    for layer in range(2):
+        cache.update(rows, -rows, layer)
+    return cache
+
+
+def run_and_end(prefixes: Prefixes, row: int, prompt: list[int], sampled: list[int]) -> None:
+    held = Held(prompt)
+    prefixes.runs(held, row)
+    prefixes.ends(held, row, prompt + sampled)
+
+
+def known(prefixes: Prefixes, wanted: list[int]) -> int:
+    return prefixes.find(Held(wanted)).length
+
+
+def test_a_running_row_is_known_by_its_prompt_and_an_ended_one_with_what_it_sampled():
+    prefixes, held = Prefixes(filled_cache(), most=4), Held(ids(100))
+    prefixes.runs(held, 0)
+    assert known(prefixes, ids(150)) == 100
+    prefixes.ends(held, 0, ids(140))
+    assert known(prefixes, ids(150)) == 140 and prefixes.kept == 1
+
+
+def test_a_prompt_is_filled_from_a_row_or_from_a_copy():
+    cache = filled_cache()
+    prefixes, held = Prefixes(cache, most=4), Held(ids(100))
+    prefixes.runs(held, 2)
+    assert prefixes.fill(prefixes.find(held), 0) == 100
+    row = cache.copy_out(0, 101)
+    assert row.keys[1][:, :100].unique().tolist() == [2.0] and row.keys[1][:, 100].unique().tolist() == [0.0]
+    prefixes.ends(held, 2, ids(100))
+    assert prefixes.fill(prefixes.find(held), 1) == 100
+    assert cache.copy_out(1, 100).values[0].unique().tolist() == [-2.0]
+
+
+def test_the_least_recently_used_prefix_goes_first():
+    prefixes = Prefixes(filled_cache(), most=2)
+    for seed in (0, 1):
+        run_and_end(prefixes, seed, ids(100, seed), [])
+    prefixes.fill(prefixes.find(Held(ids(100, seed=0))), 3)  # used: now 1 is the oldest
+    run_and_end(prefixes, 2, ids(100, seed=2), [])
+    assert [known(prefixes, ids(100, seed)) for seed in (0, 1, 2)] == [100, 0, 100] and prefixes.kept == 2
+
+
+def test_a_conversation_takes_one_place_however_many_turns_it_has():
+    prefixes = Prefixes(filled_cache(), most=4)
+    for length in (100, 120, 150):
+        run_and_end(prefixes, 0, ids(length), ids(5, seed=length))
+    assert prefixes.kept == 3, "other tokens were sampled than the next prompt holds: these are branches"
+    for length in (100, 120, 150):
+        run_and_end(prefixes, 0, ids(200, seed=7)[:length], ids(200, seed=7)[length : length + 10])
+    assert prefixes.kept == 4 and known(prefixes, ids(200, seed=7)) == 160
+
+
+def test_what_is_kept_already_is_not_kept_twice():
+    prefixes = Prefixes(filled_cache(), most=4)
+    for length in (120, 120, 110):
+        run_and_end(prefixes, 0, ids(length), [])
+    assert prefixes.kept == 1 and known(prefixes, ids(200)) == 120
+
+
+def test_what_is_forgotten_seeds_nothing_and_is_not_kept_at_its_end():
+    prefixes, running = Prefixes(filled_cache(), most=4), Held(ids(100))
+    run_and_end(prefixes, 0, ids(100, seed=1), [])
+    prefixes.runs(running, 0)
+    prefixes.forget([running])
+    assert [known(prefixes, ids(100, seed)) for seed in (0, 1)] == [0, 0]
+    prefixes.ends(running, 0, ids(100))
+    assert prefixes.kept == 0
+
+
+def test_without_a_place_nothing_is_kept_or_found():
+    prefixes, held = Prefixes(filled_cache(), most=0), Held(ids(100))
+    prefixes.runs(held, 0)
+    assert known(prefixes, ids(100)) == 0
+    prefixes.ends(held, 0, ids(100))
+    assert prefixes.kept == 0
+
+
+class FullCache(SlotCache):
+    """No memory is left for a copy."""
+
+    def copy_out(self, row: int, length: int) -> RowCopy:
+        raise torch.OutOfMemoryError("no memory left")
+
+
+def test_where_there_is_no_memory_for_a_copy_the_others_go_too():
+    cache = filled_cache()
+    prefixes = Prefixes(cache, most=4)
+    run_and_end(prefixes, 0, ids(100), [])
+    assert prefixes.kept == 1
+    cache.__class__ = FullCache
+    run_and_end(prefixes, 0, ids(100, seed=1), [])
+    assert prefixes.kept == 0 and known(prefixes, ids(100)) == 0
+
+
+def test_another_fault_while_copying_is_not_hidden():
+    prefixes = Prefixes(SlotCache(slots=1, max_len=256), most=4)
+    prefixes._cache.copy_out = lambda row, length: (_ for _ in ()).throw(RuntimeError("other"))
+    with pytest.raises(RuntimeError, match="other"):
+        run_and_end(prefixes, 0, ids(100), [])

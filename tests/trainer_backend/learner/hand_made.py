@@ -1,0 +1,48 @@
+"""A tiny learner and episodes of one decision, for the tests of the learner."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tests.conftest import tiny_job
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.protocols import CreditedEpisode
+
+SIZE = {"row_tokens": 64, "micro_batch_tokens": 1024}
+
+
+def tiny_tokenizer():
+    return train_tokenizer(["tree L2 U1 water wood3 stone coal"] * 20, 300, whole_words=["noop", "do"])
+
+
+def learner_of(tokenizer, **overrides) -> LocalLearner:
+    torch.set_num_threads(1)
+    return LocalLearner(tiny_job(**overrides), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer)
+
+
+def segment(name: str, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float]) -> Segment:
+    context = len(prompt)
+    return Segment(
+        rollout_id=name,
+        token_ids=(*prompt, *answer),
+        decision=(CONTEXT,) * context + (0,) * len(answer),
+        logprobs=(0.0,) * context + tuple(logprobs),
+        versions=(CONTEXT,) * context + (0,) * len(answer),
+        temperatures=(1.0,) * (context + len(answer)),
+    )
+
+
+def episodes_of(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
+    """Single-decision episodes whose log-probs are the learner's own, as if it had sampled them."""
+    drafts = [segment(f"r{i}", [5, 6, 7 + i], [20 + i, 30 + i], [0.0, 0.0]) for i in range(len(advantages))]
+    own = learner.scorer.score(drafts, **SIZE)
+    segments = [
+        segment(item.rollout_id, item.token_ids[:3], item.token_ids[3:], values)
+        for item, values in zip(drafts, own, strict=True)
+    ]
+    return [
+        CreditedEpisode(item.rollout_id, [item], [advantage])
+        for item, advantage in zip(segments, advantages, strict=True)
+    ]

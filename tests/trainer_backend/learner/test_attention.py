@@ -1,0 +1,157 @@
+"""A mask over rows and a kernel over one row both give what each segment gives alone, on real models.
+
+Their gradients agree too, and checkpointed layers change nothing but what is kept.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.one_row import one_row
+from trainer_backend.core.segments import Segment
+from trainer_backend.learner.attention import BlockMask, OneRow
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.stepping import checkpoint_layers, stepping
+
+CPU = Placement(torch.device("cpu"))
+SIZE = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+ARCHITECTURES = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, use_sliding_window=False)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZE, sliding_window=None)),
+}
+
+
+def attend_one_by_one(q_LHD, k_LHD, v_LHD, bounds, scale):
+    """What torch's kernel of variable length computes, a segment at a time."""
+    attended = []
+    for first, end in pairwise(bounds.starts_S.tolist()):
+        q, k, v = (tensor[first:end].transpose(0, 1)[None] for tensor in (q_LHD, k_LHD, v_LHD))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        attended.append(out[0].transpose(0, 1))
+    return torch.cat(attended)
+
+
+def segments(count=7):
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for k, length in enumerate([23, 7, 12, 3, 19, 9, 5][:count]):
+        ids = torch.randint(2, 37, (length,), generator=generator).tolist()
+        decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
+        rest = ((-1.0,) * length, (0,) * length, ((0.5, 1.0, 1.5)[k % 3],) * length)
+        made.append(Segment(f"r-{k}", tuple(ids), tuple(decision), *rest))
+    return made
+
+
+def scorer_of(architecture, attention, chunk=16):
+    torch.manual_seed(0)
+    model = ARCHITECTURES[architecture]().double().eval()
+    model.set_attn_implementation(attention.implementation)
+    return Scorer(model, CPU, attention, chunk)
+
+
+def alone(model, part):
+    """Plain: one sequence, the model's own causal mask, full logits."""
+    model.set_attn_implementation("eager")
+    logits_LV = model(input_ids=torch.tensor([part.token_ids])).logits[0]
+    logp_LV = (logits_LV[:-1] / torch.tensor(part.temperatures)[1:, None]).log_softmax(-1)
+    return [float(logp_LV[i - 1, part.token_ids[i]]) for i in part.sampled_positions]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("attention", [BlockMask(), OneRow(attend_one_by_one)], ids=["mask", "one row"])
+@pytest.mark.parametrize("row_tokens", [23, 40, 200])
+def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attention, row_tokens):
+    scorer, parts = scorer_of(architecture, attention), segments()
+    found = scorer.score(parts, row_tokens=row_tokens, micro_batch_tokens=2 * row_tokens)
+    with torch.no_grad():
+        expected = [alone(scorer.model, part) for part in parts]
+    for mine, theirs in zip(found, expected, strict=True):
+        # The norms and the temperatures are float32 in a model of float64.
+        assert mine == pytest.approx(theirs, rel=0, abs=1e-5)
+
+
+def gradient(scorer, *, row_tokens, max_rows):
+    for piece in cut_packed(pack_segments(segments(), row_tokens=row_tokens), max_rows):
+        logprobs_N, entropies_N = scorer.logprobs(piece)
+        (logprobs_N + 0.1 * entropies_N).sum().backward()
+    return torch.cat([weight.grad.flatten() for weight in scorer.model.parameters()])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_both_ways_have_the_same_gradient_however_the_batch_is_cut(architecture):
+    masked = gradient(scorer_of(architecture, BlockMask()), row_tokens=40, max_rows=2)
+    one = gradient(scorer_of(architecture, OneRow(attend_one_by_one)), row_tokens=200, max_rows=1)
+    torch.testing.assert_close(one, masked, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", [BlockMask(), OneRow(attend_one_by_one)], ids=["mask", "one row"])
+def test_checkpointed_layers_give_the_same_gradient_and_keep_less(attention):
+    kept = []
+
+    def keep(tensor):
+        kept[-1] += tensor.numel()
+        return tensor
+
+    gradients = []
+    for checkpointed in (False, True):
+        scorer = scorer_of("qwen3", attention)
+        if checkpointed:
+            checkpoint_layers(scorer.model)
+        kept.append(0)
+        with stepping(scorer.model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            gradients.append(gradient(scorer, row_tokens=40, max_rows=9))
+        assert not any(module.training for module in scorer.model.modules())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-12)
+    assert kept[1] < kept[0] / 3
+
+
+def test_one_row_holds_the_tokens_in_order_without_padding_and_knows_its_bounds():
+    packed = pack_segments(segments(3), row_tokens=30)  # 23 + 7 fill a row, 12 begin the next
+    row, bounds = one_row(packed)
+    assert row.token_ids_BL[0].tolist() == [*packed.token_ids_BL[0].tolist(), *segments()[2].token_ids]
+    assert row.position_ids_BL[0].tolist() == [*range(23), *range(7), *range(12)]
+    assert row.segment_ids_BL[0].tolist() == [1] * 23 + [2] * 7 + [3] * 12
+    assert (bounds.starts_S.tolist(), bounds.longest) == ([0, 23, 30, 42], 23)
+    assert bounds.starts_S.dtype == torch.int32
+    after = row.token_ids_BL[row.predict_row_N, row.predict_position_N + 1]
+    assert torch.equal(after, packed.target_N)
+
+
+def test_under_autocast_log_probs_are_near_those_of_float32_and_of_its_width():
+    scorer = scorer_of("qwen3", BlockMask())
+    scorer.model.float()
+    low = Scorer(scorer.model, Placement(torch.device("cpu"), torch.bfloat16), BlockMask(), 16)
+    packed = pack_segments(segments(), row_tokens=40)
+    with torch.no_grad():
+        exact_N, _ = scorer.logprobs(packed)
+        rounded_N, entropies_N = low.logprobs(packed)
+    assert rounded_N.dtype == entropies_N.dtype == torch.float32
+    assert 0 < (rounded_N - exact_N).abs().max() < 0.3  # logits up to 20: two or three digits of bfloat16
+    rounded_N, _ = low.logprobs(packed)
+    rounded_N.sum().backward()
+    assert all(weight.grad.dtype == torch.float32 for weight in low.model.parameters())

@@ -1,0 +1,167 @@
+"""The plan beside real models and learners: what is counted is there, and what cannot fit is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, segment, tiny_tokenizer
+from trainer_backend.core.collate import pack_segments
+from trainer_backend.core.memory import MemoryNeeds, MemoryUse, activations, memory_needs
+from trainer_backend.errors import JobError, ModelFolderError
+from trainer_backend.learner.attention import BlockMask
+from trainer_backend.learner.capacity import (
+    MemoryPlan,
+    main_memory,
+    memory_plan,
+    memory_use,
+    model_shape,
+    refuse_too_large,
+)
+from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.scoring import Scorer
+from trainer_backend.models import save_model_folder
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def bytes_of(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"lora__rank": 4}], ids=["all weights", "adapters"])
+def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrides):
+    learner = learner_of(tokenizer, **overrides)
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    shape = model_shape(learner.model.config, learner.job.lora)
+    planned = memory_needs(shape, memory_use(learner.job, place("cpu"), shape), is_gpu=False).device
+    weights = list(learner.model.parameters())
+    assert planned["weights"] == bytes_of(weights)
+    assert planned["gradients"] == bytes_of(weight.grad for weight in weights if weight.requires_grad)
+    state = learner._optimizer.state.values()
+    moments = [values[name] for values in state for name in ("exp_avg", "exp_avg_sq")]
+    assert planned["optimizer"] == bytes_of(moments)
+    copies = 2 if overrides else 1  # merged weights on their way
+    assert planned["engine"] == copies * bytes_of(learner.copy_to_serve().parameters())
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_activations_are_near_what_autograd_keeps(family: str, rounded: bool, checkpointing: bool):
+    size = {
+        "vocab_size": 64, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 1,
+        "bos_token_id": None,
+    }  # fmt: skip
+    config = Qwen3Config(**size) if family == "qwen3" else LlamaConfig(**size)
+    kept = bytes_kept(config, rounded=rounded, checkpointing=checkpointing)
+    use = MemoryUse(
+        low=rounded, masked=True, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, cached_sequences=1,
+        cached_tokens=1, checkpointing=checkpointing,
+    )  # fmt: skip
+    shape = model_shape(config, None)
+    # Of the layer in the works, which is in the plan, nothing is kept between forward and backward.
+    two, one = (activations(with_layers(shape, layers), use) for layers in (2, 1))
+    planned = activations(shape, use) - (0 if checkpointing else two - one)
+    assert kept <= planned * 1.1
+    assert checkpointing or kept >= planned * 0.85
+
+
+def with_layers(shape, layers: int):
+    return type(shape)(
+        **{name: getattr(shape, name) for name in shape.__slots__} | {"layers": layers, "parameters": 0}
+    )
+
+
+def bytes_kept(config, *, rounded: bool, checkpointing: bool) -> int:
+    """What autograd saves of 4 rows of 256 tokens, weights left out, memory that is shared counted once."""
+    from trainer_backend.learner.stepping import checkpoint_layers, stepping
+
+    model = (Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM)(config).eval()
+    if checkpointing:
+        checkpoint_layers(model)
+    placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
+    scorer = Scorer(model, placement, BlockMask(), 8)
+    parts = [segment(f"r{i}", [3] * 254, [4, 5], [-1.0, -1.0]) for i in range(4)]
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = tensor  # held, so that the address is not given out again
+        return tensor
+
+    with stepping(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = scorer.logprobs(pack_segments(parts, row_tokens=256))
+    assert outputs[0].requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def plan_of(free: int, *, host: dict[str, int] | None = None, host_free: int = 0) -> MemoryPlan:
+    needs = MemoryNeeds({"weights": 3 * GIB, "activations": 3 * GIB, "cache": 7 * GIB}, host or {}, 6 * GIB)
+    return MemoryPlan(place("cpu"), needs, free, host_free)
+
+
+def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
+    with pytest.raises(JobError) as caught:
+        refuse_too_large(plan_of(5 * GIB), tiny_job())
+    told = str(caught.value)
+    assert "at least 6.00 GiB on cpu" in told
+    assert "13.0 of 5.0 GiB free: weights 3.0, activations 3.0, cache 7.0" in told
+    for knob in ("micro_batch_tokens", "gradient_checkpointing", "[lora]", "max_running"):
+        assert knob in told
+
+
+def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
+    plan = plan_of(8 * GIB)
+    refuse_too_large(plan, tiny_job())
+    assert "fits only while sequences are shorter than allowed" in str(plan)
+    assert "fits only" not in str(plan_of(13 * GIB))
+
+
+def test_moments_that_do_not_fit_main_memory_are_refused_too():
+    with pytest.raises(JobError, match=r"optimizer needs 9.00 GiB of main memory"):
+        refuse_too_large(plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB), tiny_job())
+
+
+def test_a_model_folder_is_planned_for_without_its_weights(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer)
+    save_model_folder(tmp_path, learner.model, tokenizer)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    job = tiny_job(model__preset=None, model__path=str(tmp_path))
+    assert memory_plan(job).needs.device["weights"] == bytes_of(learner.model.parameters())
+    assert memory_plan(tiny_job(), tmp_path).needs.device["weights"] == bytes_of(learner.model.parameters())
+
+
+def test_a_config_that_cannot_be_read_is_told_as_such(tmp_path: Path):
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=r"config\.json"):
+        memory_plan(tiny_job(), tmp_path)
+
+
+def test_the_jobs_limits_are_what_is_counted_with():
+    job = tiny_job(inference__max_model_len=500, inference__kept_prefixes=3, training__kl_coef=0.1)
+    shape = model_shape(Qwen3Config(), None)
+    use = memory_use(job, place("cpu"), shape)
+    assert (use.row_tokens, use.micro_batch_tokens) == (500, 4096)
+    assert (use.cached_sequences, use.cached_tokens) == (16 + 3, 500)
+    assert (use.reference, use.masked, use.low) == (True, True, False)
+
+
+def test_main_memory_is_the_containers_where_that_is_less(tmp_path: Path):
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.stat").write_text("anon 2000000\nfile 1500000\n")
+    assert main_memory(tmp_path) == 3_000_000  # files in memory give way
+    (tmp_path / "memory.max").write_text("max\n")
+    assert main_memory(tmp_path) > 3_000_000
+    assert main_memory(tmp_path / "nowhere") > 3_000_000

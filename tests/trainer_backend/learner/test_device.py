@@ -1,0 +1,48 @@
+"""Which device and precision a job gets, and what a missing GPU is told as."""
+
+import pytest
+import torch
+
+from trainer_backend.errors import JobError
+from trainer_backend.learner.attention import BlockMask, OneRow, attention_for, varlen_is_here
+from trainer_backend.learner.device import Found, place
+
+NOTHING = Found(cuda=None, mps=False)
+OLD_CUDA = Found(cuda=(7, 5), mps=False)
+NEW_CUDA = Found(cuda=(9, 0), mps=False)
+APPLE = Found(cuda=None, mps=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "device", "low"),
+    [
+        ("auto", NOTHING, "cpu", None),
+        ("auto", APPLE, "mps", None),
+        ("auto", NEW_CUDA, "cuda", torch.bfloat16),
+        ("auto", Found(cuda=(8, 0), mps=True), "cuda", torch.bfloat16),
+        ("cpu", NEW_CUDA, "cpu", None),
+        ("cuda", OLD_CUDA, "cuda", None),  # no bfloat16 in its tensor cores
+        ("mps", APPLE, "mps", None),
+    ],
+)
+def test_auto_takes_cuda_then_mps_then_cpu_and_bfloat16_is_for_gpus_that_have_it(name, found, device, low):
+    placement = place(name, found)
+    assert (placement.device.type, placement.low) == (device, low)
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps"])
+def test_a_gpu_that_is_not_there_is_refused_with_what_torch_sees(name):
+    with pytest.raises(JobError, match=rf"model.device is '{name}', but torch .* sees no GPU.*auto"):
+        place(name, NOTHING)
+
+
+def test_the_wrong_kind_of_gpu_is_named():
+    with pytest.raises(JobError, match=r"model.device is 'mps', but torch .* sees cuda"):
+        place("mps", NEW_CUDA)
+
+
+def test_attention_of_variable_length_is_for_cuda_in_bfloat16():
+    assert varlen_is_here(), "the newest torch that we allow has it"
+    assert isinstance(attention_for(place("cuda", NEW_CUDA)), OneRow)
+    for name, found in (("cuda", OLD_CUDA), ("mps", APPLE), ("cpu", NOTHING)):
+        assert isinstance(attention_for(place(name, found)), BlockMask)

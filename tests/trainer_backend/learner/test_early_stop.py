@@ -1,0 +1,87 @@
+"""`training.target_kl` on a real tiny model: which steps of an iteration are taken, and which are not."""
+
+import math
+
+import pytest
+import torch
+
+from tests.conftest import tiny_job
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.protocols import CreditedEpisode
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["tree L2 U1 water wood3 stone coal"] * 20, 300, whole_words=["noop", "do"])
+
+
+def learner_of(tokenizer, **training) -> LocalLearner:
+    torch.set_num_threads(1)
+    job = tiny_job(**{f"training__{key}": value for key, value in training.items()})
+    return LocalLearner(job, build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer)
+
+
+def episode(learner: LocalLearner, name: str, advantage: float) -> CreditedEpisode:
+    """One decision of one token, as if the learner had sampled it just now."""
+
+    def segment(logprob: float) -> Segment:
+        return Segment(name, (5, 6, 20), (CONTEXT, CONTEXT, 0), (0.0, 0.0, logprob), (0,) * 3, (1.0,) * 3)
+
+    ((own,),) = learner.scorer.score([segment(0.0)], row_tokens=64, micro_batch_tokens=1024)
+    return CreditedEpisode(name, [segment(own)], [advantage])
+
+
+def test_after_the_limit_the_remaining_steps_are_skipped_and_counted(tokenizer):
+    free, held = (
+        learner_of(tokenizer, update_passes=5, entropy_coef=0.0, **limit)
+        for limit in ({}, {"target_kl": 1e-9})
+    )
+    went_on = free.update([episode(free, "r", 1.0)], iteration=1)
+    stopped = held.update([episode(held, "r", 1.0)], iteration=1)
+    assert (went_on["optim/steps"], went_on["optim/steps_skipped"]) == (5, 0)
+    assert (stopped["optim/steps"], stopped["optim/steps_skipped"]) == (1, 4)
+    assert stopped["loss/kl_to_proximal"] > 1e-9
+    assert stopped["loss/approx_kl"] < 1e-9  # the mean over the steps taken: the first began at the proximal
+
+
+def test_the_step_that_finds_it_too_far_leaves_the_weights_alone(tokenizer):
+    once = learner_of(tokenizer, update_passes=1)
+    held = learner_of(tokenizer, update_passes=5, target_kl=1e-9)
+    for learner in (once, held):
+        learner.update([episode(learner, "r", 1.0)], iteration=1)
+    other = held.weights()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in once.weights().items())
+
+
+def test_the_distance_told_is_that_of_the_last_step_looked_at(tokenizer):
+    learner = learner_of(tokenizer, update_passes=2, entropy_coef=0.0)
+    played = episode(learner, "r", 1.0)
+    one_step = learner_of(tokenizer, update_passes=1, entropy_coef=0.0)
+    one_step.update([episode(one_step, "r", 1.0)], iteration=1)
+    # With d = new - old log-prob of the one token, k3 of KL(old || new) is exp(d) - 1 - d.
+    ((new,),) = one_step.scorer.score(played.segments, row_tokens=64, micro_batch_tokens=1024)
+    d = new - played.segments[0].logprobs[-1]
+    told = learner.update([played], iteration=1)["loss/kl_to_proximal"]
+    assert told == pytest.approx(math.expm1(d) - d, rel=1e-3)
+
+
+def test_the_schedule_of_the_job_sets_the_rate(tokenizer):
+    # Two iterations, one step each: the second begins half way.
+    rates = {
+        name: [
+            learner.update([episode(learner, "r", 1.0)], iteration=number)["optim/lr"] for number in (1, 2)
+        ]
+        for name in ("linear", "cosine", "constant")
+        for learner in [
+            learner_of(
+                tokenizer, update_passes=1, learning_rate=1e-3, learning_rate_final=0.0,
+                learning_rate_schedule=name, iterations=4,
+            )
+        ]
+    }  # fmt: skip
+    quarter = (1 + math.cos(math.pi / 4)) / 2
+    assert rates["linear"] == pytest.approx([1e-3, 0.75e-3])
+    assert rates["cosine"] == pytest.approx([1e-3, quarter * 1e-3])
+    assert rates["constant"] == [1e-3, 1e-3]

@@ -1,0 +1,62 @@
+"""AdamW with its moments in main memory takes the same steps, and its state is interchangeable."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, tiny_tokenizer
+from trainer_backend.learner.checkpoints import restore_progress
+from trainer_backend.learner.optimizer import OffloadedAdamW
+from trainer_backend.protocols import Progress
+
+ADVANTAGES = [1.0, -0.5, 0.25]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_offloaded_steps_are_those_of_adamw(tokenizer, weight_decay: float):
+    kept = learner_of(tokenizer, training__weight_decay=weight_decay)
+    moved = learner_of(tokenizer, training__weight_decay=weight_decay, training__optimizer_offload=True)
+    assert isinstance(moved._optimizer, OffloadedAdamW)
+    for iteration in (1, 2, 3):
+        for learner in (kept, moved):
+            learner.update(episodes_of(learner, ADVANTAGES), iteration=iteration)
+    other = moved.weights()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in kept.weights().items())
+
+
+@pytest.mark.parametrize("offloads_first", [False, True])
+def test_a_run_may_be_resumed_with_the_moments_in_the_other_place(
+    tokenizer, offloads_first: bool, tmp_path: Path
+):
+    first = learner_of(tokenizer, training__optimizer_offload=offloads_first)
+    first.update(episodes_of(first, ADVANTAGES), iteration=1)
+    first.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    second = learner_of(tokenizer, training__optimizer_offload=not offloads_first)
+    second.model.load_state_dict(first.model.state_dict())
+    assert restore_progress(tmp_path / "iteration_1", second._optimizer) == Progress(1, 1, 2)
+    for learner in (first, second):
+        learner.update(episodes_of(learner, ADVANTAGES), iteration=2)
+    other = second.weights()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in first.weights().items())
+
+
+def test_weights_without_a_gradient_are_left_alone():
+    touched, untouched = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = OffloadedAdamW([touched, untouched], lr=0.1, weight_decay=0.5)
+    touched.grad = torch.ones(2)
+    optimizer.step()
+    assert untouched.tolist() == [1.0, 1.0]
+    # One step of AdamW: decay by lr * 0.5, then lr towards minus the gradient's sign.
+    torch.testing.assert_close(touched.detach(), torch.tensor([0.85, 0.85]))
+
+
+def test_a_closure_is_refused():
+    optimizer = OffloadedAdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(TypeError, match="closure"):
+        optimizer.step(lambda: 0.0)

@@ -1,0 +1,227 @@
+"""Folders that are no model to train: each is refused with what was found and what was probably meant."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import tiny_job
+from tests.model_folders import edit_json
+from trainer_backend.errors import CheckpointError, ModelFolderError
+from trainer_backend.job_model import ModelTable
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.loading import load_named
+from trainer_backend.protocols import Progress
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def copied(model_folders: Mapping[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    def copy(family: str) -> Path:
+        return Path(shutil.copytree(model_folders[family], tmp_path / family))
+
+    return copy
+
+
+def refused(folder: Path, says: str) -> None:
+    with pytest.raises(ModelFolderError, match=says) as caught:
+        load_named(ModelTable(path=folder))
+    assert str(folder) in str(caught.value)
+
+
+def test_a_folder_without_weights(copied):
+    folder = copied("qwen3")
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"no weights in this folder.*model\.safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt"])
+def test_a_folder_with_pickled_weights_alone(name: str, copied):
+    folder = copied("qwen3")
+    (folder / "model.safetensors").rename(folder / name)
+    refused(folder, "only pickled weights, which are refused")
+
+
+def test_a_shard_that_was_not_copied(copied):
+    folder = copied("mistral")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    refused(folder, "1 of 3 shards are missing, such as model-00002-of-00003")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "cannot be read"), ('{"weight_map": 3}', "names no files"), ("[]", "no JSON object")],
+)
+def test_an_index_of_shards_that_is_none(text: str, says: str, copied):
+    folder = copied("mistral")
+    (folder / "model.safetensors.index.json").write_text(text)
+    refused(folder, says)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "it cannot be read"), ("[]", "no JSON object")])
+def test_a_config_that_is_none(text: str, says: str, copied):
+    folder = copied("qwen3")
+    (folder / "config.json").write_text(text)
+    refused(folder, says)
+
+
+def test_weights_that_miss_a_tensor_are_not_completed_with_random_numbers(copied):
+    folder = copied("llama")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(folder, r"1 would be random, such as model\.layers\.1\.mlp\.up_proj")
+
+
+def test_weights_of_a_deeper_model_are_not_cut_in_silence(copied):
+    folder = copied("llama")
+    edit_json(folder / "config.json", num_hidden_layers=1)
+    refused(folder, r"would be left out, such as model\.layers\.1\.")
+
+
+def test_weights_of_another_shape(copied):
+    folder = copied("llama")
+    edit_json(folder / "config.json", intermediate_size=80)
+    refused(folder, "the model cannot be loaded")
+
+
+def test_a_vocabulary_larger_than_the_embedding(model_folders: Mapping[str, Path], copied):
+    folder = copied("llama")  # 607 rows
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folders["mistral"] / name, folder / name)
+    refused(folder, "666 tokens but the model only 607 embeddings.*two models were mixed")
+
+
+def test_another_models_tokenizer_that_happens_to_fit(model_folders: Mapping[str, Path], copied):
+    folder = copied("qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folders["llama"] / name, folder / name)
+    edit_json(folder / "config.json", eos_token_id=300)
+    refused(folder, r"config\.json ends texts with id 300, which is '.+' to the tokenizer and not special")
+
+
+def test_an_end_token_that_the_tokenizer_does_not_have(copied):
+    folder = copied("qwen3")
+    edit_json(folder / "generation_config.json", eos_token_id=[640])
+    refused(folder, r"generation_config\.json ends texts with id 640, which is None to the tokenizer")
+
+
+def test_a_folder_without_a_tokenizer(copied):
+    folder = copied("qwen3")
+    (folder / "tokenizer.json").unlink()
+    refused(folder, "the tokenizer is missing")
+
+
+def test_an_architecture_that_transformers_does_not_know(copied):
+    folder = copied("qwen3")
+    edit_json(folder / "config.json", model_type="qwen9")
+    refused(folder, r"model_type is 'qwen9', which transformers \d+\S* does not know")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it holds BertForMaskedLM"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "it holds BertModel"),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "it holds ViTModel"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "it holds Qwen3ForSequenceClassification"),
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "an encoder with a decoder",
+        ),
+    ],
+)
+def test_a_model_that_continues_no_text(changes: dict[str, object], says: str, copied):
+    folder = copied("qwen3")
+    edit_json(folder / "config.json", **changes)
+    refused(folder, f"{says}.*a causal language model .decoder only. is needed")
+
+
+def test_a_quantised_model(copied):
+    folder = copied("qwen3")
+    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    refused(folder, r"its weights are quantised .*Take the model that it was made from")
+
+
+def test_a_tied_head_and_old_rotary_buffers_may_lie_in_the_file(copied):
+    folder = copied("llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_named(ModelTable(path=folder))
+
+
+def test_a_model_with_code_of_its_own_runs_none_of_it(copied):
+    folder = copied("qwen3")
+    ran = folder / "ran"
+    (folder / "modeling_own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    names = {"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
+    edit_json(folder / "config.json", model_type="own", auto_map=names)
+    refused(folder, "no code of a model is run")
+    edit_json(folder / "config.json", model_type="qwen3", auto_map=names)
+    load_named(ModelTable(path=folder))  # transformers knows this one itself
+    edit_json(
+        folder / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizer",
+        auto_map={"AutoTokenizer": ["modeling_own.Own", "modeling_own.Own"]},
+    )
+    refused(folder, "tokenizer_class 'OwnTokenizer' brings Python code of its own")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ messages[", "it refuses a system message"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "shows no tools to the model"),
+        ("{{ tools }}<tool_call>", r"writes a call otherwise than 'hermes' reads it"),
+        ("{{ tools }}", "writes a call in no format that is known here"),
+    ],
+)
+def test_a_chat_template_that_cannot_hold_a_conversation_with_tools(template: str | None, says: str, copied):
+    folder = copied("qwen3")
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
+    refused(folder, says)
+
+
+def test_a_tool_call_format_that_the_template_does_not_write(model_folders: Mapping[str, Path]):
+    with pytest.raises(ModelFolderError, match=r"Set model\.tool_call_format to 'hermes'"):
+        load_named(ModelTable(path=model_folders["qwen3"], tool_call_format="llama"))
+
+
+def test_a_checkpoint_of_another_architecture_is_named_beside_the_jobs_model(
+    model_folders: Mapping[str, Path], tmp_path: Path
+):
+    def job(family: str):
+        return tiny_job(model__preset=None, model__path=str(model_folders[family]))
+
+    folder = tmp_path / "iteration_1"
+    LocalLearner.fresh(job("llama"), []).save(folder, Progress(iteration=1))
+    both = "holds LlamaForCausalLM with 2 layers of width 32, but the job's model is Qwen3ForCausalLM with 2"
+    with pytest.raises(CheckpointError, match=both):
+        LocalLearner.resumed(job("qwen3"), folder)
+    with pytest.raises(
+        CheckpointError, match="the job's model is Qwen3ForCausalLM with 2 layers of width 96"
+    ):
+        LocalLearner.resumed(tiny_job(), folder)
+    gone = tiny_job(model__preset=None, model__path=str(tmp_path / "gone"))
+    assert LocalLearner.resumed(gone, folder)[1].iteration == 1, (
+        "the folder that a run began from may be gone"
+    )
+
+
+def test_a_checkpoint_whose_config_is_broken_is_refused(model_folders: Mapping[str, Path], tmp_path: Path):
+    job = tiny_job(model__preset=None, model__path=str(model_folders["llama"]))
+    folder = tmp_path / "iteration_1"
+    LocalLearner.fresh(job, []).save(folder, Progress(iteration=1))
+    (folder / "config.json").write_text(json.dumps([]))
+    with pytest.raises(ModelFolderError, match="no JSON object"):
+        LocalLearner.resumed(job, folder)

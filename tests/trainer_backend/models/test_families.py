@@ -1,0 +1,133 @@
+"""Folders laid out as those of Qwen3, Llama 3.2 and Mistral 7B: what comes out of them is what they hold."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import tiny_job
+from tests.model_folders import FAMILIES, PADDING_ROWS
+from trainer_backend.inference.engine import stop_token_ids
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.job_model import ModelTable
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.loading import load_named
+from trainer_backend.models.folder import embedding_rows
+from trainer_backend.protocols import Progress
+
+torch.set_num_threads(1)
+
+NAMES = [family.name for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_bfloat16_weights_become_a_master_copy_in_float32(family: str, model_folders: Mapping[str, Path]):
+    model, _ = load_named(ModelTable(path=model_folders[family]))
+    on_disk: dict[str, torch.Tensor] = {}
+    for file in model_folders[family].glob("*.safetensors"):
+        on_disk.update(load_file(file))
+    state = model.state_dict()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in on_disk.values())
+    assert all(torch.equal(state[name], tensor.float()) for name, tensor in on_disk.items())
+    assert not model.training
+
+
+def test_a_tied_head_is_the_embedding_and_an_own_head_is_not(model_folders: Mapping[str, Path]):
+    tied = {
+        name: (model := load_named(ModelTable(path=model_folders[name]))[0]).lm_head.weight
+        is model.model.embed_tokens.weight
+        for name in NAMES
+    }
+    assert tied == {"qwen3": True, "llama": True, "mistral": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "ends"),
+    [
+        ("qwen3", ["<|im_end|>", "<|endoftext|>"]),
+        ("llama", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
+        ("mistral", ["</s>"]),
+    ],
+)
+def test_every_end_token_of_the_generation_config_ends_a_reply(
+    family: str, ends: list[str], model_folders: Mapping[str, Path]
+):
+    model, tokenizer = load_named(ModelTable(path=model_folders[family]))
+    assert set(stop_token_ids(model, tokenizer)) == set(tokenizer.convert_tokens_to_ids(ends))
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_checkpoint_gives_back_model_tokenizer_and_templates(
+    family: str, model_folders: Mapping[str, Path], tmp_path: Path
+):
+    job = tiny_job(model__preset=None, model__path=str(model_folders[family]))
+    learner = LocalLearner.fresh(job, [])
+    learner.save(tmp_path / "iteration_1", Progress(iteration=1))
+    again, progress = LocalLearner.resumed(job, tmp_path / "iteration_1")
+    assert progress.iteration == 1
+    assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in learner.weights().items())
+    assert again.tokenizer.chat_template == learner.tokenizer.chat_template
+    text = "hp9 wood0\n<unk> \N{SNOWMAN}"
+    assert ChatRenderer(again.tokenizer).encode(text) == ChatRenderer(learner.tokenizer).encode(text)
+
+
+def test_what_the_job_says_of_the_chat_stands_in_its_checkpoints_too(
+    model_folders: Mapping[str, Path], tmp_path: Path
+):
+    asked = [{"role": "user", "content": "wood"}]
+    job = tiny_job(
+        model__preset=None,
+        model__path=str(model_folders["qwen3"]),
+        model__tool_call_format="hermes",
+        model__chat_template_kwargs={"enable_thinking": False},
+    )
+    LocalLearner.fresh(job, []).save(tmp_path / "iteration_1", Progress())
+    without = tiny_job(model__preset=None, model__path=str(model_folders["qwen3"]))
+    again, _ = LocalLearner.resumed(without, tmp_path / "iteration_1")
+    assert ChatRenderer(again.tokenizer).prompt_text(asked, []).endswith("<think>\n\n</think>\n\n")
+    settings = json.loads((tmp_path / "iteration_1/tokenizer_config.json").read_text())
+    assert settings["turnwise_tool_call_format"] == "hermes"
+
+
+def test_an_id_that_only_the_embedding_knows_is_shown_and_never_makes_a_broken_call_whole(
+    model_folders: Mapping[str, Path],
+):
+    model, tokenizer = load_named(ModelTable(path=model_folders["qwen3"]))
+    unknown = len(tokenizer)
+    assert embedding_rows(model) == unknown + PADDING_ROWS
+    renderer = ChatRenderer(tokenizer)
+    ids = renderer.encode("<tool_call>wood")
+    assert renderer.decode([unknown, *ids, unknown + 3, unknown + 4, *ids]) == (
+        "\ufffd<tool_call>wood\ufffd\ufffd<tool_call>wood"
+    )
+
+
+def test_a_tokenizer_that_was_saved_with_a_length_cuts_nothing(
+    model_folders: Mapping[str, Path], tmp_path: Path
+):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folders["llama"], folder)
+    path = folder / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "truncation": cut}))
+    _, tokenizer = load_named(ModelTable(path=folder))
+    text = "wood " * 20
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.decode(renderer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", [" do", "do", "  do", "\N{SNOWMAN} do", "\n do", ""])
+@pytest.mark.parametrize("family", NAMES)
+def test_a_reply_keeps_the_space_that_it_begins_with(
+    family: str, text: str, model_folders: Mapping[str, Path]
+):
+    _, tokenizer = load_named(ModelTable(path=model_folders[family]))
+    renderer = ChatRenderer(tokenizer)
+    before = renderer.encode("[/INST]" if family == "mistral" else "wood")
+    whole = renderer.encode(("[/INST]" if family == "mistral" else "wood") + text)
+    assert whole[: len(before)] == before
+    assert renderer.decode(whole[len(before) :]) == text

@@ -1,0 +1,158 @@
+"""Hub names: found in the hub's own cache layout, and told apart when they are not there to be had."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from trainer_backend.errors import JobError
+from trainer_backend.job import load_job, load_new_job, parse_job
+from trainer_backend.job_model import ModelTable
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# The hub's client reads its environment when it is imported, so each case is a process of its own.
+LOAD = """\
+import sys
+from trainer_backend.errors import ModelFolderError
+from trainer_backend.job_model import ModelTable
+from trainer_backend.learner.loading import load_named
+for name, revision in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        model, tokenizer = load_named(ModelTable(name=name, revision=revision or None))
+    except ModelFolderError as error:
+        print(error)
+    else:
+        print(type(model).__name__, len(tokenizer))
+"""
+
+
+def loaded(*wanted: tuple[str, str], cache: Path, **environment: str) -> list[str]:
+    """A line for each (name, revision): what was loaded, or the error."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *(part for pair in wanted for part in pair)],
+        env={**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    return done.stdout.splitlines()
+
+
+def cached(cache: Path, name: str, folder: Path) -> Path:
+    """Put a folder into a cache as the hub's client does: blobs, snapshots that link to them, refs."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    for part in ("blobs", "refs"):
+        (repository / part).mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = repository / "blobs" / f"{number:040x}"
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    (repository / "refs/main").write_text(COMMIT)
+    return snapshot
+
+
+def test_a_cached_model_is_loaded_without_a_network(model_folders: Mapping[str, Path], tmp_path: Path):
+    cached(tmp_path, "Qwen/Qwen3-Tiny", model_folders["qwen3"])
+    half = cached(tmp_path, "mistralai/Half", model_folders["mistral"])
+    (half / "model-00003-of-00003.safetensors").unlink()
+    by_branch, by_commit, other_branch, unknown, not_whole = loaded(
+        ("Qwen/Qwen3-Tiny", ""),
+        ("Qwen/Qwen3-Tiny", COMMIT),
+        ("Qwen/Qwen3-Tiny", "v2"),
+        ("Qwen/Qwen3-Tinny", ""),
+        ("mistralai/Half", ""),
+        cache=tmp_path, HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    assert by_branch == by_commit and by_branch.startswith("Qwen3ForCausalLM")
+    assert other_branch.startswith("model.name 'Qwen/Qwen3-Tiny' at 'v2': it is not whole in the hub's cache")
+    assert f"({tmp_path}), and the hub cannot be reached" in unknown
+    assert "hf download Qwen/Qwen3-Tinny" in unknown and "model.path" in unknown
+    assert "1 of 3 shards are missing" in not_whole
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Refuses as the hub does: a model that does not exist, and one behind terms."""
+
+    def do_GET(self) -> None:
+        gated = "gated" in self.path
+        self.send_response(403 if gated else 404)
+        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_what_the_hub_refuses_is_told_apart(hub: str, tmp_path: Path):
+    unknown, gated = loaded(
+        ("org/none", ""), ("org/gated", ""), cache=tmp_path, HF_ENDPOINT=hub, NO_PROXY="127.0.0.1"
+    )
+    assert unknown.startswith("model.name 'org/none': the hub has no such model or revision")
+    assert gated.startswith("model.name 'org/gated': the hub gives it out only to who accepted its terms")
+
+
+def job_file(tmp_path: Path, model: str) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(f"[model]\n{model}\n")
+    return path
+
+
+def test_a_model_is_told_by_what_names_it():
+    assert ModelTable(name="org/x").source == "org/x"
+    assert ModelTable(name="org/x", revision="v2").source == "org/x at v2"
+    assert ModelTable(path=Path("a/b")).source == "a/b"
+
+
+def test_a_path_that_looks_like_a_hub_name_is_asked_about(tmp_path: Path):
+    path = job_file(tmp_path, 'path = "Qwen/Qwen3-0.6B"')
+    with pytest.raises(JobError, match=r"no folder\. Did you mean model\.name = 'Qwen/Qwen3-0\.6B'\?"):
+        load_new_job(path)
+
+
+@pytest.mark.parametrize("name", ["./models/qwen", "/models/qwen", "~/qwen", "a/b/c", "../qwen", "a/", ""])
+def test_a_hub_name_that_looks_like_a_path_is_asked_about(name: str, tmp_path: Path):
+    with pytest.raises(JobError, match=r"model\.name is .*did you mean model\.path\?"):
+        load_job(job_file(tmp_path, f'name = "{name}"'))
+
+
+def test_a_hub_name_that_is_a_folder_here_is_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "Qwen/Qwen3").mkdir(parents=True)
+    (tmp_path / "Qwen/Qwen3/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match=r"a folder here\. Did you mean model\.path\?"):
+        load_new_job(job_file(tmp_path, 'name = "Qwen/Qwen3"'))
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({}, "exactly one of 'preset', 'path' and 'name' must be given"),
+        ({"path": "x", "name": "org/x"}, "found path and name"),
+        ({"path": "x", "revision": "main"}, "'revision' is of a model of the hub"),
+        ({"preset": "tiny-0.3m", "tool_call_format": "hermes"}, "'preset' has its own chat template"),
+        ({"preset": "tiny-0.3m", "chat_template_kwargs": {"a": 1}}, "'preset' has its own chat template"),
+        ({"name": "org/x", "tool_call_format": "hermse"}, "model.tool_call_format is 'hermse'.*'hermes'"),
+    ],
+)
+def test_a_model_table_that_contradicts_itself_is_refused(table: dict[str, object], says: str):
+    with pytest.raises(JobError, match=says):
+        parse_job({"model": table}, where="job.toml")

@@ -1,0 +1,97 @@
+"""`turnwise new env`: what it writes works as it is: its own tests, over HTTP, and in a training run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import rows_of
+from tests.task_app.test_service_process import collected, task_app
+from trainer_backend.errors import JobError
+from trainer_backend.new_environment.write import write_environment
+from trainer_backend.rundir.layout import open_run
+from trainer_backend.rundir.rollout_files import read_rollouts
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("elsewhere")
+    files = write_environment("lost_key", parent)
+    assert [path.name for path in files] == [
+        "lost_key_environment.py", "plugins.py", "test_lost_key.py", "job.toml",
+    ]  # fmt: skip
+    return parent / "lost_key"
+
+
+def python(*arguments: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_its_own_tests_pass_and_hold_the_contract(folder: Path):
+    told = python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
+    assert "9 passed" in told  # eight of the contract, one of its own
+
+
+def test_it_is_served_and_plays_a_random_episode_over_http(folder: Path):
+    request = {
+        "rollout_id": "a",
+        "run_id": "r",
+        "start": {"seed": 5},
+        "env": {"env_name": "lost_key", "config": {"length": 4}},
+        "policy": {"policy_name": "random", "config": {"seed": 1}},
+        "step_rewards": {"enabled": True, "mode": "decision_stepwise"},
+        "limits": {"max_decisions": 500},
+    }
+    with task_app("--plugins", str(folder / "plugins.py")) as (_, client):
+        made = client.post("/env/create", json={"env_name": "lost_key", "seed": 3}).json()
+        assert made["observation"]["achievements_counts"] == {"take_key": 0, "open_door": 0}
+        assert client.post("/rollouts", json={"rollouts": [request]}).status_code == 202
+        played = collected(client, 1)["a"]
+    trajectory = played["trajectory"]
+    assert (trajectory["terminated"], trajectory["outcome_reward"]) == (True, 2.0)
+    records = [step["metadata"]["decision_rewards"] for step in trajectory["steps"]]
+    assert [record["unique"] for record in records if record["unique"]] == [["take_key"], ["open_door"]]
+    assert not any(step["step_info"]["invalid_reason"] for step in trajectory["steps"])
+
+
+def test_its_job_trains_on_it_in_a_task_app_of_the_job_s_own(folder: Path):
+    small = (
+        "training.iterations=1", "training.group_size=2", "rollout.episodes_per_batch=4",
+        "rollout.max_turns=3", "evaluation.instances=2", "training.threads=1",
+    )  # fmt: skip
+    changed = [word for setting in small for word in ("--set", setting)]
+    told = python(
+        "-m", "trainer_backend", "train", "job.toml", "--run", "run", "--no-report", *changed, cwd=folder
+    )
+    assert "1 iterations done" in told
+    run = open_run(folder / "run")
+    assert [row["iteration"] for row in rows_of(run, "evaluation")] == [0, 1]
+    stored = read_rollouts(run.rollouts_file("iteration_1"))
+    assert {item.trajectory.env_name for item in stored} == {"lost_key"}
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
+    (tmp_path / "maze").mkdir()
+    with pytest.raises(JobError, match="maze is there already; nothing was written"):
+        write_environment("maze", tmp_path)
+    assert list((tmp_path / "maze").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("Lost-Key", ". Did you mean 'lost_key'?"), ("3d", ". Did you mean 'd'?"), ("class", ""), ("", "")],
+)
+def test_a_name_that_python_could_not_import_is_refused(tmp_path: Path, name: str, meant: str):
+    with pytest.raises(JobError) as caught:
+        write_environment(name, tmp_path)
+    assert str(caught.value).endswith(f"a letter first{meant}")
+    assert list(tmp_path.iterdir()) == []

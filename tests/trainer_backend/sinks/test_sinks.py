@@ -1,0 +1,196 @@
+"""Sinks of metrics: what they get, what TensorBoard reads back, and that none of them can end a run."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import ListReporter, tiny_job
+from trainer_backend import plugins
+from trainer_backend.errors import JobError
+from trainer_backend.job import load_job, load_new_job
+from trainer_backend.job_sinks import SinksTable
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.sinks.reporter import SinkReporter
+from trainer_backend.sinks.sink import is_installed, refuse_missing, scalars
+
+WARMUP = {"kind": "warmup", "iteration": 0, "warmup/loss": 1.5}
+FIRST = {"kind": "iteration", "iteration": 1, "loss/entropy": 2.0, "decision/unique_by_turn": [0.5, 0.25]}
+EVALUATION = {
+    "kind": "evaluation",
+    "iteration": 1,
+    "eval/unique_achievements": 3.0,
+    "eval/success_rates": {"collect_wood": 0.75},
+    "eval/outcome_reward_low": None,
+    "rollout/finished": 4.0,
+}
+SECOND = {"kind": "iteration", "iteration": 2, "loss/entropy": 1.0}
+
+
+def test_a_row_becomes_the_numbers_that_a_curve_can_be_drawn_of():
+    assert scalars(WARMUP) == {"warmup/loss": 1.5}
+    assert scalars(FIRST) == {"loss/entropy": 2.0}
+    assert scalars(EVALUATION) == {
+        "eval/unique_achievements": 3.0,
+        "eval/success_rates/collect_wood": 0.75,
+        "eval/rollout/finished": 4.0,
+    }
+    assert scalars({**FIRST, "loss/entropy": float("nan")}) == {}
+
+
+def written(directory: RunDirectory, rows: list[dict[str, Any]], job: Any) -> ListReporter:
+    """One start of a run: each row is written to metrics.jsonl and then told, as `train` does."""
+    reporter = ListReporter()
+    with SinkReporter(job, directory, reporter) as sinks:
+        for row in rows:
+            directory.append_metrics(row)
+            if row["kind"] != "warmup":  # the start of a run writes it, and tells nobody
+                sinks.metrics(row)
+        sinks.say("done")
+        sinks.stage("collect", 1, 2)
+    assert (reporter.lines, reporter.stages) == (["done"], [("collect", 1, 2)])
+    return reporter
+
+
+def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_back_what_was_written_by_iteration(tmp_path: Path):
+    job = tiny_job(sinks__tensorboard=True)
+    directory = create_run(job, tmp_path / "run")
+    reporter = written(directory, [WARMUP, FIRST, EVALUATION, SECOND], job)
+    assert reporter.rows == [FIRST, EVALUATION, SECOND]
+    assert read_back(directory.path / "tensorboard") == {
+        "warmup/loss": [(0, 1.5)],
+        "loss/entropy": [(1, 2.0), (2, 1.0)],
+        "eval/unique_achievements": [(1, 3.0)],
+        "eval/success_rates/collect_wood": [(1, 0.75)],
+        "eval/rollout/finished": [(1, 4.0)],
+    }
+
+
+def test_an_iteration_that_a_resumed_run_does_again_is_there_once(tmp_path: Path):
+    job = tiny_job(sinks__tensorboard=True)
+    directory = create_run(job, tmp_path / "run")
+    written(directory, [FIRST, SECOND], job)
+    directory.forget_metrics_after(1)
+    written(directory, [{**SECOND, "loss/entropy": 0.5}], job)
+    assert read_back(directory.path / "tensorboard") == {"loss/entropy": [(1, 2.0), (2, 0.5)]}
+
+
+def test_without_sinks_nothing_is_opened(tmp_path: Path):
+    job = tiny_job()
+    directory = create_run(job, tmp_path / "run")
+    written(directory, [FIRST], job)
+    assert not (directory.path / "tensorboard").exists()
+
+
+class Breaking:
+    """Takes one row, then fails."""
+
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+        self.closed = 0
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        if self.rows:
+            raise ConnectionError("the network is gone\nand more")
+        self.rows.append(row)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_path: Path):
+    breaking = Breaking()
+    board = {**plugins.SINKS, "wandb": lambda opening: breaking}
+    job = tiny_job(sinks__tensorboard=True, sinks__wandb={"project": "p"})
+    directory = create_run(job, tmp_path / "run")
+    reporter = ListReporter()
+    with SinkReporter(job, directory, reporter, board=board) as sinks:
+        for row in (FIRST, SECOND, {**SECOND, "iteration": 3}):
+            directory.append_metrics(row)
+            sinks.metrics(row)
+    assert reporter.lines == [
+        "sinks.wandb failed and gets no further rows: ConnectionError: the network is gone"
+    ]
+    assert (breaking.rows, breaking.closed) == ([FIRST], 0)
+    assert len(read_back(directory.path / "tensorboard")["loss/entropy"]) == 3
+
+
+def test_a_sink_that_cannot_be_opened_is_an_error_at_once(tmp_path: Path):
+    job = tiny_job(sinks__tensorboard=True)
+    directory = create_run(job, tmp_path / "run")
+    (directory.path / "tensorboard").write_text("a file where the folder belongs")
+    with (
+        pytest.raises(JobError, match=r"^sinks\.tensorboard cannot be opened: FileExistsError"),
+        SinkReporter(job, directory, ListReporter()),
+    ):
+        raise AssertionError("entered")
+
+
+def test_a_missing_library_is_told_with_what_to_install():
+    def none(package: str) -> bool:
+        return False
+
+    refuse_missing(SinksTable(), installed=none)
+    told = r"needs the package tensorboard, which is not installed: pip install 'turnwise\[tensorboard\]'"
+    with pytest.raises(JobError, match=told):
+        refuse_missing(SinksTable(tensorboard=True), installed=none)
+
+
+@pytest.mark.skipif(is_installed("wandb"), reason="wandb is installed")
+def test_a_new_job_is_not_begun_without_the_library_of_its_sink(tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\npreset = "tiny-0.3m"\n[sinks]\nwandb = { project = "p" }\n')
+    assert load_job(path).config.sinks.wandb is not None  # a stored job is read without it
+    with pytest.raises(JobError, match="needs the package wandb"):
+        load_new_job(path)
+
+
+def test_every_key_of_the_table_has_its_sink_and_its_extra():
+    assert set(plugins.SINKS) == set(SinksTable.model_fields)
+    extras = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert all(f'\n{name} = ["{name}>=' in extras for name in plugins.SINKS)
+
+
+@pytest.mark.skipif(not is_installed("wandb"), reason="wandb is not installed")
+def test_wandb_keeps_an_offline_run(tmp_path: Path):
+    # A process of its own: wandb leaves threads and a service behind that would outlive the test.
+    job = tiny_job(sinks__wandb={"project": "turnwise-test", "mode": "offline"})
+    directory = create_run(job, tmp_path / "run")
+    code = (
+        "import json, sys; from pathlib import Path\n"
+        "from tests.trainer_backend.sinks.test_sinks import offline\n"
+        "offline(Path(sys.argv[1]), json.loads(sys.argv[2]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(directory.path), json.dumps([FIRST, EVALUATION, SECOND])],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (stored,) = (directory.path / "wandb").glob("offline-run-*/*.wandb")
+    held = stored.read_bytes()
+    assert directory.run_id.encode() in held
+    assert b"eval/success_rates/collect_wood" in held
+    assert b"failed" not in done.stdout.encode()
+
+
+def offline(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The child process of the test above."""
+    directory = open_run(path)
+    reporter = ListReporter()
+    with SinkReporter(directory.job(), directory, reporter) as sinks:
+        for row in rows:
+            directory.append_metrics(row)
+            sinks.metrics(row)
+    print("\n".join(reporter.lines))

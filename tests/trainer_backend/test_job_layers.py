@@ -1,0 +1,108 @@
+"""Several TOML files as one job: what goes over what, and which file an error names."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer_backend.errors import JobError
+from trainer_backend.job import load_job, load_new_job
+
+BASE = """
+[model]
+preset = "tiny-0.3m"
+[rollout]
+env_config = { text = "compact", max_actions = 4 }
+[training]
+group_size = 4
+learning_rate = 1e-3
+[evaluation]
+seeds = [1, 2, 3]
+"""
+
+
+@pytest.fixture
+def layered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Load these texts, laid over one another, from base.toml, a.toml, b.toml in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(*texts: str, overrides: tuple[str, ...] = ()):
+        names = [Path(name) for name in ("base.toml", "a.toml", "b.toml")[: len(texts)]]
+        for name, text in zip(names, texts, strict=True):
+            name.write_text(text)
+        return load_job(names, overrides).config
+
+    return load
+
+
+def refusal(layered, *texts: str, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(JobError) as caught:
+        layered(*texts, overrides=overrides)
+    return str(caught.value)
+
+
+def test_later_files_go_over_earlier_ones_key_by_key_and_set_over_all(layered):
+    job = layered(
+        BASE,
+        "[training]\ngroup_size = 8\n[rollout]\nenv_config = { max_actions = 2 }",
+        "[training]\ngroup_size = 16\nupdate_passes = 3",
+        overrides=("training.update_passes=1",),
+    )
+    assert (job.training.group_size, job.training.learning_rate, job.training.update_passes) == (16, 1e-3, 1)
+    assert job.rollout.env_config == {"text": "compact", "max_actions": 2}
+
+
+def test_a_list_replaces_a_list(layered):
+    assert layered(BASE, "[evaluation]\nseeds = [9]").evaluation.seeds == (9,)
+
+
+def test_one_model_makes_way_for_another(layered):
+    job = layered(BASE, '[model]\npath = "m"\nchat_template_kwargs = { x = 1 }')
+    assert (job.model.preset, job.model.path) == (None, Path("m"))
+    assert layered(BASE, overrides=("model.path=m",)).model.path == Path("m")
+    assert layered(BASE, '[model]\npath = "m"', '[model]\nname = "a/b"').model.name == "a/b"
+    both = refusal(layered, BASE, '[model]\npath = "m"\nname = "a/b"')
+    assert both.startswith(
+        "base.toml + a.toml: model: exactly one of 'preset', 'path' and 'name' must be given"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[training]\ngroup_sise = 8", "a.toml: training.group_sise is not a key; "),
+        ("[training]\ngroup_size = 0", "a.toml: training.group_size is 0: "),
+        ("training = 3", "a.toml: training is 3, but it is a table"),
+        ('[algorithm]\nadvantage = "grop"', "a.toml: algorithm.advantage is 'grop'; "),
+        ("[training]\ngroup_size = 7", "a.toml: rollout.episodes_per_batch (64) must be a multiple of "),
+        ("[nonsense]\nx = 1", "a.toml: nonsense is not a key; "),
+        ("[training\n", "a.toml: not valid TOML: "),
+    ],
+)
+def test_an_error_names_the_file_that_the_key_came_from(layered, text: str, told: str):
+    assert refusal(layered, BASE, text).startswith(told)
+    assert refusal(layered, BASE, text, "[job]\nseed = 3").startswith(told)
+
+
+def test_an_error_of_the_first_file_is_not_blamed_on_the_second(layered):
+    wrong = BASE.replace("1e-3", "-1.0")
+    assert refusal(layered, wrong, "[training]\ngroup_size = 8").startswith(
+        "base.toml: training.learning_rate "
+    )
+
+
+def test_keys_of_two_files_that_contradict_each_other_are_blamed_on_both(layered):
+    one, other = "[training]\nstep_rewards_beta = 0.1", "[rollout]\nstep_rewards_beta = 0.2"
+    assert refusal(layered, BASE, one, other).startswith("a.toml + b.toml: step_rewards_beta is given twice")
+
+
+def test_an_override_is_blamed_before_every_file(layered):
+    told = refusal(layered, BASE, "[training]\ngroup_size = 8", overrides=("training.group_size=-1",))
+    assert told.startswith("--set training.group_size=…: training.group_size is -1")
+
+
+def test_a_file_that_is_not_there_is_named(layered, tmp_path: Path):
+    (tmp_path / "base.toml").write_text(BASE)
+    with pytest.raises(JobError, match=r"^none\.toml: no such file$"):
+        load_new_job([Path("base.toml"), Path("none.toml")])
+    with pytest.raises(JobError, match="at least one TOML file"):
+        load_job([])

@@ -1,0 +1,152 @@
+"""Flat groups in the loop of a run: skipped, replaced within bounds, and never lost."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_schemas.rollouts import RolloutRequest
+from tests.conftest import rows_of
+from tests.trainer_backend.report.hand_made import COW, WOOD
+from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, gone, run_of
+from trainer_backend.collect.collector import Collection
+from trainer_backend.errors import TaskAppError
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.train import Run, train
+
+SKIP = {"training__skip_flat_groups": True, "training__iterations": 1, "algorithm__advantage": "grpo"}
+REFILL = {**SKIP, "training__refill_rounds": 2}
+
+
+class Watched(Learner):
+    """Remembers which groups it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[str] = []
+
+    def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+        self.trained += sorted({item.rollout_id.split("/", 1)[1].rsplit("/", 1)[0] for item in episodes})
+        return super().update(episodes, iteration=iteration)
+
+
+def with_spread(*groups: str):
+    """The first sibling of these groups unlocks more than the others; in other groups all are equal."""
+
+    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+        def of(request: RolloutRequest) -> list[Any]:
+            rich = request.group_id in groups and request.sibling == 0
+            return [WOOD, COW] if rich else [WOOD, ()]
+
+        return Collection(tuple(finished(request, of(request)) for request in requests))
+
+    return answer
+
+
+def watched_run(
+    tmp_path: Path, answer: Any, settings: dict[str, Any]
+) -> tuple[Run, Watched, list[list[str]]]:
+    """A run of one iteration, its learner, and the groups that each plan of it asked for."""
+    learner, asked = Watched(), []
+
+    def answering(requests: Sequence[RolloutRequest]) -> Collection | None:
+        if requests[0].group_id.startswith("eval"):
+            return all_finished(requests)
+        asked.append(sorted({request.group_id for request in requests}))
+        return answer(requests)
+
+    return (
+        run_of(tmp_path, learner=learner, train=answering, evaluation=answering, **settings),
+        learner,
+        asked,
+    )
+
+
+def iteration_row(run: Run) -> dict[str, Any]:
+    (row,) = rows_of(run.directory, "iteration")
+    return row
+
+
+async def test_a_flat_group_is_stored_and_let_go_but_not_trained(tmp_path: Path):
+    run, learner, asked = watched_run(tmp_path, with_spread("train/1/1"), SKIP)
+    await train(run, Progress(), asyncio.Event())
+    assert asked == [["train/1/0", "train/1/1"]]
+    assert learner.trained == ["train/1/1"]
+    stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
+    assert len(stored) == 8
+    assert {item.rollout_id for item in stored} <= set(run.collector.acked)
+    row = iteration_row(run)
+    assert (row["group/flat"], row["group/refilled"], row["episode/count"]) == (1, 0, 8)
+
+
+async def test_without_the_switch_everything_is_trained_and_the_flat_ones_are_counted(tmp_path: Path):
+    off = {"training__iterations": 1, "algorithm__advantage": "grpo"}
+    run, learner, _ = watched_run(tmp_path, with_spread("train/1/1"), off)
+    await train(run, Progress(), asyncio.Event())
+    assert learner.trained == ["train/1/0", "train/1/1"]
+    assert iteration_row(run)["group/flat"] == 1
+
+
+async def test_a_refill_asks_for_as_many_groups_as_were_flat_until_none_is(tmp_path: Path):
+    run, learner, asked = watched_run(tmp_path, with_spread("refill-1/1/0", "refill-2/1/0"), REFILL)
+    await train(run, Progress(), asyncio.Event())
+    assert asked == [["train/1/0", "train/1/1"], ["refill-1/1/0", "refill-1/1/1"], ["refill-2/1/0"]]
+    assert learner.trained == ["refill-1/1/0", "refill-2/1/0"]
+    row = iteration_row(run)
+    assert (row["group/flat"], row["group/refilled"], row["episode/count"]) == (3, 3, 20)
+    assert len(read_rollouts(run.directory.rollouts_file("iteration_1"))) == 20
+    assert len([name for name in run.collector.acked if "/eval" not in name]) == 20
+
+
+async def test_the_refill_is_bounded_and_with_nothing_to_learn_no_step_is_taken(tmp_path: Path):
+    run, learner, asked = watched_run(tmp_path, with_spread(), REFILL)
+    progress = await train(run, Progress(), asyncio.Event())
+    assert [len(groups) for groups in asked] == [2, 2, 2]
+    assert learner.trained == []
+    assert progress == Progress(iteration=1, policy_version=0, updates=0)
+    row = iteration_row(run)
+    assert (row["optim/steps"], row["policy/version"], row["group/flat"]) == (0, 0, 6)
+    assert run.reporter.lines == ["iteration 1: every group is flat, so no step is taken"]
+
+
+async def test_a_group_that_failed_is_not_flat_and_not_replaced(tmp_path: Path):
+    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
+        lost = [request for request in requests if request.group_id == "train/1/0"]
+        rest = with_spread("train/1/1")([request for request in requests if request not in lost])
+        return Collection(rest.rollouts, tuple(failed(request) for request in lost))
+
+    run, _, asked = watched_run(tmp_path, lossy, REFILL)
+    await train(run, Progress(), asyncio.Event())
+    assert len(asked) == 1
+    assert iteration_row(run)["group/flat"] == 0
+
+
+@pytest.mark.parametrize("ends", ["stopped", "gone"])
+async def test_what_was_collected_before_a_refill_that_never_came_is_on_disk(tmp_path: Path, ends: str):
+    stop = asyncio.Event()
+
+    def answer(requests: Sequence[RolloutRequest]) -> Collection | None:
+        if requests[0].group_id.startswith("train/"):
+            return with_spread()(requests)
+        stop.set()
+        return gone(requests) if ends == "gone" else None
+
+    run, _, _ = watched_run(tmp_path, answer, REFILL)
+    if ends == "gone":
+        with pytest.raises(TaskAppError):
+            await train(run, Progress(), asyncio.Event())
+    else:
+        assert (await train(run, Progress(), stop)).iteration == 0
+    stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
+    assert sorted({item.group_id for item in stored}) == ["train/1/0", "train/1/1"]
+    assert {item.rollout_id for item in stored} <= set(run.collector.acked)
+
+
+def test_a_job_that_refills_without_skipping_is_refused():
+    document = {"model": {"preset": "tiny-0.3m"}, "training": {"refill_rounds": 1}}
+    with pytest.raises(ValueError, match=r"refill_rounds needs training\.skip_flat_groups"):
+        JobConfig.model_validate(document)

@@ -1,0 +1,142 @@
+"""How much memory a run needs, by kind, before anything is loaded: arithmetic over shapes and limits.
+
+How far it can be relied on: what is counted in weights is exact. `cache` is at its fullest, every sequence as
+long as allowed; it grows as they do. `activations` are those of a full micro-batch, what autograd keeps for
+layers like Llama's and Qwen3's: within 10 % of what was counted on both, in float32 under a mask and in
+bfloat16 over one row; other architectures may be a third away. What the allocator and the libraries
+themselves need is the flat OVERHEAD of a GPU.
+"""
+
+from dataclasses import dataclass
+
+from trainer_backend.core.logprobs import BYTES_PER_LOGIT
+
+FLOAT32, BFLOAT16 = 4, 2
+# AdamW: two moments in float32.
+MOMENTS = 8
+# CUDA's context, the libraries' workspaces, and what the allocator cannot reuse.
+OVERHEAD = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a decoder its memory follows from.
+
+    parameters: all weights, tied ones once.
+    adapters: weights of the adapters; 0 without [lora].
+    head_norms: whether queries and keys are normed head by head, as in Qwen3.
+    """
+
+    parameters: int
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    adapters: int = 0
+    head_norms: bool = False
+
+    @property
+    def trained(self) -> int:
+        return self.adapters or self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a job does with a model.
+
+    low: products in bfloat16, and held copies too; otherwise float32.
+    masked: attention by a mask over rows, rather than over one row.
+    row_tokens: of the widest row: a segment may be as long as the engine's longest sequence.
+    micro_batch_tokens: of one forward and backward, at least a row.
+    logits_chunk: tokens whose logits exist at a time.
+    cached_sequences: running requests and kept prefixes of the engine, each up to `cached_tokens`.
+    reference: whether a second copy is held for the KL term.
+    """
+
+    low: bool
+    masked: bool
+    row_tokens: int
+    micro_batch_tokens: int
+    logits_chunk: int
+    cached_sequences: int
+    cached_tokens: int
+    reference: bool = False
+    checkpointing: bool = False
+    offload: bool = False
+
+    @property
+    def held(self) -> int:
+        """Bytes of a weight that nobody trains."""
+        return BFLOAT16 if self.low else FLOAT32
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Bytes by kind.
+
+    device: on the device that computes, each kind at its fullest.
+    host: in main memory beside it; empty where that is the device.
+    least: what the device must hold at the very least: one sequence in the cache, and activations as small
+        as the estimate may be off.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    least: int
+
+
+def memory_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> MemoryNeeds:
+    """What a run holds at its peak, in an optimizer step.
+
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
+    """
+    own = shape.parameters * (use.held if shape.adapters else FLOAT32) + shape.adapters * FLOAT32
+    moments = shape.trained * MOMENTS
+    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
+    device = {
+        "weights": own,
+        "gradients": shape.trained * FLOAT32,
+        "optimizer": 0 if use.offload and is_gpu else moments,
+        "engine": shape.parameters * use.held * (2 if shape.adapters else 1),  # merged weights on their way
+        "reference": shape.parameters * use.held if use.reference and not shape.adapters else 0,
+        "cache": use.cached_sequences * use.cached_tokens * keys_and_values,
+        "activations": activations(shape, use),
+        "logits": logits(shape, use),
+        "overhead": OVERHEAD if is_gpu else 0,
+    }
+    device = {kind: size for kind, size in device.items() if size}
+    unsure = device["activations"] / 3 + device["cache"] * (1 - 1 / use.cached_sequences)
+    host = {"optimizer": moments} if use.offload and is_gpu else {}
+    return MemoryNeeds(device, host, int(sum(device.values()) - unsure))
+
+
+def activations(shape: ModelShape, use: MemoryUse) -> int:
+    """What autograd keeps of one micro-batch, and what the backward pass of a layer needs at a time."""
+    layer = _layer_bytes_a_token(shape, use.low)
+    kept = FLOAT32 * shape.width if use.checkpointing else layer
+    tokens = use.micro_batch_tokens
+    # A layer more: the one whose gradients are being computed, or that is computed again.
+    total = tokens * (shape.layers * kept + layer)
+    if use.low and not shape.adapters:  # autocast keeps the weights that it has rounded
+        total += BFLOAT16 * shape.parameters // (shape.layers if use.checkpointing else 1)
+    return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
+
+
+def _layer_bytes_a_token(shape: ModelShape, low: bool) -> int:
+    """Two norms and their inputs, queries to outputs of attention, and the four tensors of the MLP."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if low:
+        by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
+        return 26 * shape.width + 8 * shape.mlp_width + by_query * queries + by_key * keys
+    by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
+    return 24 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
+
+
+def logits(shape: ModelShape, use: MemoryUse) -> int:
+    """A chunk of logits, and of the head its rounded copy and the gradient that a chunk adds."""
+    head = shape.vocabulary * shape.width
+    by_head = (BFLOAT16 if use.low else 0) + (0 if shape.adapters else FLOAT32)
+    return use.logits_chunk * shape.vocabulary * BYTES_PER_LOGIT + head * by_head

@@ -1,0 +1,125 @@
+"""One chat completion: what was asked, the generations of its choices, and the reply made from them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_backend.inference.chat_request import ChatRequest
+from trainer_backend.inference.conversations import Prompt, Turn
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, Sampled
+from trainer_backend.inference.reply import (
+    Choice,
+    assistant_message,
+    choice_body,
+    logprob_entries,
+    split_stop,
+    usage_body,
+)
+from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.stopping_text import StopStrings, cut_before
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request that was read and rendered. `rollout_id` "" stands for none."""
+
+    completion_id: str
+    created: int
+    request: ChatRequest
+    policy: ServedPolicy
+    prompt: Prompt
+    max_tokens: int
+    rollout_id: str
+
+    def generation(
+        self, index: int, on_token: Callable[[Sampled], None] | None = None
+    ) -> Coroutine[Any, Any, Generation]:
+        """Samples the choice `index`."""
+        return self.policy.engine.generate(
+            self.prompt.ids,
+            self.request.sampling(max_tokens=self.max_tokens, choice=index),
+            request_id=f"{self.completion_id}.{index}" if index else self.completion_id,
+            extras=self._extras(on_token),
+        )
+
+    def choice(self, index: int, generation: Generation) -> Choice:
+        """What was sampled as a message: the text before a stop string or stop token, parsed."""
+        renderer = self.policy.renderer
+        raw_text, stop_token = split_stop(generation, renderer)
+        text = raw_text if generation.stop_string is None else cut_before(raw_text, self.request.stop)
+        parsed = self.policy.parse(text, self.request.offered_tools)
+        return Choice(
+            index=index,
+            generation=generation,
+            message=assistant_message(parsed, prompt_ids=self.prompt.ids, token_ids=generation.token_ids),
+            raw_text=raw_text,
+            stop_token=stop_token,
+        )
+
+    def turn(self, choice: Choice) -> Turn:
+        """The choice as what the rollout's next prompt goes on from."""
+        ids = [*self.prompt.ids, *choice.generation.token_ids]
+        messages = len(self.request.messages)
+        return Turn(self.prompt.text, ids, messages, choice.message, choice.raw_text, choice.stop_token)
+
+    def frame(self, kind: str) -> dict[str, Any]:
+        """The fields that a reply and its chunks begin with."""
+        return {
+            "id": self.completion_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.request.model,
+        }
+
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The whole reply."""
+        return {
+            **self.frame("chat.completion"),
+            "choices": [self._choice_body(choice) for choice in choices],
+            "usage": usage_body(self.prompt.ids, [choice.generation for choice in choices]),
+            **self.prompt_fields(),
+        }
+
+    def exact_fields(self, choice: Choice) -> dict[str, Any]:
+        """What the reply tells of a choice beside its message; see `shared_schemas.chat`."""
+        return choice_body(choice, with_raw_text=bool(self.rollout_id))
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """The prompt's ids, from the first that the caller does not have; nothing when it wants none."""
+        if not (self.request.return_token_ids or self.rollout_id):
+            return {}
+        reused = 0 if self.request.return_token_ids else self.prompt.reused
+        return {"prompt_ids_reused": reused, "prompt_token_ids": self.prompt.ids[reused:]}
+
+    def logprobs_body(self, tokens: Sequence[Sampled]) -> dict[str, Any] | None:
+        """OpenAI's `logprobs`; None where nobody asked."""
+        if not self.request.logprobs:
+            return None
+        return {"content": logprob_entries(tokens, self.policy.renderer), "refusal": None}
+
+    def _choice_body(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": choice.message,
+            "logprobs": self.logprobs_body(choice.generation.sampled()),
+            **self.exact_fields(choice),
+        }
+
+    def _extras(self, on_token: Callable[[Sampled], None] | None) -> Extras:
+        if not self.request.stop and not self.request.top_logprobs and on_token is None:
+            return NO_EXTRAS
+        stop = StopStrings(self.policy.renderer.decode, self.request.stop) if self.request.stop else None
+        return Extras(likeliest=self.request.top_logprobs, stop=stop, on_token=on_token)
+
+
+async def all_generations(completion: Completion) -> list[Generation]:
+    """The generations of all choices. If one fails or the caller leaves, the others are aborted."""
+    if completion.request.n == 1:
+        return [await completion.generation(0)]
+    tasks = [asyncio.ensure_future(completion.generation(i)) for i in range(completion.request.n)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

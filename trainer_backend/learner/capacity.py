@@ -1,0 +1,180 @@
+"""Does the job fit? Its needs by kind (`core.memory`) beside what is free, before any weights are read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainer_backend.core.logprobs import chunk_within
+from trainer_backend.core.memory import MemoryNeeds, MemoryUse, ModelShape, memory_needs
+from trainer_backend.core.presets import PRESETS
+from trainer_backend.errors import JobError, ModelFolderError
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.job_training import LoraTable
+from trainer_backend.learner.attention import BlockMask, attention_for
+from trainer_backend.learner.device import Placement, place
+from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
+from trainer_backend.models.presets import preset_config
+from trainer_backend.models.sources import model_folder
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a run needs and what is there, in bytes."""
+
+    placement: Placement
+    needs: MemoryNeeds
+    free: int
+    host_free: int
+
+    def __str__(self) -> str:
+        """One line: what a person is told before the first step."""
+        need = sum(self.needs.device.values())
+        scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
+        kinds = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.device.items())
+        line = (
+            f"memory ({self.placement}): {need / scale:.1f} of {self.free / scale:.1f} {unit} free: {kinds}"
+        )
+        host = sum(self.needs.host.values())
+        line += f"; in main memory {host / scale:.1f} {unit}: optimizer" if host else ""
+        return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
+
+    def shortage(self) -> str | None:
+        """What cannot fit, or None."""
+        if self.needs.least > self.free:
+            least = f"{self.needs.least / 2**30:.2f} GiB"
+            return f"the job needs at least {least} on {self.placement.device.type}"
+        host = sum(self.needs.host.values())
+        return f"the optimizer needs {host / 2**30:.2f} GiB of main memory" if host > self.host_free else None
+
+
+def refuse_too_large(plan: MemoryPlan, job: JobConfig) -> None:
+    """
+    Raises:
+        JobError: the job cannot fit, with every kind and the keys that would make it smaller.
+    """
+    shortage = plan.shortage()
+    if shortage is not None:
+        raise JobError(f"{shortage}: {plan}.", hint=less_memory(job))
+
+
+def memory_plan(job: JobConfig, checkpoint: Path | None = None) -> MemoryPlan:
+    """The plan of a job on what is here now; the model's weights are not read.
+
+    Args:
+        checkpoint: a folder that the run goes on from; absent: what [model] names.
+
+    Raises:
+        JobError: the device is not there.
+        ModelFolderError: there is no such model, or its config.json describes none to train.
+    """
+    placement = place(job.model.device)
+    shape = model_shape(_config(job, checkpoint), job.lora)
+    is_gpu = placement.device.type != "cpu"
+    needs = memory_needs(shape, memory_use(job, placement, shape), is_gpu=is_gpu)
+    main = main_memory()
+    return MemoryPlan(placement, needs, device_memory(placement) if is_gpu else main, main)
+
+
+def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> MemoryUse:
+    """The job's limits as `core.memory` counts with them."""
+    training, inference = job.training, job.inference
+    row = max(training.row_tokens, inference.max_model_len)
+    kept = inference.max_running if inference.kept_prefixes is None else inference.kept_prefixes
+    return MemoryUse(
+        low=placement.low is not None,
+        masked=isinstance(attention_for(placement), BlockMask),
+        row_tokens=row,
+        micro_batch_tokens=max(training.micro_batch_tokens, row),
+        logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
+        cached_sequences=inference.max_running + kept,
+        cached_tokens=inference.max_model_len,
+        reference=training.kl_coef > 0,
+        checkpointing=training.gradient_checkpointing,
+        offload=training.optimizer_offload,
+    )
+
+
+def model_shape(config: Any, lora: LoraTable | None) -> ModelShape:
+    """Counted on a model without memory, so that any architecture is counted as it is."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    width, heads = config.hidden_size, config.num_attention_heads
+    return ModelShape(
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        layers=config.num_hidden_layers,
+        width=width,
+        mlp_width=getattr(config, "intermediate_size", None) or 4 * width,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or width // heads,
+        vocabulary=config.vocab_size,
+        adapters=0 if lora is None else _adapter_weights(model, lora),
+        head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+    )
+
+
+def device_memory(placement: Placement) -> int:
+    """Free bytes of a GPU."""
+    if placement.device.type == "cuda":
+        return torch.cuda.mem_get_info(placement.device)[0]
+    return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+
+
+def main_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes of main memory that this process may still take: the machine's, or its container's if less."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        counts = (cgroup / "memory.stat").read_text(encoding="ascii")
+        used = next(int(line.split()[1]) for line in counts.splitlines() if line.startswith("anon "))
+        return min(available, int(limit) - used)
+    except (OSError, ValueError, StopIteration):  # no cgroup of version 2, or none with a limit ("max")
+        return available
+
+
+def less_memory(job: JobConfig) -> str:
+    """What would need less memory, from what costs least time to what costs most."""
+    table = job.training
+    sizes = f"training.micro_batch_tokens ({table.micro_batch_tokens}) or row_tokens ({table.row_tokens})"
+    knobs = [f"lower {sizes}"]
+    if not table.gradient_checkpointing:
+        knobs.append("set training.gradient_checkpointing = true")
+    if job.lora is None:
+        knobs.append("train adapters with [lora]")
+    if not table.optimizer_offload and place(job.model.device).device.type != "cpu":
+        knobs.append("set training.optimizer_offload = true")
+    knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
+    return f"To need less: {'; '.join(knobs)}."
+
+
+def _config(job: JobConfig, checkpoint: Path | None) -> Any:
+    if checkpoint is None and job.model.preset is not None:
+        return preset_config(PRESETS[job.model.preset], vocabulary=job.model.vocab_size)
+    folder = checkpoint or model_folder(job.model)
+    refuse_incomplete(folder)
+    refuse_untrainable(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a dozen types for a value that the library does not take
+        raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
+
+
+def _adapter_weights(model: PreTrainedModel, lora: LoraTable) -> int:
+    """rank * (in + out) of every linear layer that gets an adapter."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    everything = lora.target_modules == ("all-linear",)
+    named = {target.rpartition(".")[2] for target in lora.target_modules}
+    return sum(
+        lora.rank * (module.in_features + module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and (everything or name.rpartition(".")[2] in named)
+    )

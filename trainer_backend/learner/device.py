@@ -1,0 +1,92 @@
+"""Where the learner computes and in which precision: `model.device`, looked at before anything starts."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from trainer_backend.errors import JobError
+
+# Below it a GPU has no bfloat16 in its tensor cores, and no kernel for attention of variable length.
+_AMPERE = (8, 0)
+_LOGITS_BYTES = 256 * 2**20
+_GPU_SHARE_OF_LOGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What torch sees of this machine.
+
+    cuda: compute capability of the current CUDA GPU; None where there is none.
+    mps: whether there is an Apple GPU.
+    """
+
+    cuda: tuple[int, int] | None
+    mps: bool
+
+    @classmethod
+    def by_torch(cls) -> "Found":
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        return cls(cuda=capability, mps=torch.backends.mps.is_available())
+
+    def __str__(self) -> str:
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        gpus = [name for name, there in (("cuda", self.cuda is not None), ("mps", self.mps)) if there]
+        return f"torch {torch.__version__} ({built}) sees {', '.join(gpus) or 'no GPU'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device and its precisions.
+
+    Weights in training and their optimizer are float32 everywhere.
+
+    device: where the model lives.
+    low: what products are computed in under autocast, and what the engine's copy and frozen weights are held
+        in; None is float32 throughout.
+    """
+
+    device: torch.device
+    low: torch.dtype | None = None
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype of weights that nobody trains: the engine's, a reference's, those under an adapter."""
+        return self.low or torch.float32
+
+    def logits_bytes(self) -> int:
+        """What a chunk of logits may take: a share of a GPU's memory, or what is little beside a model."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory // _GPU_SHARE_OF_LOGITS
+        return _LOGITS_BYTES
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Products in `low`, sums and norms in float32."""
+        return nullcontext() if self.low is None else torch.autocast(self.device.type, dtype=self.low)
+
+    def __str__(self) -> str:
+        precision = "float32" if self.low is None else f"{str(self.low).removeprefix('torch.')} over float32"
+        return f"{self.device.type}, {precision}"
+
+
+def place(name: str, found: Found | None = None) -> Placement:
+    """The placement that `model.device` names; `auto` takes cuda, then mps, then cpu.
+
+    Args:
+        name: auto, cpu, cuda or mps.
+        found: absent: what torch sees.
+
+    Raises:
+        JobError: a GPU that is not there.
+    """
+    found = found or Found.by_torch()
+    there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}
+    if name == "auto":
+        name = next(device for device, is_there in there.items() if is_there)
+    if not there[name]:
+        raise JobError(
+            f"model.device is {name!r}, but {found}",
+            hint='model.device = "auto" takes what is there; "cpu" is always there.',
+        )
+    low = torch.bfloat16 if name == "cuda" and found.cuda is not None and found.cuda >= _AMPERE else None
+    return Placement(torch.device(name), low)

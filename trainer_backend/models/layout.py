@@ -1,0 +1,148 @@
+"""What the files of a model folder say before any weights are read: is it whole, and is it a model to train?
+
+No model code runs here, that of `transformers` included, and none of the folder's own ever.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers import __version__ as transformers_version
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+from trainer_backend.errors import ModelFolderError
+
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NEEDED = "a causal language model (decoder only) is needed"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def refuse_incomplete(folder: Path) -> None:
+    """Whether config and weights are there, all shards of them.
+
+    Raises:
+        ModelFolderError: no folder, no config, no weights, pickled weights only, or a shard is missing.
+    """
+    if not folder.is_dir():
+        raise ModelFolderError(
+            "no such folder", where=str(folder), hint="A path to a local folder is needed."
+        )
+    if not (folder / CONFIG).is_file():
+        raise ModelFolderError(f"no {CONFIG} in this folder", where=str(folder))
+    if (folder / WEIGHTS).is_file():
+        return
+    if (folder / INDEX).is_file():
+        _refuse_missing_shards(folder)
+        return
+    pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
+    found = "only pickled weights, which are refused," if pickled else "no weights"
+    raise ModelFolderError(
+        f"{found} in this folder", where=str(folder), hint=f"{WEIGHTS} or {INDEX} is needed."
+    )
+
+
+def refuse_untrainable(folder: Path) -> None:
+    """Whether config.json describes a causal language model that `transformers` itself can build.
+
+    Raises:
+        ModelFolderError: it describes another kind of model, one that needs Python code of its own, or one
+            that the installed release does not know.
+    """
+    config = read_config(folder)
+    kind = config.get("model_type")
+    where = str(folder / CONFIG)
+    if kind not in CONFIG_MAPPING and "auto_map" in config:
+        raise ModelFolderError(
+            f"model_type {kind!r} brings Python code of its own (auto_map), and no code of a model is run",
+            where=where,
+            hint="Take a model that transformers knows itself.",
+        )
+    if kind not in CONFIG_MAPPING:
+        raise ModelFolderError(
+            f"model_type is {kind!r}, which transformers {transformers_version} does not know",
+            where=where,
+            hint="A newer release of transformers may.",
+        )
+    if "quantization_config" in config:
+        raise ModelFolderError(
+            "its weights are quantised (quantization_config), and training needs them whole",
+            where=where,
+            hint="Take the model that it was made from.",
+        )
+    if config.get("is_encoder_decoder"):
+        raise ModelFolderError(
+            f"{_architecture(config)} is an encoder with a decoder; {_NEEDED}", where=where
+        )
+    known = _causal_classes(str(kind))
+    if not known & set(config.get("architectures") or known):
+        raise ModelFolderError(f"it holds {_architecture(config)}; {_NEEDED}", where=where)
+
+
+def refuse_own_tokenizer(folder: Path) -> None:
+    """Without its own code such a tokenizer would be read as a plain one, which may give other ids.
+
+    Raises:
+        ModelFolderError: tokenizer_config.json names a class that only the folder's own code defines.
+    """
+    path = folder / TOKENIZER_CONFIG
+    settings = read_object(path) if path.is_file() else {}
+    name = str(settings.get("tokenizer_class"))
+    if "auto_map" in settings and tokenizer_class_from_name(name) is None:
+        raise ModelFolderError(
+            f"tokenizer_class {name!r} brings Python code of its own (auto_map), and none of it is run",
+            where=str(path),
+        )
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """config.json as it stands; ModelFolderError as `read_object`."""
+    return read_object(folder / CONFIG)
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """A JSON file of a model folder.
+
+    Raises:
+        ModelFolderError: it cannot be read, or is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(f"it cannot be read: {error}", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise ModelFolderError("it is no JSON object", where=str(path))
+    return value
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """Architecture and size in words, equal for models whose tensors have the same names and shapes."""
+    layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
+    return f"{_architecture(config)} with {layers} layers of width {width}"
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures") or [config.get("model_type")]
+    return str(named[0])
+
+
+def _causal_classes(kind: str) -> set[str]:
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
+    return {names} if isinstance(names, str) else set(names)
+
+
+def _refuse_missing_shards(folder: Path) -> None:
+    shards = read_object(folder / INDEX).get("weight_map")
+    files = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+    if not files:
+        raise ModelFolderError("it names no files (weight_map)", where=str(folder / INDEX))
+    missing = sorted(name for name in files if not (folder / name).is_file())
+    if missing:
+        raise ModelFolderError(
+            f"{len(missing)} of {len(files)} shards are missing, such as {missing[0]}",
+            where=str(folder),
+            hint="The copy or download was not finished.",
+        )

@@ -1,0 +1,117 @@
+"""Runs side by side, read from their files: what was set differently, and by how much results differ."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer_backend.core.statistics import Interval
+from trainer_backend.errors import JobError
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.report.stored_episodes import paired_difference
+from trainer_backend.report.story import Row, Story, read_story
+from trainer_backend.rundir.layout import open_run
+
+# Where these differ, the same seed is another task, and a difference is not the policy's alone.
+_TASK = ("rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions")
+ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A run of the comparison, under a name that no other one has."""
+
+    name: str
+    story: Story
+
+    @property
+    def last(self) -> Row | None:
+        """The last evaluation; None before there is one."""
+        return self.story.evaluations[-1] if self.story.evaluations else None
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """A run's last evaluation minus the first run's, world by world.
+
+    Attributes:
+        found: in unique achievements; None without worlds that both played.
+        doubt: settings that differ and make the same world another task; empty when none does.
+    """
+
+    found: Interval | None
+    doubt: tuple[str, ...]
+
+
+def read_sides(paths: Sequence[Path]) -> list[Side]:
+    """The runs in these folders, named by as much of their paths as tells them apart.
+
+    Raises:
+        JobError: fewer than two, one given twice, or a job.toml that cannot be read.
+        RunDirectoryError: a folder holds no run.
+    """
+    whole = [path.resolve() for path in paths]
+    if len(whole) < 2:
+        raise JobError("a comparison needs at least two runs; `turnwise report RUN` tells of one")
+    twice = next((path for path in whole if whole.count(path) > 1), None)
+    if twice is not None:
+        raise JobError(f"{twice} is given twice; a run compared with itself tells nothing")
+    stories = [read_story(open_run(path)) for path in paths]
+    return [Side(name, story) for name, story in zip(_names(whole), stories, strict=True)]
+
+
+def setting_differences(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
+    """Every key of the jobs that is not the same in all runs, with its value in each."""
+    jobs = [settings(side.story.job) for side in sides]
+    keys = list(dict.fromkeys(key for job in jobs for key in job))
+    rows = [(key, [job.get(key, ABSENT) for job in jobs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def settings(job: JobConfig) -> dict[str, str]:
+    """A job as `table.key` -> value in JSON, without secrets; keys that are absent are left out."""
+    tables = job.model_dump(mode="json", exclude={"services": {"task_api_key"}})
+    return dict(_flat(tables, ""))
+
+
+def against_first(sides: Sequence[Side]) -> list[Paired | None]:
+    """The paired difference of every run and the first one; None for the first itself."""
+    first = sides[0]
+    return [None if side is first else _paired(first, side) for side in sides]
+
+
+def _paired(first: Side, other: Side) -> Paired:
+    before, after = (_stored(side) for side in (first, other))
+    found = paired_difference(before, after) if before and after else None
+    doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(_TASK)]
+    if _temperature(first.story.job) != _temperature(other.story.job):
+        doubt.append("evaluation.temperature")
+    return Paired(found, tuple(doubt))
+
+
+def _stored(side: Side) -> Path | None:
+    return side.story.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None
+
+
+def _temperature(job: JobConfig) -> float:
+    return job.evaluation.temperature or job.rollout.temperature
+
+
+def _flat(value: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            pairs += _flat(item, f"{prefix}{key}.")
+        elif item is not None and item != {}:
+            pairs.append((f"{prefix}{key}", json.dumps(item)))
+    return pairs
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ from one another."""
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = [str(Path(*path.parts[-parts:])) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise AssertionError("paths that differ have names that differ")

@@ -1,0 +1,151 @@
+"""Published results on Crafter, each with where it stands and how it was measured. Data alone.
+
+Figures of other engines (Craftax-classic's percent of the maximum) are left out: they are on another scale.
+"Second hand": quoted by somebody else, not seen at the source; look there before you quote it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FULL_LENGTH = 10_000  # env steps after which stock Crafter cuts an episode
+ProtocolName = Literal["learning", "played", "verlog", "balrog"]
+SourceName = Literal["crafter", "causal", "verlog", "balrog"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A value with its spread as published (a standard deviation or error), if one was."""
+
+    value: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    title: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How figures were measured.
+
+    Attributes:
+        title: in a few words.
+        max_env_steps: an episode goes on to death or to this many env steps.
+        counted: the episodes that the figures are over.
+        sees: what the policy reads or looks at.
+    """
+
+    title: str
+    max_env_steps: int
+    counted: str
+    sees: str
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A row.
+
+    Attributes:
+        score: Crafter score in percent.
+        reward: the environment's reward, summed over an episode.
+        progress: mean share of the 22 achievements, in percent.
+        learned_from: env steps of learning.
+    """
+
+    agent: str
+    protocol: ProtocolName
+    source: SourceName
+    learned_from: str
+    score: Figure | None = None
+    reward: Figure | None = None
+    progress: Figure | None = None
+
+
+SOURCES: dict[SourceName, Source] = {
+    "crafter": Source("README of danijar/crafter", "https://github.com/danijar/crafter"),
+    "causal": Source(
+        "README of Causal-aware LLMs (arXiv 2505.24710)", "https://github.com/DMIRLAB-Group/Causal-aware_LLMs"
+    ),
+    "verlog": Source("Verlog's blog", "https://wentsechen.github.io/Verlog_blogpost"),
+    "balrog": Source("BALROG's leaderboard, second hand, 2026-08-03", "https://balrogai.com"),
+}
+
+PROTOCOLS: dict[ProtocolName, Protocol] = {
+    "learning": Protocol(
+        "agents that learn",
+        FULL_LENGTH,
+        "every episode of learning, the first ones too",
+        "64x64 pixels, or texts made of the game's state",
+    ),
+    "played": Protocol(
+        "people, and models that do not learn here",
+        FULL_LENGTH,
+        "whole games (people: 100 of them)",
+        "pixels (people), a text and Crafter's paper (SPRING)",
+    ),
+    "verlog": Protocol(
+        "a language model trained by RL",
+        2_000,  # of BALROG, whose environment it plays
+        "episodes of 172 env steps on average before, 196 after",
+        "BALROG's text",
+    ),
+    "balrog": Protocol(
+        "language models as they are", 2_000, "10 episodes", "BALROG's text and its last 16 messages"
+    ),
+}
+
+
+def _readme(
+    agent: str,
+    score: Figure | None,
+    reward: Figure | None,
+    *,
+    learned_from: str = "1M",
+    protocol: ProtocolName = "learning",
+) -> Published:
+    return Published(agent, protocol, "crafter", learned_from, score=score, reward=reward)
+
+
+def _causal(agent: str, value: float, spread: float, *, learned_from: str = "1M") -> Published:
+    return Published(agent, "learning", "causal", learned_from, score=Figure(value, spread))
+
+
+def _balrog(agent: str, value: float, spread: float) -> Published:
+    return Published(agent, "balrog", "balrog", "0", progress=Figure(value, spread))
+
+
+PUBLISHED: tuple[Published, ...] = (
+    _readme("Human", Figure(50.5, 6.8), Figure(14.3, 2.3), learned_from="unknown", protocol="played"),
+    _readme("SPRING (GPT-4)", Figure(27.3, 1.2), Figure(12.3, 0.7), learned_from="0", protocol="played"),
+    _readme("Achievement Distillation", Figure(21.8, 1.4), Figure(12.6, 0.3)),
+    _readme("Curious Replay", Figure(19.4, 1.6), None),
+    _readme("PPO (ResNet)", Figure(15.6, 1.6), Figure(10.3, 0.5)),
+    _readme("DreamerV3", Figure(14.5, 1.6), Figure(11.7, 1.9)),
+    _readme("DreamerV2", Figure(10.0, 1.2), Figure(9.0, 1.7)),
+    _readme("PPO (SB3)", Figure(4.6, 0.3), Figure(4.2, 1.2)),
+    _readme("Rainbow", Figure(4.3, 0.2), Figure(6.0, 1.3)),
+    _readme("Plan2Explore", Figure(2.1), Figure(2.1)),
+    _readme("RND", Figure(2.0), Figure(0.7)),
+    _readme("Random", Figure(1.6), Figure(2.1, 1.3)),
+    _readme("ELLM", None, Figure(6.0, 0.4), learned_from="5M"),
+    _causal("Causal-aware LLMs", 18.9, 0.53),
+    _causal("Causal-aware LLMs", 33.6, 0.02, learned_from="5M"),
+    _causal("AdaRefiner", 15.8, 1.4),
+    _causal("AdaRefiner", 28.2, 1.8, learned_from="5M"),
+    _causal("Reflexion (GPT-4)", 11.7, 1.4),
+    _causal("ReAct (GPT-4)", 8.3, 1.2),
+    Published("Qwen2.5-7B-Instruct", "verlog", "verlog", "0", reward=Figure(5.80)),
+    Published("the same after Verlog's PPO", "verlog", "verlog", "170 updates", reward=Figure(10.44)),
+    _balrog("Gemini-3-Pro", 57.3, 4.4),
+    _balrog("Grok-4", 57.3, 3.9),
+    _balrog("Gemini-2.5-Pro", 55.0, 6.0),
+    _balrog("Claude-Opus-4.5", 49.5, 3.1),
+    _balrog("Claude-Opus-4.5 thinking", 48.6, 3.2),
+    _balrog("Gemini-3-Flash", 45.0, 6.3),
+    _balrog("GPT-5 (minimal think)", 39.1, 4.1),
+    _balrog("DeepSeek-R1", 36.4, 3.8),
+    _balrog("GPT-4o", 33.1, 2.3),
+    _balrog("Claude-3.5-Sonnet", 32.7, 3.2),
+)
