@@ -196,6 +196,36 @@ def evaluate_policy(
             json_file.write_text(as_json(result), encoding="utf-8")
 
 
+@app.command("serve")
+def serve_model(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="a run (its best checkpoint), a checkpoint, or a model folder",
+            autocompletion=completion.run_directories,
+        ),
+    ],
+    job: Annotated[
+        Path | None, typer.Option(help="a job TOML; absent: that of the run, or every default")
+    ] = None,
+    host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    api_key_env: Annotated[
+        str, typer.Option(help="environment variable with the key that callers must send")
+    ] = "TURNWISE_API_KEY",
+    overrides: Overrides = None,
+) -> None:
+    """Serve a model to any OpenAI client: chat completions with tools; Ctrl-C ends it."""
+    from trainer_backend.endpoints import key_from
+    from trainer_backend.serve import serve, what_to_serve
+
+    address = [f"services.gateway_host='{host}'", f"services.gateway_port={port}"]
+    key = key_from(api_key_env, where="--api-key-env")
+    loaded, model = what_to_serve(folder, job, [*(overrides or ()), *address])
+    warn(_err, loaded)
+    asyncio.run(serve(loaded.config, model, key, lambda line: tell(_out, line)))
+
+
 @app.command(
     "task-app",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},

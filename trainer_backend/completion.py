@@ -1,18 +1,11 @@
 """What the shell offers after a tab: run directories, presets, and the keys and names of `--set`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.job_docs import alternatives, table_model
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import ESTIMATORS, LOSSES
-
-_BOARDS: Mapping[str, Mapping[str, object]] = {
-    "algorithm.advantage": ESTIMATORS,
-    "algorithm.loss": LOSSES,
-    "model.preset": PRESETS,
-}
 
 
 def run_directories(incomplete: str) -> list[str]:
@@ -45,15 +38,9 @@ def _keys() -> Iterator[str]:
 
 def _names(dotted: str) -> list[str]:
     table, _, key = dotted.partition(".")
-    if dotted in _BOARDS:
-        return list(_BOARDS[dotted])
     model = JobConfig.model_fields.get(table)
     field = table_model(model).model_fields.get(key) if model else None
-    if field is None:
-        return []
-    if field.annotation is bool:
-        return ["true", "false"]
-    return [word for word in alternatives(field).replace("`", "").split(", ") if word]
+    return [] if field is None else alternatives(dotted, field)
 
 
 def _folders(where: Path) -> list[Path]:

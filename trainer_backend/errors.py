@@ -50,8 +50,10 @@ class TrainerError(Exception):
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
-        advice = f" {self.hint}" if self.hint else ""
-        return f"{place}{self.detail}{advice}"
+        if not self.hint:
+            return f"{place}{self.detail}"
+        end = "" if self.detail.endswith((".", "?", "!")) else "."
+        return f"{place}{self.detail}{end} {self.hint}"
 
     def problem(self) -> Problem:
         """This error as the body that both services answer with."""

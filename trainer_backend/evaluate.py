@@ -1,8 +1,10 @@
 """`turnwise eval`: a policy plays the held-out worlds over HTTP; its figures with 95 % intervals."""
 
 import asyncio
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.endpoints import endpoint, sends_key_in_the_open, shown, warmup_key
-from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.errors import JobError, TrainerError
 from trainer_backend.evaluation import refuse_empty
 from trainer_backend.evaluation_result import Evaluated, evaluated
 from trainer_backend.job import LoadedJob, load_job
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.rundir.checkpoint_paths import best_checkpoint
+from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.services import task_apps
 
@@ -85,25 +87,14 @@ def what_to_evaluate(
             "give a run or model folder, or --policy with the name of a scripted policy, or --model with the "
             "--inference-url of its server"
         )
-    run = _run_of(folder) if folder is not None else None
+    run = run_of(folder) if folder is not None else None
     if job_path is None and run is None:
         raise JobError(f"{folder or 'a policy'} is no run with a job of its own: give --job JOB.toml")
     loaded = load_job(job_path or (run or Path()) / "job.toml", overrides)
     if player is not None:
         return _advised(loaded, player), player
     assert folder is not None, "one of the two is given"
-    if run is None or folder != run:
-        return loaded, Checkpoint(folder)
-    best = best_checkpoint(run / "checkpoints")
-    if best is None:
-        raise RunDirectoryError(f"{run} has no checkpoint yet")
-    return loaded, Checkpoint(best)
-
-
-def _run_of(folder: Path) -> Path | None:
-    """The run that a folder is, or whose checkpoint it is."""
-    candidates = (folder, folder.parent.parent)
-    return next((path for path in candidates if (path / "run.json").exists()), None)
+    return loaded, Checkpoint(model_in(folder))
 
 
 def _advised(loaded: LoadedJob, player: Scripted | Inference) -> LoadedJob:
@@ -139,8 +130,8 @@ async def evaluate(
         TrainerError: no such model, a task app that refuses, no episode finished.
     """
     asked = player if isinstance(player, Inference) else None
-    with tempfile.TemporaryDirectory() as folder:
-        async with task_apps(job, Path(folder) / "task_app.log", asked) as clients:
+    with _task_app_log() as log:
+        async with task_apps(job, log, asked) as clients:
             collector = Collector(
                 clients,
                 timeout_s=job.services.iteration_timeout_s,
@@ -150,10 +141,27 @@ async def evaluate(
                 collection = await _checkpoint(job, player, collector, tell)
             else:
                 collection = await _played(collector, _plan(job, player), tell)
-    if keep is not None:
-        write_rollouts(keep, collection.all)
-    refuse_empty(collection, "evaluation")
+        if keep is not None:
+            write_rollouts(keep, collection.all)
+        refuse_empty(collection, "evaluation", log=log)
     return evaluated(_name(player), collection, _setting(job, player))
+
+
+@contextmanager
+def _task_app_log() -> Iterator[Path]:
+    """Where a task app of the evaluation's own logs. It is removed, unless it may say what went wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="turnwise-eval-"))
+    log, kept = folder / "task_app.log", False
+    try:
+        yield log
+    except TrainerError as error:
+        kept = (
+            error.status >= 500 and log.exists()
+        )  # below: a mistake of the user's, and the message says which
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(folder)
 
 
 def _plan(job: JobConfig, player: Scripted | Inference) -> list[RolloutRequest]:
@@ -172,14 +180,11 @@ async def _checkpoint(
     job: JobConfig, player: Checkpoint, collector: Collector, tell: Tell | None
 ) -> Collection:
     # torch is imported here alone: other policies are evaluated without it.
-    from trainer_backend.learner.learner import LocalLearner
-    from trainer_backend.serving import serving
+    from trainer_backend.serving import FolderPolicy
 
-    model = job.model.model_copy(update={"preset": None, "path": player.folder})
-    learner = await asyncio.to_thread(LocalLearner.fresh, job.model_copy(update={"model": model}), [])
-    async with serving(job, learner) as server:
-        await server.publish(0)
-        plan = Planner(job, _run_id(job), server.inference).evaluation("checkpoint")
+    policy = await asyncio.to_thread(FolderPolicy, job, player.folder)
+    with policy.serving() as inference:
+        plan = Planner(job, _run_id(job), inference).evaluation("checkpoint")
         return await _played(collector, plan, tell)
 
 
@@ -219,7 +224,7 @@ def _setting(job: JobConfig, player: Player) -> dict[str, Any]:
     if isinstance(player, Scripted):
         return setting
     setting |= {
-        "temperature": job.evaluation.temperature or rollout.temperature,
+        "temperature": job.evaluation_temperature,
         "tokens a decision at most": rollout.max_tokens,
     }
     return setting | ({"policy settings": rollout.policy_config} if rollout.policy_config else {})

@@ -1,6 +1,7 @@
 """The figures of played episodes: what `metrics.jsonl`, `turnwise eval` and the report say of them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shared_schemas.rollouts import Rollout
@@ -45,8 +46,11 @@ def collection_metrics(collection: Collection) -> dict[str, float]:
     }
 
 
-def refuse_empty(collection: Collection, stage: str) -> None:
+def refuse_empty(collection: Collection, stage: str, *, log: Path | None = None) -> None:
     """Say why nothing came back; the collection itself is stored by then.
+
+    Args:
+        log: where a task app of our own may have logged; absent: where its operator looks.
 
     Raises:
         NothingToLearnFrom: no rollout was finished.
@@ -56,9 +60,10 @@ def refuse_empty(collection: Collection, stage: str) -> None:
     counts = ", ".join(f"{count} x {code}" for code, count in collection.failures.most_common())
     example = next((item for item in collection.failed if item.failure is not None), None)
     told = f"; {example.rollout_id}: {example.failure.detail}" if example and example.failure else ""
+    where = f"the task app's log ({log})" if log is not None and log.exists() else "the task app's log"
     raise NothingToLearnFrom(
         f"{stage}: none of {len(collection.failed)} rollouts was finished ({counts or 'no failures'}{told})",
-        hint="Failures are counted over both attempts; the task app's log says more.",
+        hint=f"Failures are counted over both attempts; {where} says more.",
     )
 
 

@@ -1,7 +1,8 @@
 """From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -12,26 +13,17 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
 from trainer_backend.job_advice import advice
-from trainer_backend.job_layers import Files, read_layers
+from trainer_backend.job_layers import REWARD_HOMES, REWARD_KEYS, Files, anchor, read_layers
 from trainer_backend.job_model import HUB_NAME, ModelTable
 from trainer_backend.job_overrides import Places, apply_override
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import estimator, policy_loss, preset, tool_format
+from trainer_backend.plugins import BOARDS, refuse_unknown
 from trainer_backend.sinks.sink import refuse_missing
 
 # Tables that launchers of other backends send along; they say nothing to this one.
 FOREIGN_TABLES = frozenset(
     {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "policy"}
 )
-_REWARD_KEYS = (
-    "step_rewards_enabled",
-    "step_rewards_mode",
-    "event_rewards_kind",
-    "step_rewards_beta",
-    "step_rewards_indicator_lambda",
-    "step_rewards_horizon",
-)
-_REWARD_HOMES = ("training", "training.rewards", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +82,14 @@ def _load(paths: Path | Sequence[Path], overrides: Sequence[str]) -> tuple[Loade
     """The job, and where each of its keys comes from."""
     document, files = read_layers([paths] if isinstance(paths, Path) else paths)
     places = Places(files, [apply_override(document, override) for override in overrides])
+    anchor(document, Path())
     return _parse(document, places), places
 
 
-def parse_job(document: Mapping[str, Any], *, where: str) -> LoadedJob:
-    """Validate a parsed TOML document; `where` begins every error message."""
-    return _parse(document, Places(Files([where])))
+def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = ()) -> LoadedJob:
+    """Validate a parsed TOML document, with overrides as for `load_job`; `where` begins every error."""
+    own = deepcopy(dict(document))
+    return _parse(own, Places(Files([where]), [apply_override(own, override) for override in overrides]))
 
 
 def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
@@ -129,16 +123,12 @@ def _without_none(value: Any) -> Any:
 
 
 def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:
-    named: list[tuple[str, Callable[[str], object], str | None]] = [
-        ("algorithm.advantage", estimator, config.algorithm.advantage),
-        ("algorithm.loss", policy_loss, config.algorithm.loss),
-        ("model.preset", preset, config.model.preset),
-        ("model.tool_call_format", tool_format, config.model.tool_call_format),
-    ]
-    for key, look_up, name in named:
+    for key in BOARDS:
+        table, _, field = key.partition(".")
+        name = getattr(getattr(config, table), field)
         try:
             if name is not None:
-                look_up(name)
+                refuse_unknown(key, name)
         except JobError as error:
             raise JobError(f"{places.of(key)}: {error}") from error
 
@@ -147,8 +137,8 @@ def _place(key: str, sentence: str, places: Places) -> str:
     if not key:
         return places.of_sentence(sentence)
     table, _, name = key.partition(".")
-    if table == "training" and name in _REWARD_KEYS:
-        return places.of(*(f"{home}.{name}" for home in _REWARD_HOMES))
+    if table == "training" and name in REWARD_KEYS:
+        return places.of(*(f"{home}.{name}" for home in REWARD_HOMES))
     return places.of(key)
 
 
@@ -160,16 +150,16 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     training.pop("rewards", None)
     rollout = _table_of(result, "rollout", places)
     homes = {
-        "training": {key: training[key] for key in _REWARD_KEYS if key in training},
+        "training": {key: training[key] for key in REWARD_KEYS if key in training},
         "training.rewards": rewards,
-        "rollout": {key: rollout.pop(key) for key in _REWARD_KEYS if key in rollout},
+        "rollout": {key: rollout.pop(key) for key in REWARD_KEYS if key in rollout},
     }
-    unknown = sorted(homes["training.rewards"].keys() - set(_REWARD_KEYS))
+    unknown = sorted(homes["training.rewards"].keys() - set(REWARD_KEYS))
     if unknown:
         key = f"training.rewards.{unknown[0]}"
-        told = f"{key} is not a key{did_you_mean(unknown[0], _REWARD_KEYS)}"
+        told = f"{key} is not a key{did_you_mean(unknown[0], REWARD_KEYS)}"
         raise JobError(f"{places.of(key)}: {told}")
-    for key in _REWARD_KEYS:
+    for key in REWARD_KEYS:
         found = {home: values[key] for home, values in homes.items() if key in values}
         if len(set(map(repr, found.values()))) > 1:
             told = ", ".join(f"{home}.{key} = {value!r}" for home, value in found.items())

@@ -3,17 +3,16 @@
 A house test compares the file with what this prints, so no key is ever missing or told wrongly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from trainer_backend.core.presets import PRESETS
 from trainer_backend.job import FOREIGN_TABLES
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES, TOOL_FORMATS
+from trainer_backend.plugins import BOARDS
 
 _HEAD = """\
 # The job TOML
@@ -24,7 +23,12 @@ Made by `python -m trainer_backend.job_docs > docs/configuration.md`; do not edi
 An unknown key is an error with a suggestion. `[model]` is required; any other table may be left out, and
 `[warmup]` left out means no warm-up. The task app checks what stands in `env_config` and `policy_config`.
 The step-reward switches (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and
-`[rollout]`; the same key with two different values is an error.
+`[rollout]`; the same key with two different values in one file is an error.
+
+Of several files later ones go over earlier ones, key by key, and `--set` goes over all; a reward switch goes
+over the same one in another of its homes. A relative path (`model.path`, `services.task_plugins`) is one from
+the folder of its file where it leads somewhere, otherwise one from the working directory, as with `--set`; a
+run writes it down whole. `job.runs_dir` is always one from the working directory.
 """
 
 
@@ -37,13 +41,7 @@ def _lines() -> Iterator[str]:
     yield _HEAD
     for name, field in JobConfig.model_fields.items():
         yield from _table(name, table_model(field))
-    yield "## Names\n"
-    yield f"- `algorithm.advantage`: {_names(ESTIMATORS)}"
-    yield f"- `algorithm.loss`: {_names(LOSSES)} (clip range: `training.clip_low`, `training.clip_high`)"
-    yield f"- `training.aggregation`: {_names(AGGREGATIONS)}"
-    yield f"- `model.preset`: {_names(PRESETS)}"
-    yield f"- `model.tool_call_format`: {_names(TOOL_FORMATS)}; see [models.md](models.md)"
-    yield f"- Tables of other backends, accepted with a warning, not read: {_names(sorted(FOREIGN_TABLES))}"
+    yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
 
 
 def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
@@ -51,7 +49,7 @@ def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key, field in model.model_fields.items():
-        cells = (f"`{key}`", _type(field), _default(field), meaning(field))
+        cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(field))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
@@ -62,16 +60,25 @@ def table_model(field: FieldInfo) -> type[BaseModel]:
     return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))
 
 
-def alternatives(field: FieldInfo) -> str:
-    """The words that a key allows, where it allows only some."""
+def alternatives(dotted: str, field: FieldInfo) -> list[str]:
+    """The words that a key allows, where it allows only some: names of a plug board, or its own."""
+    if dotted in BOARDS:
+        return list(BOARDS[dotted])
+    if field.annotation is bool:
+        return ["true", "false"]
     options = [item for item in get_args(field.annotation) if item is not type(None)]
-    words = bool(options) and all(isinstance(item, str) for item in options)
-    return ", ".join(f"`{item}`" for item in options) if words else ""
+    return options if all(isinstance(item, str) for item in options) else []
 
 
-def _type(field: FieldInfo) -> str:
-    if words := alternatives(field):
-        return words
+def quoted(words: Sequence[str]) -> str:
+    """As a list in Markdown."""
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _type(dotted: str, field: FieldInfo) -> str:
+    words = alternatives(dotted, field)
+    if words and field.annotation is not bool:
+        return quoted(words)
     options = [item for item in get_args(field.annotation) if item is not type(None)]
     annotation: Any = options[0] if type(None) in get_args(field.annotation) else field.annotation
     if annotation is SecretStr:
@@ -109,10 +116,6 @@ def meaning(field: FieldInfo) -> str:
                 bounds.append(f"{sign} {getattr(item, attribute)}")
     told = field.description or ""
     return told + (f" ({', '.join(bounds)})" if bounds else "")
-
-
-def _names(names: Any) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,10 @@
-"""Several TOML files as one job: later ones go over earlier ones, key by key, and each key knows its file."""
+"""Several TOML files as one job: later ones go over earlier ones, key by key, and each key knows its file.
 
+A relative path in a file is one from the file's folder, where it leads somewhere; otherwise, as with --set,
+one from the working directory.
+"""
+
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +14,23 @@ import tomli
 
 from trainer_backend.errors import JobError
 
+REWARD_KEYS = (
+    "step_rewards_enabled",
+    "step_rewards_mode",
+    "event_rewards_kind",
+    "step_rewards_beta",
+    "step_rewards_indicator_lambda",
+    "step_rewards_horizon",
+)
+# The published homes of a step-reward switch (DESIGN.md 4.15).
+REWARD_HOMES = ("training", "training.rewards", "rollout")
 # Keys of which a job has one: a later file or --set that gives one of them takes the others away.
-ALTERNATIVES: dict[str, frozenset[str]] = {"model": frozenset({"preset", "path", "name"})}
+ALTERNATIVES = (
+    ("model.preset", "model.path", "model.name"),
+    *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
+)
+# Keys that hold a path, or a list of paths, that must be there before a run.
+PATHS = ("model.path", "services.task_plugins")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +72,56 @@ def read_layers(paths: Sequence[Path]) -> tuple[dict[str, Any], Files]:
     owners: dict[str, str] = {}
     for path in paths:
         layer = _read(path)
-        for table, key in _chosen(layer):
-            for other in make_way(document, table, key):
-                owners.pop(f"{table}.{other}", None)
+        anchor(layer, path.parent)
+        for gone in make_way(document, layer):
+            owners.pop(gone, None)
         _lay_over(document, layer, owners, file=str(path), inside="")
     return document, Files([str(path) for path in paths], owners)
 
 
-def make_way(document: dict[str, Any], table: str, key: str) -> set[str]:
-    """Take the alternatives of a key that is about to be set out of the document; those that were there."""
-    found = document.get(table)
-    if key not in ALTERNATIVES.get(table, ()) or not isinstance(found, dict):
-        return set()
-    others = found.keys() & ALTERNATIVES[table] - {key}
-    for other in others:
-        del found[other]
-    return others
+def make_way(document: dict[str, Any], layer: Mapping[str, Any]) -> list[str]:
+    """Take out of the document what a layer that is about to go over it gives alternatives of.
+
+    Returns:
+        The keys that were there, dotted.
+    """
+    gone = []
+    for keys in ALTERNATIVES:
+        given = {dotted for dotted in keys if _home_of(layer, dotted) is not None}
+        for dotted in keys if given else ():
+            home = None if dotted in given else _home_of(document, dotted)
+            if home is not None:
+                del home[dotted.rpartition(".")[2]]
+                gone.append(dotted)
+    return gone
+
+
+def anchor(document: Mapping[str, Any], folder: Path) -> None:
+    """Make each relative path of PATHS that is there, seen from a folder, an absolute one."""
+    for dotted in PATHS:
+        home, key = _home_of(document, dotted), dotted.rpartition(".")[2]
+        if home is None:
+            continue
+        if isinstance(home[key], list):
+            home[key] = [_anchored(value, folder) for value in home[key]]
+        else:
+            home[key] = _anchored(home[key], folder)
+
+
+def _anchored(value: Any, folder: Path) -> Any:
+    """A path that leads nowhere stays as it was typed: it is told so, and a later place may have it."""
+    if not isinstance(value, str) or not value or not os.path.exists(folder / value):
+        return value
+    return os.path.abspath(folder / value)  # not resolved: a link may be moved to another model
+
+
+def _home_of(document: Mapping[str, Any], dotted: str) -> dict[str, Any] | None:
+    """The table that holds a key, if one does."""
+    *tables, key = dotted.split(".")
+    found: Any = document
+    for table in tables:
+        found = found.get(table) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and key in found else None
 
 
 def is_in(key: str, table: str) -> bool:
@@ -84,14 +138,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise JobError(f"{path}: cannot be read: {error}") from error
     except tomli.TOMLDecodeError as error:
         raise JobError(f"{path}: not valid TOML: {error}") from error
-
-
-def _chosen(layer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Table and key of the alternatives that a layer gives one of; two of them are left to be refused."""
-    for table, keys in ALTERNATIVES.items():
-        given = keys & layer[table].keys() if isinstance(layer.get(table), dict) else set()
-        if len(given) == 1:
-            yield table, *given
 
 
 def _lay_over(

@@ -77,6 +77,9 @@ def apply_override(document: dict[str, Any], override: str) -> Override:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise JobError(f"--set {dotted!r}: {key} is a value, not a table")
-    make_way(document, ".".join(keys[:-1]), keys[-1])
     table[keys[-1]] = value
+    layer = value
+    for key in reversed(keys):
+        layer = {key: layer}
+    make_way(document, layer)
     return Override(".".join(keys), ".".join(keys[:owned]))

@@ -187,7 +187,9 @@ class EvaluationTable(Table):
     seeds: tuple[Seed, ...] = Field(
         default=(), description="explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"
     )
-    temperature: float | None = Field(default=None, gt=0, description="absent: that of [rollout]")
+    temperature: float | None = Field(
+        default=None, ge=0, description="of sampling; 0 is greedy; absent: that of [rollout]"
+    )
 
     @field_validator("seeds")
     @classmethod
@@ -217,6 +219,12 @@ class JobConfig(Table):
     warmup: WarmupTable | None = None
     evaluation: EvaluationTable = EvaluationTable()
     sinks: SinksTable = SinksTable()
+
+    @property
+    def evaluation_temperature(self) -> float:
+        """What held-out worlds are played at; 0 is greedy."""
+        own = self.evaluation.temperature
+        return self.rollout.temperature if own is None else own
 
     @model_validator(mode="after")
     def _tables_agree(self) -> "JobConfig":

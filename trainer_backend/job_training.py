@@ -14,14 +14,20 @@ class TrainingTable(Table):
     iterations: int = Field(default=20, ge=0, description="of collecting, crediting and updating")
     group_size: int = Field(default=8, ge=1, description="G: episodes that share a start")
     learning_rate: float = Field(default=5e-4, gt=0, description="AdamW's, at its highest")
-    learning_rate_schedule: Literal["linear", "cosine", "constant"] = Field(
+    learning_rate_schedule: str = Field(
         default="linear", description="how it falls after its rise; constant stays at the highest"
     )
     learning_rate_final: float = Field(
-        default=0.1, ge=0, le=1, description="share of learning_rate at the last update"
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of learning_rate that it falls towards; it would be there one step after the last",
     )
     learning_rate_rise: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the run over which it rises from 0"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the run over which it rises from 0, the rate of the first step",
     )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
     max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
@@ -75,7 +81,7 @@ class TrainingTable(Table):
     )
     kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that KL")
     behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
-    aggregation: Literal["token_mean", "decision_mean", "episode_equal"] = Field(
+    aggregation: str = Field(
         default="token_mean",
         description="what counts the same in an optimizer step: tokens, decisions, episodes",
     )
@@ -133,6 +139,8 @@ class LoraTable(Table):
 class AlgorithmTable(Table):
     """[algorithm]"""
 
-    advantage: str = Field(default="stepwise", description="an estimator of the plug board")
-    loss: str = Field(default="clipped", description="a loss of the plug board")
+    advantage: str = Field(default="stepwise", description="the estimator of advantages")
+    loss: str = Field(
+        default="clipped", description="of the policy; its clip range: training.clip_low and clip_high"
+    )
     gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")

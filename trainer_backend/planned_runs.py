@@ -21,7 +21,7 @@ class Planned(NamedTuple):
 
 
 def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str]) -> Planned:
-    """A new run of a job, or one that exists, with the overrides written down in either.
+    """A new run of a job, or one that exists; `start.run_job` writes down what that one goes on with.
 
     Raises:
         JobError: not one of the two; or what `load_new_job` and `load_job` raise.
@@ -38,9 +38,6 @@ def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrid
     directory = open_run(resume)
     loaded = load_job(directory.path / "job.toml", overrides)
     refuse_missing(loaded.config.sinks)
-    if overrides:
-        # The next resume, the report and eval read this file: they must see what the run really did.
-        directory.replace_job(loaded.config)
     return Planned(loaded, directory, resume=True)
 
 

@@ -12,15 +12,16 @@ from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.aggregation import Aggregation, decision_mean, episode_equal, token_mean
 from trainer_backend.core.losses import PolicyLoss, clipped_policy_loss
-from trainer_backend.core.presets import PRESETS, Preset
+from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import Fall, constant, cosine, linear
 from trainer_backend.errors import JobError
 from trainer_backend.inference.tool_formats.hermes import parse_hermes
-from trainer_backend.inference.tool_formats.llama import parse_llama
-from trainer_backend.inference.tool_formats.mistral import parse_mistral
+from trainer_backend.inference.tool_formats.llama import PYTHON_TAG, parse_llama
+from trainer_backend.inference.tool_formats.mistral import CALLS, parse_mistral
 from trainer_backend.inference.tool_formats.qwen3_coder import parse_qwen3_coder
 from trainer_backend.inference.tool_formats.reading import ToolFormat
-from trainer_backend.inference.tool_formats.turnwise import parse_turnwise
+from trainer_backend.inference.tool_formats.tagged import OPEN
+from trainer_backend.inference.tool_formats.turnwise import CALL, parse_turnwise
 from trainer_backend.sinks.sink import OpenSink
 from trainer_backend.sinks.tensorboard import open_tensorboard
 from trainer_backend.sinks.wandb import open_wandb
@@ -40,12 +41,26 @@ SCHEDULES: dict[str, Fall] = {"linear": linear, "cosine": cosine, "constant": co
 # How models write tool calls. Of several markers in one chat template the first here counts: the template of
 # Qwen3-Coder holds that of Hermes too.
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "turnwise": ToolFormat(parse_turnwise, marker="'<|call|> '"),
-    "mistral": ToolFormat(parse_mistral, marker="[TOOL_CALLS]"),
-    "qwen3_coder": ToolFormat(parse_qwen3_coder, marker="<function="),
-    "hermes": ToolFormat(parse_hermes, marker="<tool_call>"),
-    "llama": ToolFormat(parse_llama, marker="ipython"),
+    "turnwise": ToolFormat(parse_turnwise, marker="'<|call|> '", openers=(CALL,)),
+    "mistral": ToolFormat(parse_mistral, marker="[TOOL_CALLS]", openers=(CALLS,)),
+    "qwen3_coder": ToolFormat(parse_qwen3_coder, marker="<function=", openers=(OPEN,)),
+    "hermes": ToolFormat(parse_hermes, marker="<tool_call>", openers=(OPEN,)),
+    "llama": ToolFormat(parse_llama, marker="ipython", openers=("{", PYTHON_TAG)),
 }
+# Every key of a job that takes a name of a board: what checks it, documents it, and offers it after a tab.
+BOARDS: dict[str, Mapping[str, object]] = {
+    "algorithm.advantage": ESTIMATORS,
+    "algorithm.loss": LOSSES,
+    "training.aggregation": AGGREGATIONS,
+    "training.learning_rate_schedule": SCHEDULES,
+    "model.preset": PRESETS,
+    "model.tool_call_format": TOOL_FORMATS,
+}
+
+
+def refuse_unknown(key: str, name: str) -> None:
+    """JobError, which lists the names that there are, if `key` of BOARDS does not take this one."""
+    _chosen(BOARDS[key], name, key=key)
 
 
 def estimator(name: str) -> Estimator:
@@ -66,16 +81,6 @@ def aggregation(name: str) -> Aggregation:
 def schedule(name: str) -> Fall:
     """How the learning rate falls after its rise; JobError if there is no schedule of that name."""
     return _chosen(SCHEDULES, name, key="training.learning_rate_schedule")
-
-
-def preset(name: str) -> Preset:
-    """The shape of the small model of that name; JobError if there is none."""
-    return _chosen(PRESETS, name, key="model.preset")
-
-
-def tool_format(name: str) -> ToolFormat:
-    """The tool-call format of that name; JobError if there is none."""
-    return _chosen(TOOL_FORMATS, name, key="model.tool_call_format")
 
 
 def _chosen(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:

@@ -131,6 +131,9 @@ class _Beginning:
             return await self.fresh()
         await self._plan_memory(checkpoint)
         learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._job, checkpoint)
+        # The next resume, the report and eval read it, so it is what the run goes on with; and not sooner: a
+        # job that was refused must not stay.
+        self._directory.replace_job(self._job)
         self._directory.forget_metrics_after(progress.iteration)
         self._reporter.say(f"resumed from {checkpoint}")
         return learner, progress
@@ -141,6 +144,7 @@ class _Beginning:
         await self._plan_memory(None)
         # What is wrong with a named model shows when it is loaded: before minutes of rollouts, not after.
         named = None if self._job.model.preset is not None else await self._learner([])
+        self._directory.replace_job(self._job)
         if self._job.warmup is None:
             plan = self._planner.prompts(_PROMPT_EPISODES) if named is None else []
             prompts = await self._played("prompts", plan)

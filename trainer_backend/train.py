@@ -119,7 +119,7 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
         missing = len(credited.flat) - refilled
         if not missing or len(rounds) > run.job.training.refill_rounds:
             break
-        requests = run.planner.refill(iteration, len(rounds), missing)
+        requests = run.planner.refill(iteration, len(rounds), missing, refilled=refilled)
         refilled += missing
     trajectories = finished_trajectories(collection.rollouts, name)
     inferred = inference_metrics(before, run.server.totals())

@@ -1,4 +1,4 @@
-"""`configs/crafter_online.toml` as it stands, but for what a small machine lacks: a GPU, 4B weights, hours."""
+"""`configs/crafter_online.toml` as it stands, but for what a small machine lacks: a GPU, weights, hours."""
 
 import json
 import shutil

@@ -1,6 +1,7 @@
 """`turnwise` as a process: its output, and its exit codes."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,9 +14,8 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import small_run
 from trainer_backend.__main__ import app
-from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
+from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
 from trainer_backend.job import dump_job
-from trainer_backend.planned_runs import single_run
 from trainer_backend.rundir.layout import create_run, open_run
 
 GOOD = '[model]\npreset = "tiny-0.3m"\n'
@@ -99,14 +99,24 @@ def test_a_run_that_was_there_before_is_not_removed_by_a_mistake(tmp_path: Path)
     assert open_run(run.path) == run
 
 
-def test_overrides_of_a_resumed_run_are_written_down(tmp_path: Path):
-    create_run(tiny_job(), tmp_path / "run")
-    loaded, directory, _ = single_run(None, None, tmp_path / "run", ["training.iterations=7"])
-    assert loaded.config.training.iterations == 7
-    assert open_run(tmp_path / "run").job().training.iterations == 7
-    with pytest.raises(JobError):  # a bad one changes nothing
-        single_run(None, None, directory.path, ["training.iterations=-7"])
-    assert directory.job().training.iterations == 7
+def test_overrides_of_a_resumed_run_are_written_down_once_it_goes_on(trained, tmp_path: Path):
+    shutil.copytree(trained[0].path, tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    before = run.job()
+    with pytest.raises(JobError):
+        resume(run.path, "training.iterations=-7")
+    with pytest.raises(CheckpointError, match="but the job's model is"):
+        resume(run.path, "model.preset=tiny-0.8m")
+    assert run.job() == before, "what was refused has changed nothing"
+    resume(run.path, "training.kl_coef=0.25")
+    assert run.job().training.kl_coef == 0.25
+    resume(run.path)
+
+
+def resume(run: Path, *overrides: str) -> None:
+    arguments = ["train", "--no-report", "--resume", str(run)]
+    arguments += [word for override in overrides for word in ("--set", override)]
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_a_run_is_either_new_or_continued(tmp_path: Path):

@@ -55,6 +55,8 @@ def test_runs_are_offered_and_folders_to_look_into(tmp_path: Path, monkeypatch: 
         ("training.learning_rate_schedule=c", [
             "training.learning_rate_schedule=cosine", "training.learning_rate_schedule=constant",
         ]),
+        ("model.tool_call_format=l", ["model.tool_call_format=llama"]),
+        ("training.aggregation=t", ["training.aggregation=token_mean"]),
         ("training.skip_flat_groups=t", ["training.skip_flat_groups=true"]),
         ("training.group_size=", []),
         ("no.such.key=", []),

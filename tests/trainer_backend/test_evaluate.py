@@ -1,5 +1,8 @@
+import asyncio
 import io
 import json
+import socket
+import tempfile
 from collections import Counter
 
 import pytest
@@ -10,11 +13,13 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import LAST
 from trainer_backend.__main__ import app
 from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError, NothingToLearnFrom, RunDirectoryError
 from trainer_backend.evaluate import Checkpoint, Scripted, chosen_player, evaluate, what_to_evaluate
 from trainer_backend.evaluation_result import as_json, evaluated, span_width
 from trainer_backend.evaluation_tables import tables
-from trainer_backend.job import dump_job
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.job_training import LoraTable
 from trainer_backend.rundir.layout import create_run
 
 
@@ -143,6 +148,28 @@ async def test_a_checkpoint_plays_as_it_did_in_training(trained):
     assert found.unique.mean == row["eval/unique_achievements"]
     assert {name: rate.mean for name, rate in found.rates.items()} == row["eval/success_rates"]
     assert told[-1] == (4, 4)
+
+
+async def test_playing_a_checkpoint_needs_nothing_of_its_training(trained):
+    directory, _, _ = trained
+    loaded, player = what_to_evaluate(directory.path, None, None, ["evaluation.instances=1"])
+    nowhere = loaded.config.model_copy(update={"lora": LoraTable(target_modules=("no_such_layer",))})
+    assert (await evaluate(nowhere, player)).unique.count == 1
+
+
+def test_the_log_of_an_evaluation_that_failed_is_there_to_be_read(job_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "made"))
+    (tmp_path / "made").mkdir()
+    job = load_job(job_file, ["rollout.policy_config.max_attempts=1", "evaluation.instances=1"]).config
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        nobody = Inference(f"http://127.0.0.1:{taken.getsockname()[1]}", "m", None)
+        with pytest.raises(NothingToLearnFrom, match=r"log \(.*task_app\.log\) says more") as caught:
+            asyncio.run(evaluate(job, nobody))
+    (log,) = (tmp_path / "made").rglob("task_app.log")
+    assert str(log) in str(caught.value) and log.stat().st_size > 0
+    asyncio.run(evaluate(job, Scripted("random")))
+    assert list((tmp_path / "made").rglob("task_app.log")) == [log], "one that went well leaves none"
 
 
 def test_the_command_plays_a_scripted_policy_and_writes_json(job_file, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from trainer_backend.errors import JobError
 from trainer_backend.job import load_job, load_new_job
+from trainer_backend.rundir.layout import create_run
 
 BASE = """
 [model]
@@ -62,7 +63,7 @@ def test_one_model_makes_way_for_another(layered):
     assert layered(BASE, '[model]\npath = "m"', '[model]\nname = "a/b"').model.name == "a/b"
     both = refusal(layered, BASE, '[model]\npath = "m"\nname = "a/b"')
     assert both.startswith(
-        "base.toml + a.toml: model: exactly one of 'preset', 'path' and 'name' must be given"
+        "a.toml: model: exactly one of 'preset', 'path' and 'name' must be given, found path and name"
     )
 
 
@@ -90,9 +91,74 @@ def test_an_error_of_the_first_file_is_not_blamed_on_the_second(layered):
     )
 
 
+def test_a_reward_switch_goes_over_the_same_one_in_another_home(layered):
+    homes = {
+        "training": "[training]\nstep_rewards_beta = {}",
+        "training.rewards": "[training.rewards]\nstep_rewards_beta = {}",
+        "rollout": "[rollout]\nstep_rewards_beta = {}",
+    }
+    for before in homes.values():
+        for after in homes.values():
+            job = layered(BASE, before.format(0.1), after.format(0.2))
+            assert job.training.step_rewards_beta == 0.2
+    off = layered(
+        BASE, "[training]\nstep_rewards_mode = 'env_sparse'", "[rollout]\nstep_rewards_mode = 'off'"
+    )
+    assert off.training.step_rewards_mode == "off"
+
+
+def test_one_file_that_gives_a_switch_twice_is_refused_and_blamed_alone(layered):
+    one, both = (
+        "[training]\nstep_rewards_beta = 0.1",
+        "[training.rewards]\nstep_rewards_beta = 0.2\n[rollout]\nstep_rewards_beta = 0.3",
+    )
+    told = refusal(layered, BASE, one, both)
+    assert told.startswith(
+        "b.toml: step_rewards_beta is given twice with different values: training.rewards."
+    )
+    wrong = refusal(layered, BASE, one, "[rollout]\nstep_rewards_beta = -1")
+    assert wrong.startswith("b.toml: training.step_rewards_beta is -1: ")
+
+
 def test_keys_of_two_files_that_contradict_each_other_are_blamed_on_both(layered):
-    one, other = "[training]\nstep_rewards_beta = 0.1", "[rollout]\nstep_rewards_beta = 0.2"
-    assert refusal(layered, BASE, one, other).startswith("a.toml + b.toml: step_rewards_beta is given twice")
+    one, other = "[rollout]\nepisodes_per_batch = 6", "[training]\ngroup_size = 4"
+    assert refusal(layered, BASE, one, other).startswith(
+        "a.toml + b.toml: rollout.episodes_per_batch (6) must be a multiple of "
+    )
+
+
+def test_a_path_is_one_from_the_folder_of_its_file_and_else_from_here(tmp_path: Path, monkeypatch):
+    (tmp_path / "here" / "models" / "base").mkdir(parents=True)
+    (tmp_path / "there" / "models" / "own").mkdir(parents=True)
+    for plugin in ("here/mine.py", "there/mine.py", "there/theirs.py"):
+        (tmp_path / plugin).touch()
+    job = tmp_path / "there" / "job.toml"
+    text = '[model]\npath = "models/{}"\n[services]\ntask_plugins = ["mine.py", "theirs.py", "none.py"]'
+    monkeypatch.chdir(tmp_path / "here")
+
+    job.write_text(text.format("own"))
+    loaded = load_job(job).config
+    assert loaded.model.path == tmp_path / "there" / "models" / "own"
+    assert loaded.services.task_plugins == (
+        tmp_path / "there" / "mine.py", tmp_path / "there" / "theirs.py", Path("none.py"),
+    )  # fmt: skip
+    job.write_text(text.format("base"))
+    assert load_job(job).config.model.path == tmp_path / "here" / "models" / "base"
+    overrides = ('services.task_plugins=["mine.py"]', "model.path=models/own")
+    overridden = load_job(job, overrides).config
+    assert overridden.services.task_plugins == (tmp_path / "here" / "mine.py",)
+    assert overridden.model.path == Path("models/own"), "with --set it is one from here, and nowhere"
+
+
+def test_what_a_run_wrote_down_is_found_from_any_directory(tmp_path: Path, monkeypatch):
+    (tmp_path / "maze").mkdir()
+    (tmp_path / "maze" / "plugins.py").touch()
+    job = tmp_path / "maze" / "job.toml"
+    job.write_text('[model]\npreset = "tiny-0.3m"\n[services]\ntask_plugins = ["plugins.py"]')
+    monkeypatch.chdir(tmp_path)
+    run = create_run(load_job(Path("maze/job.toml")).config, tmp_path / "runs" / "maze")
+    monkeypatch.chdir("/")
+    assert run.job().services.task_plugins == (tmp_path / "maze" / "plugins.py",)
 
 
 def test_an_override_is_blamed_before_every_file(layered):

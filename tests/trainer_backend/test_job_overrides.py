@@ -92,14 +92,29 @@ def test_a_model_folder_that_came_with_set_is_blamed_on_it(path: Path, tmp_path:
             "training.group_size=7",
             "FILE with --set training.group_size=…: rollout.episodes_per_batch (64) must",
         ),
-        (
-            "rollout.step_rewards_beta=0.2",
-            "FILE with --set rollout.step_rewards_beta=…: step_rewards_beta is given",
-        ),
     ],
 )
 def test_what_contradicts_the_file_is_blamed_on_both(path: Path, override: str, told: str):
     assert refusal(path, override).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.step_rewards_beta=0.2",
+        "training.rewards.step_rewards_beta=0.2",
+        "training.rewards={ step_rewards_beta = 0.2 }",
+        "rollout.step_rewards_beta=0.2",
+    ],
+)
+def test_a_reward_switch_is_overridden_from_any_of_its_homes(path: Path, override: str):
+    assert load_job(path, [override]).config.training.step_rewards_beta == 0.2
+
+
+def test_of_two_overrides_of_a_switch_the_last_one_counts(path: Path):
+    homes = ["rollout.step_rewards_beta=0.2", "training.step_rewards_beta=0.3"]
+    assert load_job(path, homes).config.training.step_rewards_beta == 0.3
+    assert load_job(path, homes[::-1]).config.training.step_rewards_beta == 0.2
 
 
 def test_a_mistake_in_the_file_is_not_blamed_on_an_override_beside_it(path: Path):

@@ -8,6 +8,9 @@ from trainer_backend.core.advantages.grpo import grpo
 from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.losses import clipped_policy_loss
 from trainer_backend.errors import JobError
+from trainer_backend.job import parse_job
+from trainer_backend.job_docs import table_model
+from trainer_backend.job_schema import JobConfig
 
 
 def test_a_name_of_a_plug_board_gives_its_entry():
@@ -31,6 +34,26 @@ def test_a_name_of_a_plug_board_gives_its_entry():
 def test_an_unknown_name_is_refused_with_the_known_ones_and_the_likely_one(pick, name, message):
     with pytest.raises(JobError, match=message):
         pick(name)
+
+
+def test_every_key_of_a_board_is_a_key_of_a_job_whose_default_is_on_it():
+    for dotted, board in plugins.BOARDS.items():
+        table, key = dotted.split(".")
+        default = table_model(JobConfig.model_fields[table]).model_fields[key].default
+        assert default is None or default in board
+
+
+@pytest.mark.parametrize("key", plugins.BOARDS)
+def test_a_job_with_a_name_that_no_board_has_is_refused_where_it_stands(key: str):
+    table, name = key.split(".")
+    document = {
+        "model": {"path": "m"},
+        table: {name: "none_of_them", **({"path": "m"} if table == "model" else {})},
+    }
+    if key == "model.preset":
+        del document["model"]["path"]
+    with pytest.raises(JobError, match=rf"^here: {key} is 'none_of_them'; known: "):
+        parse_job(document, where="here")
 
 
 def test_reading_the_plug_boards_imports_no_torch():

@@ -8,7 +8,13 @@ from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, SeedStart
-from trainer_backend.core.seeds import cycled_worlds, derived_seed, evaluation_worlds, training_world
+from trainer_backend.core.seeds import (
+    cycled_worlds,
+    derived_seed,
+    evaluation_worlds,
+    other_worlds,
+    training_world,
+)
 from trainer_backend.job_schema import JobConfig
 
 
@@ -36,11 +42,25 @@ class Planner:
 
     def training(self, iteration: int) -> list[RolloutRequest]:
         """G siblings a group: same world, own sampling seeds."""
-        return self._groups("train", iteration, self._groups_per_iteration)
+        return self._groups("train", iteration, self._training_worlds(iteration))
 
-    def refill(self, iteration: int, round_number: int, groups: int) -> list[RolloutRequest]:
-        """Further groups of an iteration, on worlds of the round's own: rounds count from 1."""
-        return self._groups(f"refill-{round_number}", iteration, groups)
+    def refill(
+        self, iteration: int, round_number: int, groups: int, *, refilled: int = 0
+    ) -> list[RolloutRequest]:
+        """Further groups of an iteration, on worlds that it has not played; rounds count from 1.
+
+        Of rollout.seeds a world comes again only after all the others: it was flat, and is asked in vain.
+
+        Args:
+            refilled: groups that earlier rounds of the iteration have asked for.
+        """
+        stage, seeds = f"refill-{round_number}", self.job.rollout.seeds
+        if not seeds:
+            return self._groups(stage, iteration, self._worlds(stage, iteration, groups))
+        played = self._training_worlds(iteration)
+        others = other_worlds(self.job.job.seed, seeds, iteration=iteration, played=played)
+        numbers = range(refilled, refilled + groups)
+        return self._groups(stage, iteration, [others[number % len(others)] for number in numbers])
 
     def warmup(self, key: SecretStr | None = None) -> list[RolloutRequest]:
         """The teacher's episodes, a world each; `key` is for the server that its config names."""
@@ -73,15 +93,13 @@ class Planner:
         self, label: str, *, policy_name: str | None = None, policy_config: Mapping[str, Any] | None = None
     ) -> list[RolloutRequest]:
         """One episode on each held-out world; the sampling seeds are those of every other evaluation."""
-        table = self.job.evaluation
-        temperature = table.temperature or self.job.rollout.temperature
         name = policy_name or self.job.rollout.policy_name
         requests = []
         for group, world in enumerate(self._held_out()):
             seed = derived_seed(self.job.job.seed, "evaluation", group)
             config: dict[str, Any] = {"seed": seed}
             if policy_name is None:
-                config = self._model_config(temperature, "evaluation", 0, group, 0)
+                config = self._model_config(self.job.evaluation_temperature, "evaluation", 0, group, 0)
                 config |= self.job.rollout.policy_config
             config |= policy_config or {}
             requests.append(
@@ -96,9 +114,9 @@ class Planner:
     def _groups_per_iteration(self) -> int:
         return self.job.rollout.episodes_per_batch // self.job.training.group_size
 
-    def _groups(self, stage: str, iteration: int, count: int) -> list[RolloutRequest]:
+    def _groups(self, stage: str, iteration: int, worlds: Sequence[int]) -> list[RolloutRequest]:
         requests = []
-        for group, world in enumerate(self._worlds(stage, iteration, count)):
+        for group, world in enumerate(worlds):
             for sibling in range(self.job.training.group_size):
                 config = self._model_config(self.job.rollout.temperature, stage, iteration, group, sibling)
                 requests.append(
@@ -111,6 +129,9 @@ class Planner:
                     )
                 )  # fmt: skip
         return requests
+
+    def _training_worlds(self, iteration: int) -> list[int]:
+        return self._worlds("train", iteration, self._groups_per_iteration)
 
     def _worlds(self, purpose: str, iteration: int, count: int) -> list[int]:
         """Worlds to train on: those of rollout.seeds in shuffled epochs, or ever new ones."""

@@ -1,8 +1,9 @@
 """How much memory a run needs, by kind, before anything is loaded: arithmetic over shapes and limits.
 
-How far it can be relied on: what is counted in weights is exact. `cache` is at its fullest, every sequence as
-long as allowed; it grows as they do. `activations` are those of a full micro-batch, what autograd keeps for
-layers like Llama's and Qwen3's: within 10 % of what was counted on both, in float32 under a mask and in
+How far it can be relied on: what is counted in weights is exact. `cache` is at its fullest: the engine's
+rows, one for each request that may run, are all as wide as the longest of them, so one sequence as long as
+allowed fills it but for the kept prefixes. `activations` are those of a full micro-batch, what autograd keeps
+for layers like Llama's and Qwen3's: within 10 % of what was counted on both, in float32 under a mask and in
 bfloat16 over one row; other architectures may be a third away. What the allocator and the libraries
 themselves need is the flat OVERHEAD of a GPU.
 """
@@ -52,7 +53,7 @@ class MemoryUse:
     row_tokens: of the widest row: a segment may be as long as the engine's longest sequence.
     micro_batch_tokens: of one forward and backward, at least a row.
     logits_chunk: tokens whose logits exist at a time.
-    cached_sequences: running requests and kept prefixes of the engine, each up to `cached_tokens`.
+    running, kept: rows and kept prefixes of the engine's cache, each of up to `cached_tokens`.
     reference: whether a second copy is held for the KL term.
     """
 
@@ -61,7 +62,8 @@ class MemoryUse:
     row_tokens: int
     micro_batch_tokens: int
     logits_chunk: int
-    cached_sequences: int
+    running: int
+    kept: int
     cached_tokens: int
     reference: bool = False
     checkpointing: bool = False
@@ -79,8 +81,8 @@ class MemoryNeeds:
 
     device: on the device that computes, each kind at its fullest.
     host: in main memory beside it; empty where that is the device.
-    least: what the device must hold at the very least: one sequence in the cache, and activations as small
-        as the estimate may be off.
+    least: what the device must hold at the very least: no kept prefix, and activations as small as the
+        estimate may be off.
     """
 
     device: dict[str, int]
@@ -100,17 +102,24 @@ def memory_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> MemoryNe
         "weights": own,
         "gradients": shape.trained * FLOAT32,
         "optimizer": 0 if use.offload and is_gpu else moments,
-        "engine": shape.parameters * use.held * (2 if shape.adapters else 1),  # merged weights on their way
-        "reference": shape.parameters * use.held if use.reference and not shape.adapters else 0,
-        "cache": use.cached_sequences * use.cached_tokens * keys_and_values,
+        "engine": (shape.parameters + shape.adapters) * use.held,
+        "reference": (shape.adapters * FLOAT32 or shape.parameters * use.held) if use.reference else 0,
+        "cache": (use.running + use.kept) * use.cached_tokens * keys_and_values,
         "activations": activations(shape, use),
         "logits": logits(shape, use),
         "overhead": OVERHEAD if is_gpu else 0,
     }
     device = {kind: size for kind, size in device.items() if size}
-    unsure = device["activations"] / 3 + device["cache"] * (1 - 1 / use.cached_sequences)
-    host = {"optimizer": moments} if use.offload and is_gpu else {}
-    return MemoryNeeds(device, host, int(sum(device.values()) - unsure))
+    unsure = device["activations"] / 3 + device["cache"] * use.kept / (use.running + use.kept)
+    return MemoryNeeds(device, _host(shape, use) if is_gpu else {}, int(sum(device.values()) - unsure))
+
+
+def _host(shape: ModelShape, use: MemoryUse) -> dict[str, int]:
+    """Main memory beside a GPU: weights in float32, then moments, pass through it to a checkpoint."""
+    weights, moments = shape.parameters * FLOAT32, shape.trained * MOMENTS
+    if use.offload:
+        return {"optimizer": moments, "checkpoint": weights}
+    return {"checkpoint": max(weights, moments)}
 
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:

@@ -33,9 +33,10 @@ def learning_rate(peak: float, *, progress: float, rise: float, final: float, fa
 
     Args:
         peak: the highest rate.
-        progress: share of the run that is done, in [0, 1].
-        rise: share of the run over which the rate rises, in [0, 1).
-        final: the last rate, as a share of the peak, in [0, 1].
+        progress: share of the run that is done before the step, in [0, 1]; so 1, and `final`, lie one step
+            behind the last one.
+        rise: share of the run over which the rate rises, in [0, 1); then the first step's rate is 0.
+        final: what the rate falls to, as a share of the peak, in [0, 1].
         fall: `linear`, `cosine` or `constant`.
 
     Raises:

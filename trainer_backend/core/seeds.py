@@ -39,6 +39,14 @@ def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[int], numbers: ra
     return [orders[number // size][number % size] for number in numbers]
 
 
+def other_worlds(
+    job_seed: int, seeds: Sequence[int], *, iteration: int, played: Collection[int]
+) -> list[int]:
+    """A fixed set in the order in which an iteration goes on with it: first what it has not played yet."""
+    order = _shuffled(seeds, job_seed, "refill", iteration)
+    return sorted(order, key=lambda world: world in played)
+
+
 def _shuffled(seeds: Sequence[int], *parts: int | str) -> list[int]:
     return sorted(seeds, key=lambda seed: derived_seed(*parts, seed))
 

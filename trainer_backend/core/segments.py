@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from shared_schemas.trajectory import PolicyLogprobs, StepData
@@ -11,7 +12,7 @@ from trainer_backend.core.errors import SegmentError, place
 CONTEXT = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
     """One sequence of tokens, as the policy saw and wrote it.
 
@@ -41,7 +42,7 @@ class Segment:
         """[L] True at sampled tokens."""
         return tuple(t != CONTEXT for t in self.decision)
 
-    @property
+    @cached_property  # asked for some eight times an update, and that was a twentieth of it; so no slots
     def sampled_positions(self) -> tuple[int, ...]:
         """[N] positions of the sampled tokens, in order; never 0, which nothing predicts."""
         return tuple(i for i, t in enumerate(self.decision) if t != CONTEXT)

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_backend.errors import ModelFolderError
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
 from trainer_backend.inference.protocol import Sampled
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.sampler import likeliest, sample, uniforms
-
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+from trainer_backend.models.attention_kinds import refuse_unsupported_attention
 
 
 class RunningBatch:
@@ -26,11 +24,12 @@ class RunningBatch:
     """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int, kept_prefixes: int = 0) -> None:
-        refuse_unsupported_attention(model, max_len=max_len)
+        refuse_unsupported_attention(model.config, longest=max_len)
         self.model = model
         self.max_len = max_len
         # Asked once: `transformers` walks over all modules each time.
         self._device, self._dtype = model.device, model.dtype
+        self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []
         self._cache = SlotCache(slots=slots, max_len=max_len)
         self.prefixes = Prefixes(self._cache, most=kept_prefixes)
@@ -65,18 +64,18 @@ class RunningBatch:
 
     def step(self) -> list[Sampled]:
         """Feed each row its next token; returns the token sampled after it, row by row."""
-        logits_BV = self._decode()
+        logits_BV = self._decode().to(self._draws_on)
         samplings = [row.sampling for row in self.rows]
         keys_B = np.array([row.key for row in self.rows], dtype=np.uint64)
         counters_B = np.array([len(row.token_ids) for row in self.rows], dtype=np.uint64)
         truncates = any(sampling.is_truncated for sampling in samplings)
-        temperatures_B = self._tensor([sampling.temperature for sampling in samplings]).float()
+        temperatures_B = self._column([sampling.temperature for sampling in samplings]).float()
         tokens_B, logprobs_B = sample(
             logits_BV,
             temperatures_B=temperatures_B,
-            top_ps_B=self._tensor([sampling.top_p for sampling in samplings]) if truncates else None,
-            top_ks_B=self._tensor([sampling.top_k for sampling in samplings]) if truncates else None,
-            uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self._device),
+            top_ps_B=self._column([sampling.top_p for sampling in samplings]) if truncates else None,
+            top_ks_B=self._column([sampling.top_k for sampling in samplings]) if truncates else None,
+            uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self._draws_on),
         )
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device for both.
         tokens, logprobs = torch.stack((tokens_B.double(), logprobs_B.double())).tolist()
@@ -170,6 +169,18 @@ class RunningBatch:
     def _tensor(self, values: Sequence[object]) -> Tensor:
         return torch.tensor(values, device=self._device)
 
+    def _column(self, values: Sequence[float]) -> Tensor:
+        """What sampling needs of each row."""
+        return torch.tensor(values, device=self._draws_on)
+
+
+def drawing_device(device: torch.device) -> torch.device:
+    """Where tokens are drawn, in float64: on the device, but for mps, which has none.
+
+    There [B, V] logits travel to the CPU at each step: 0.6 MB a request of a vocabulary of 150,000.
+    """
+    return torch.device("cpu") if device.type == "mps" else device
+
 
 def _least_first(request: Request, known: int) -> int:
     """Sorts into: nothing known (in order of arrival), then the longest rest first, nothing left last."""
@@ -188,26 +199,3 @@ def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[
             first.append(request)
             coming.add(request.held)
     return first, later
-
-
-def refuse_unsupported_attention(model: PreTrainedModel, *, max_len: int) -> None:
-    """The cache keeps every position of every layer: a window that cuts some off would be ignored.
-
-    Raises:
-        ModelFolderError: a recurrent layer, or a sliding window shorter than `max_len`.
-    """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    unknown = sorted(kinds - set(SUPPORTED_LAYERS))
-    if unknown:
-        raise ModelFolderError(
-            f"the local engine knows {', '.join(SUPPORTED_LAYERS)}; the model has {', '.join(unknown)}",
-            where="config.layer_types",
-        )
-    window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in kinds and window is not None and window < max_len:
-        raise ModelFolderError(
-            f"the model's sliding window of {window} is shorter than max_model_len {max_len}",
-            where="config.sliding_window",
-            hint=f"Serve it with max_model_len {window} or less.",
-        )

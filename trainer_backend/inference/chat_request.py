@@ -32,7 +32,8 @@ class StreamOptions(Body):
 class ChatRequest(OpenBody):
     """OpenAI's names. Unknown keys pass, unless they would change the sampling.
 
-    `tool_choice` "none" hides the tools; any other value is a wish that sampling does not enforce.
+    `tool_choice` is "auto", or "none", which hides the tools. One that forces a call is refused: sampling
+    does not enforce it.
     """
 
     model: str
@@ -97,6 +98,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": (None, {"type": "text"}),
 }
 
+_TOOL_CHOICES = (None, "auto", "none")
+
 
 def read_chat_request(body: bytes) -> ChatRequest:
     """Parse and check a body.
@@ -116,6 +119,12 @@ def read_chat_request(body: bytes) -> ChatRequest:
             raise BadChatRequest(
                 f"{name} = {extra[name]!r:.80} is not offered here", where=name, hint=f"Leave {name} out."
             )
+    if request.tool_choice not in _TOOL_CHOICES:
+        raise BadChatRequest(
+            f"tool_choice = {request.tool_choice!r:.80} is not offered here: no call is forced",
+            where="tool_choice",
+            hint="'auto' lets the model choose, 'none' hides the tools.",
+        )
     if request.top_logprobs and not request.logprobs:
         raise BadChatRequest(
             f"top_logprobs is {request.top_logprobs} without logprobs",

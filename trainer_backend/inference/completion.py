@@ -48,7 +48,7 @@ class Completion:
         renderer = self.policy.renderer
         raw_text, stop_token = split_stop(generation, renderer)
         text = raw_text if generation.stop_string is None else cut_before(raw_text, self.request.stop)
-        parsed = self.policy.parse(text, self.request.offered_tools)
+        parsed = self.policy.tool_format.parse(text, self.request.offered_tools)
         return Choice(
             index=index,
             generation=generation,

@@ -79,7 +79,9 @@ class LocalEngine:
         limits: EngineLimits | None = None,
     ) -> None:
         self.limits = limits or EngineLimits()
-        self._max_model_len: int = self.limits.max_model_len or model.config.max_position_embeddings
+        self._max_model_len: int = (
+            self.limits.max_model_len or model.config.get_text_config().max_position_embeddings
+        )
         self._vocabulary = embedding_rows(model)
         self._model = model
         self._inbox = Inbox(max_waiting=self.limits.max_waiting)

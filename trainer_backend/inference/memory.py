@@ -4,10 +4,13 @@ import torch
 
 from trainer_backend.errors import EngineOutOfMemory
 
+# In a bare RuntimeError: of the CPU's allocator; of Metal and the CUDA driver; of cuBLAS and cuDNN.
+_TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
+
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has an error of its own; the CPU's allocator raises a bare RuntimeError with this text."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """torch's allocator for CUDA has an error of its own; everything else is told by its text alone."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
 
 
 def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutOfMemory:

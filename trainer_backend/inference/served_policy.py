@@ -4,14 +4,13 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.inference.protocol import InferenceEngine
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_formats.reading import ToolParser
-from trainer_backend.inference.tool_parsing import tool_parser_of
+from trainer_backend.inference.tool_parsing import tool_format_in_use
 
 
 class ServedPolicy:
-    """Raises what `ChatRenderer` and `tool_parser_of` raise."""
+    """Raises what `ChatRenderer` and `tool_format_in_use` raise."""
 
     def __init__(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
         self.renderer = ChatRenderer(tokenizer)
-        self.parse: ToolParser = tool_parser_of(tokenizer)
+        self.tool_format = tool_format_in_use(tokenizer)

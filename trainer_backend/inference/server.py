@@ -10,7 +10,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from trainer_backend.errors import InferenceError, JobError, PortTaken
+from trainer_backend.errors import InferenceError, PortTaken
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
@@ -85,20 +85,15 @@ class Listener:
     Bound here and not by uvicorn, which would end the process on a taken port.
 
     Args:
-        host: an address or name of this machine, as task apps call it.
+        host: an address or name of this machine; one that stands for all of them makes a `url` to call it
+            on this machine alone.
         port: 0 takes a free one.
 
     Raises:
-        JobError: the host stands for every address, so it makes no URL that a task app could call.
         PortTaken: the port is in use or may not be bound.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        if _is_wildcard(host):
-            raise JobError(
-                f"services.gateway_host is {host!r}, which listens everywhere and is no address to call",
-                hint="Name the address of this machine that the task apps reach.",
-            )
         self.socket = _bound_socket(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
 
@@ -131,7 +126,8 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _is_wildcard(host: str) -> bool:
+def is_wildcard(host: str) -> bool:
+    """Whether the host stands for every address of this machine."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:

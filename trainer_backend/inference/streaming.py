@@ -16,24 +16,6 @@ from trainer_backend.inference.completion import Completion
 from trainer_backend.inference.protocol import Generation, Sampled
 from trainer_backend.inference.reply import Choice, usage_body
 from trainer_backend.inference.stopping_text import GrowingText, earliest, possible_start
-from trainer_backend.inference.tool_formats.hermes import parse_hermes
-from trainer_backend.inference.tool_formats.llama import PYTHON_TAG, parse_llama
-from trainer_backend.inference.tool_formats.mistral import CALLS, parse_mistral
-from trainer_backend.inference.tool_formats.qwen3_coder import parse_qwen3_coder
-from trainer_backend.inference.tool_formats.reading import ToolParser
-from trainer_backend.inference.tool_formats.tagged import OPEN
-from trainer_backend.inference.tool_formats.turnwise import CALL, parse_turnwise
-from trainer_backend.inference.tool_parsing import parse_text
-
-# What a call begins with. In a format that is not named here all text may be one, so it comes at the end.
-CALL_OPENERS: dict[ToolParser, tuple[str, ...]] = {
-    parse_text: (),
-    parse_hermes: (OPEN,),
-    parse_qwen3_coder: (OPEN,),
-    parse_turnwise: (CALL,),
-    parse_mistral: (CALLS,),
-    parse_llama: ("{", PYTHON_TAG),
-}
 
 
 async def stream_reply(
@@ -94,7 +76,7 @@ class ChoiceStream:
         self._completion = completion
         self._index = index
         self._text = GrowingText(completion.policy.renderer.decode)
-        self._ends = (*completion.request.stop, *CALL_OPENERS.get(completion.policy.parse, ("",)))
+        self._ends = (*completion.request.stop, *completion.policy.tool_format.openers)
         self._begun = False
         self._taken = 0
         self._open = True  # False from the first of `_ends` on: the rest comes with the end

@@ -12,9 +12,19 @@ from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.inference.tool_formats.reading import ParsedReply, ToolParser
+from trainer_backend.inference.tool_formats.reading import ParsedReply, ToolFormat
 from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
+
+
+def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
+    """The model's format; everything is text where none is known.
+
+    Raises:
+        ModelFolderError: tokenizer_config.json names a format that is not known here.
+    """
+    name = tool_format_of(tokenizer)
+    return TEXT if name is None else TOOL_FORMATS[name]
 
 
 def parse_text(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
@@ -22,21 +32,14 @@ def parse_text(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     return ParsedReply(text)
 
 
-def tool_parser_of(tokenizer: PreTrainedTokenizerFast) -> ToolParser:
-    """The parser of the model's format; everything is text where no format is known.
-
-    Raises:
-        ModelFolderError: tokenizer_config.json names a format that is not known here.
-    """
-    name = tool_format_of(tokenizer)
-    return parse_text if name is None else TOOL_FORMATS[name].parse
+TEXT = ToolFormat(parse_text, marker="", openers=())
 
 
 def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
     """The format that tokenizer_config.json names, else the first whose marker the chat template holds.
 
     Raises:
-        ModelFolderError: as `tool_parser_of`.
+        ModelFolderError: as `tool_format_in_use`.
     """
     named = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
     if named is not None and named not in TOOL_FORMATS:

@@ -1,4 +1,4 @@
-"""Copying new weights into the engine's model: all of them, or none."""
+"""Copying new weights into the engine's model: all that training changes, or none."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,8 @@ from trainer_backend.errors import WeightsRefused
 from trainer_backend.inference.protocol import WeightSource
 
 NAMES_IN_A_MESSAGE = 3
+# In the name of a weight of an adapter, as peft gives it.
+OF_AN_ADAPTER = ".lora_"
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
@@ -37,14 +39,17 @@ def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite every tensor of `model.state_dict()`; checked as a whole before the first is touched.
 
-    Names that share memory (a tied head and its embedding) need to be given once.
+    Names that share memory (a tied head and its embedding) need to be given once. Of a model with adapters
+    theirs suffice: what lies under them is never trained.
 
     Raises:
         WeightsRefused: a name is missing or unknown, or a shape differs.
     """
     targets = model.state_dict()
     given_memory = {targets[name].data_ptr() for name in tensors if name in targets}
-    missing = [name for name, tensor in targets.items() if tensor.data_ptr() not in given_memory]
+    adapters = {name: tensor for name, tensor in targets.items() if OF_AN_ADAPTER in name}
+    needed = adapters or targets
+    missing = [name for name, tensor in needed.items() if tensor.data_ptr() not in given_memory]
     unknown = [name for name in tensors if name not in targets]
     shapes = [
         f"{name} {tuple(tensors[name].shape)} for {tuple(targets[name].shape)}"

@@ -7,20 +7,11 @@ from typing import Any
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from trainer_backend.core.presets import PRESETS
 from trainer_backend.init_job.choices import COMMON, Values
-from trainer_backend.job_docs import alternatives, meaning, table_model
+from trainer_backend.job_docs import alternatives, meaning, quoted, table_model
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import ESTIMATORS, LOSSES, TOOL_FORMATS
 
 _WIDTH = 100
-# Keys that take a name of a plug board.
-_BOARDS: Mapping[str, Mapping[str, object]] = {
-    "model.preset": PRESETS,
-    "model.tool_call_format": TOOL_FORMATS,
-    "algorithm.advantage": ESTIMATORS,
-    "algorithm.loss": LOSSES,
-}
 _HEAD = """\
 # A job of Turnwise, as `turnwise init` writes it. A key behind # has its default; to set it, take the # away.
 # `turnwise check FILE` prints the job with every default; docs/configuration.md describes the other keys.
@@ -46,8 +37,8 @@ def _table(name: str, field: FieldInfo, values: Values) -> str:
 
 
 def _key(table: str, field: FieldInfo, key: str, given: Mapping[str, Any]) -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name in _BOARDS.get(f"{table}.{key}", ())) or alternatives(field)
-    told = "; ".join(filter(None, (meaning(field), names)))
+    names = [] if field.annotation is bool else alternatives(f"{table}.{key}", field)
+    told = "; ".join(filter(None, (meaning(field), quoted(names))))
     yield from textwrap.wrap(told, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     if key in given:
         yield f"{key} = {toml_value(given[key])}"

@@ -1,14 +1,16 @@
-"""How attention keeps packed segments apart: which way a placement takes, and both ways.
+"""How attention keeps packed segments apart: which way a placement takes, and the ways.
 
-    BlockMask    a mask [L, L] a row, for torch's scaled_dot_product_attention: any device, L^2 work
     OneRow       all rows end to end without padding, for a kernel of variable length: CUDA with bfloat16
+    ByLength     the same row; attention alone has segments of similar length side by side: a CPU
+    BlockMask    a mask [L, L] a row, for torch's scaled_dot_product_attention: any device, L^2 work
 
-Both give what each segment alone gives; tests hold them to it.
+All give what each segment alone gives; tests hold them to it.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +20,18 @@ from transformers import AttentionInterface
 from trainer_backend.core.collate import Packed, block_mask
 from trainer_backend.core.one_row import SegmentBounds, one_row
 from trainer_backend.errors import ModelFolderError
+from trainer_backend.learner.by_length import attend_by_length, causal_attention, groups_of
 from trainer_backend.learner.device import Placement
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
+# Of FlashAttention, which takes multiples of 8 (OpenLLaMA's 100, say, is none).
+_WIDEST_HEAD = 256
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
 Kernel = Callable[[Tensor, Tensor, Tensor, SegmentBounds, float], Tensor]
+# The same of one batch, whose bounds it knows.
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class PackedAttention(Protocol):
@@ -70,15 +77,39 @@ class OneRow:
         self, packed: Packed, device: torch.device, dtype: torch.dtype
     ) -> tuple[Packed, dict[str, Any]]:
         row, bounds = one_row(packed)
-        told = {"turnwise_kernel": self.kernel, "turnwise_bounds": bounds.to(device)}
-        return row.to(device), {"attention_mask": None, **told}
+        bounds = bounds.to(device)
+
+        def attend(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
+            return self.kernel(q_LHD, k_LHD, v_LHD, bounds, scale)
+
+        return row.to(device), {"attention_mask": None, "turnwise_attend": attend}
 
 
-def attention_for(placement: Placement) -> PackedAttention:
-    """OneRow where its kernel runs, BlockMask elsewhere; a run says at its start which."""
-    if placement.device.type == "cuda" and placement.low is not None and varlen_is_here():
+@dataclass(frozen=True, slots=True)
+class ByLength:
+    """One row of all tokens, as `OneRow`; see `learner.by_length`."""
+
+    implementation: str = ONE_ROW
+
+    def arranged(
+        self, packed: Packed, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Packed, dict[str, Any]]:
+        row, bounds = one_row(packed)
+        attend = partial(attend_by_length, groups_of(bounds).to(device))
+        return row.to(device), {"attention_mask": None, "turnwise_attend": attend}
+
+
+def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
+    """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
+    fits_kernel = head_dim % 8 == 0 and head_dim <= _WIDEST_HEAD
+    if placement.device.type == "cuda" and placement.low is not None and fits_kernel and varlen_is_here():
         return OneRow(varlen_kernel)
-    return BlockMask()
+    return ByLength() if placement.device.type == "cpu" else BlockMask()
+
+
+def head_dim_of(config: Any) -> int:
+    """Width of a query's head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def varlen_is_here() -> bool:
@@ -112,11 +143,13 @@ def _one_row_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    turnwise_kernel: Kernel,
-    turnwise_bounds: SegmentBounds,
+    turnwise_attend: Attend | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: [1, H, L, D] in, [1, L, H, D] out.
+    """What transformers calls in every layer: [B, H, L, D] in, [B, L, H, D] out.
+
+    A model that is called without `turnwise_attend`, as anyone may, has one sequence a row, padded at its end
+    if at all: transformers makes no mask for an attention function that it does not know.
 
     Raises:
         ModelFolderError: the layer asks for what the kernel does not compute. (Windows shorter than a
@@ -127,8 +160,10 @@ def _one_row_attention(
         raise ModelFolderError(
             f"its attention has {asked[0]}, which packed rows leave out", where="model.path"
         )
+    if turnwise_attend is None:
+        return causal_attention(query, key, value, scale=scaling).transpose(1, 2), None
     q_LHD, k_LHD, v_LHD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return turnwise_kernel(q_LHD, k_LHD, v_LHD, turnwise_bounds, scaling)[None], None
+    return turnwise_attend(q_LHD, k_LHD, v_LHD, scaling)[None], None
 
 
 AttentionInterface.register(ONE_ROW, _one_row_attention)

@@ -15,7 +15,7 @@ from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.job_training import LoraTable
-from trainer_backend.learner.attention import BlockMask, attention_for
+from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
@@ -41,8 +41,8 @@ class MemoryPlan:
         line = (
             f"memory ({self.placement}): {need / scale:.1f} of {self.free / scale:.1f} {unit} free: {kinds}"
         )
-        host = sum(self.needs.host.values())
-        line += f"; in main memory {host / scale:.1f} {unit}: optimizer" if host else ""
+        host = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.host.items())
+        line += f"; in main memory: {host}" if host else ""
         return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
 
     def shortage(self) -> str | None:
@@ -51,7 +51,8 @@ class MemoryPlan:
             least = f"{self.needs.least / 2**30:.2f} GiB"
             return f"the job needs at least {least} on {self.placement.device.type}"
         host = sum(self.needs.host.values())
-        return f"the optimizer needs {host / 2**30:.2f} GiB of main memory" if host > self.host_free else None
+        told = f"the job needs {host / 2**30:.2f} of {self.host_free / 2**30:.2f} GiB of main memory"
+        return told if host > self.host_free else None
 
 
 def refuse_too_large(plan: MemoryPlan, job: JobConfig) -> None:
@@ -89,11 +90,12 @@ def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> Memor
     kept = inference.max_running if inference.kept_prefixes is None else inference.kept_prefixes
     return MemoryUse(
         low=placement.low is not None,
-        masked=isinstance(attention_for(placement), BlockMask),
+        masked=isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask),
         row_tokens=row,
         micro_batch_tokens=max(training.micro_batch_tokens, row),
         logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
-        cached_sequences=inference.max_running + kept,
+        running=inference.max_running,
+        kept=kept,
         cached_tokens=inference.max_model_len,
         reference=training.kl_coef > 0,
         checkpointing=training.gradient_checkpointing,
@@ -102,9 +104,23 @@ def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> Memor
 
 
 def model_shape(config: Any, lora: LoraTable | None) -> ModelShape:
-    """Counted on a model without memory, so that any architecture is counted as it is."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    """Counted on a model without memory, so that any architecture is counted as it is.
+
+    Raises:
+        ModelFolderError: it has no such shape: a decoder without attention, say.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return _shape(model, config.get_text_config(), lora)
+    except (AttributeError, ValueError) as error:  # the second: a size that fits no other
+        raise ModelFolderError(
+            f"{config.model_type!r} is no decoder of layers with attention, which is needed: {error}",
+            where="model",
+        ) from error
+
+
+def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
     return ModelShape(
         parameters=sum(weight.numel() for weight in model.parameters()),
@@ -113,7 +129,7 @@ def model_shape(config: Any, lora: LoraTable | None) -> ModelShape:
         mlp_width=getattr(config, "intermediate_size", None) or 4 * width,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or width // heads,
+        head_dim=head_dim_of(config),
         vocabulary=config.vocab_size,
         adapters=0 if lora is None else _adapter_weights(model, lora),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainer_backend.errors import CheckpointError
-from trainer_backend.learner.lora import FOLDER, Adapter
+from trainer_backend.learner.adapter_folder import FOLDER
+from trainer_backend.learner.lora import Adapter
 from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
@@ -43,7 +44,7 @@ def save_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        merged = None if adapter is None else adapter.merged(torch.float32)
+        merged = None if adapter is None else adapter.merged()
         save_model_folder(aside, model, tokenizer, weights=merged)
         if adapter is not None:
             adapter.save(aside / FOLDER)
@@ -59,7 +60,7 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
             f"{folder}: the checkpoint could not be written: {error}",
-            hint="earlier checkpoints are untouched; free some space, then resume the run",
+            hint="Earlier checkpoints are untouched; free some space, then resume the run",
         ) from error
 
 

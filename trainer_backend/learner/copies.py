@@ -1,13 +1,26 @@
-"""Copies of the policy that nobody trains: the engine's, and the reference of the KL term."""
+"""Weights that nobody trains: the base of adapters, the engine's copy, the reference of the KL term."""
 
 import copy
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer_backend.core.logprobs import wide_product
-from trainer_backend.learner.lora import without_adapters
+from trainer_backend.learner.adapter_folder import FOLDER
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.lora import set_beside
+
+
+def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the weights, and nothing but them.
+
+    `model.to(dtype)` would round the frequencies of rotary positions as well, and in bfloat16 tokens beyond
+    the first hundreds would stand elsewhere.
+    """
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
 
 
 def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -24,12 +37,25 @@ def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy for the engine: plain weights, attention that takes a cache, logits of float32."""
-    served = without_adapters(held_copy(model, dtype))
+    """A copy for the engine: adapters and all, attention that takes a cache, logits of float32."""
+    served = held_copy(model, dtype)
     served.set_attn_implementation("sdpa")
     if dtype != torch.float32:
         served.lm_head = Float32Head(served.lm_head.weight)
     served.eval()  # type: ignore[no-untyped-call]
+    return served
+
+
+def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) -> PreTrainedModel:
+    """The float32 model of a folder for an engine on the placement; it is used up.
+
+    Where a checkpoint's adapters are merged into weights that are to be rounded, they are set beside their
+    base again: rounded, the sum may be the base alone, and not what was trained.
+    """
+    if placement.low is not None and (folder / FOLDER).is_dir():
+        set_beside(model, folder / FOLDER)
+    served = copy_to_serve(model, placement.held)
+    served.to(placement.device)  # type: ignore[arg-type]
     return served
 
 

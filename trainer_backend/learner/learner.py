@@ -15,12 +15,13 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.learner.attention import attention_for
+from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
+from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint
-from trainer_backend.learner.copies import copy_to_serve, held_copy
+from trainer_backend.learner.copies import copy_to_serve, held_copy, hold_in
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.loading import load_checkpoint, load_named
-from trainer_backend.learner.lora import FOLDER, Adapter
+from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
@@ -29,6 +30,7 @@ from trainer_backend.learner.texts import prompt_texts, tool_words
 from trainer_backend.learner.update import PolicyUpdate, Reference
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 
@@ -37,11 +39,12 @@ class LocalLearner:
 
     Args:
         model, tokenizer: the policy; moved to the device, and given adapters where the job has [lora].
-        reference: the model that the KL term pulls towards; None makes it a copy when RL starts. With [lora]
-            it is the model without its adapters.
+        started_from: the checkpoint that RL started from, which the KL term pulls towards; None: the policy
+            of the first update.
         adapter_folder: adapters to go on with; None: fresh ones.
 
     Raises:
+        CheckpointError: the adapters are not those of [lora].
         JobError: the device is not there, or [lora] does not fit the model.
         ModelFolderError: the model cannot be trained exactly.
     """
@@ -52,20 +55,22 @@ class LocalLearner:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerFast,
         *,
-        reference: PreTrainedModel | None = None,
+        started_from: Path | None = None,
         adapter_folder: Path | None = None,
     ) -> None:
         refuse_unsupported(model, longest=job.inference.max_model_len)
         self.job, self.model, self.tokenizer = job, model, tokenizer
         placement = place(job.model.device)
         # Under adapters the model's own weights are held, not trained.
-        dtype = torch.float32 if job.lora is None else placement.held
-        model.to(device=placement.device, dtype=dtype)  # type: ignore[call-arg]
-        self._adapter = _adapted(job, model, adapter_folder)
+        hold_in(model, torch.float32 if job.lora is None else placement.held)
+        model.to(placement.device)  # type: ignore[arg-type]
+        self._adapter = _adapted(job, model)
+        if self._adapter is not None and adapter_folder is not None:
+            self._adapter.restore(adapter_folder)
         if job.training.gradient_checkpointing:
             checkpoint_layers(model)
         self.scorer = scorer_of(job, model, placement)
-        self._reference = None if reference is None else scorer_of(job, reference, placement)
+        self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model,
             learning_rate=job.training.learning_rate,
@@ -86,16 +91,19 @@ class LocalLearner:
     def resumed(cls, job: JobConfig, checkpoint: Path) -> "tuple[LocalLearner, Progress]":
         """Model, optimizer, RNG and progress of a checkpoint.
 
-        What RL started from is iteration_0: the base of the adapters, and what the KL term pulls towards.
+        What RL started from is iteration_0: the adapters' base with those of then, and what the KL term
+        pulls towards.
         """
         started_from = checkpoint.with_name("iteration_0")
+        reference = started_from if job.training.kl_coef > 0 else None
         if job.lora is not None:
             model, tokenizer = load_checkpoint(job.model, started_from)
-            learner = cls(job, model, tokenizer, adapter_folder=checkpoint / FOLDER)
+            take_out(model, started_from / FOLDER)
+            adapters = checkpoint / FOLDER
         else:
             model, tokenizer = load_checkpoint(job.model, checkpoint)
-            reference = load_checkpoint(job.model, started_from)[0] if job.training.kl_coef > 0 else None
-            learner = cls(job, model, tokenizer, reference=reference)
+            adapters = None
+        learner = cls(job, model, tokenizer, started_from=reference, adapter_folder=adapters)
         return learner, restore_progress(checkpoint, learner._optimizer)
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
@@ -112,7 +120,7 @@ class LocalLearner:
             result = warm_up(self.scorer, segments, self.job, table, tell)
         self.model.train(False)
         if self._adapter is not None:
-            self._adapter.fold()
+            self._adapter.begin()
         return {
             "warmup/examples": float(result.examples),
             "warmup/steps": float(result.steps),
@@ -137,9 +145,9 @@ class LocalLearner:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """The current tensors of the plain model, for the engine to copy; merged where there are adapters."""
+        """The current tensors, for the engine to copy; where there are adapters, theirs alone."""
         if self._adapter is not None:
-            return self._adapter.merged(self.scorer.placement.held)
+            return self._adapter.weights()
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
 
     def copy_to_serve(self) -> PreTrainedModel:
@@ -150,32 +158,45 @@ class LocalLearner:
         """What the KL term pulls towards."""
         if self.job.training.kl_coef == 0:
             return None
+        if self._reference is None:
+            self._reference = self._started()
+        return self._reference
+
+    def _started(self, folder: Path | None = None) -> Reference:
+        """The policy that RL started from, held where and in what the learner computes; None: that of now."""
         adapter, scorer = self._adapter, self.scorer
         if adapter is not None:
+            weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))
 
-            def without_adapters(packed: Packed) -> Tensor:
-                with adapter.off():
+            def with_those(packed: Packed) -> Tensor:
+                with adapter.replaced(weights):
                     return scorer.logprobs(packed)[0]
 
-            return without_adapters
-        if self._reference is None:
-            self._reference = replace(scorer, model=held_copy(self.model, scorer.placement.held))
-        reference = self._reference
-        return lambda packed: reference.logprobs(packed)[0]
+            return with_those
+        model = self.model if folder is None else load_checkpoint(self.job.model, folder)[0]
+        held = held_scorer(scorer, model)
+        return lambda packed: held.logprobs(packed)[0]
 
 
 def scorer_of(job: JobConfig, model: PreTrainedModel, placement: Placement) -> Scorer:
     """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
-    attention = attention_for(placement)
+    attention = attention_for(placement, head_dim=head_dim_of(model.config))
     # Never eager: it would add a mask of booleans to its scores instead of masking with it.
     model.set_attn_implementation(attention.implementation)
-    fits = chunk_within(placement.logits_bytes(), model.config.vocab_size)
+    fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
     return Scorer(model, placement, attention, job.training.logits_chunk_tokens or fits)
 
 
-def _adapted(job: JobConfig, model: PreTrainedModel, stored: Path | None) -> Adapter | None:
+def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
+    """A copy of another model that nobody trains, computing where and as the scorer's own does."""
+    copied = held_copy(model, scorer.placement.held)
+    copied.to(scorer.placement.device)  # type: ignore[arg-type]
+    copied.set_attn_implementation(scorer.attention.implementation)
+    return replace(scorer, model=copied)
+
+
+def _adapted(job: JobConfig, model: PreTrainedModel) -> Adapter | None:
     if job.lora is None:
         return None
-    if stored is not None:
-        return Adapter.stored(model, stored)
-    return Adapter.fresh(model, job.lora, seed=derived_seed(job.job.seed, "lora"))
+    base = job.model.name if job.model.path is None else str(job.model.path.resolve())
+    return Adapter.fresh(model, job.lora, seed=derived_seed(job.job.seed, "lora"), base=base)

@@ -52,7 +52,7 @@ def _described(table: ModelTable) -> str | None:
         preset = PRESETS[table.preset]
         return described(
             {
-                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
                 "num_hidden_layers": preset.layers,
                 "hidden_size": preset.width,
             }

@@ -2,16 +2,19 @@
 
     y = x W^T + (alpha / rank) * x A^T B^T        A [rank, in], B [out, rank]; B is 0 at first
 
-Only A and B are trained, in float32. The base W stays as it is, so with the adapters off the model is the one
-that RL started from: the KL term needs no second copy. What leaves the learner (published weights, the model
-folder of a checkpoint) is W + (alpha / rank) * B A, computed beside the learner's own tensors.
+Only A and B are trained, in float32; W stays what the job's model has. Learner and engine compute the sum
+alike, and never as x (W + (alpha / rank) * B A)^T: rounded to bfloat16, W swallows a small product whole.
+Only the model folders of checkpoints are merged, in float32.
+
+The policy that RL starts from is the model with the adapters of that moment (after a warm-up they are not 0),
+so the KL term needs no second copy of the model either.
 
 Source: Hu et al., LoRA, arXiv:2106.09685.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,14 @@ from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError, JobError
 from trainer_backend.job_training import LoraTable
-
-FOLDER = "adapter"
-_NAME = "default"  # peft's, for a model's only adapter
+from trainer_backend.learner.adapted_linear import AdaptedLinear
+from trainer_backend.learner.adapter_folder import (
+    ADAPTER,
+    delta,
+    read_adapter,
+    refuse_other_settings,
+    take_out,
+)
 
 
 class Adapter:
@@ -35,10 +43,14 @@ class Adapter:
         wrapped.eval()  # what peft adds begins in training mode
         self._wrapped = wrapped
         self._model: Any = wrapped.base_model.model
+        self._settings: Any = wrapped.peft_config[ADAPTER]
 
     @classmethod
-    def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int) -> "Adapter":
+    def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int, base: str | None) -> "Adapter":
         """Adapters that change nothing yet; torch's global generator is left as it was.
+
+        Args:
+            base: what whoever loads the saved adapters finds the model under: a path or a hub name.
 
         Raises:
             JobError: lora.target_modules names nothing in the model, or its embedding or head.
@@ -53,72 +65,99 @@ class Adapter:
             task_type="CAUSAL_LM",
         )
         try:
-            with torch.random.fork_rng(devices=[]), _of_a_newer_transformers():
+            with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                wrapped = get_peft_model(model, config)
+                wrapped = _wrapped(model, config)
         except ValueError as error:
             raise JobError(f"lora.target_modules: {error}") from error
-        return cls(wrapped)
+        adapter = cls(wrapped)
+        adapter._settings.base_model_name_or_path = base  # peft has put the model's own folder there
+        return adapter
 
-    @classmethod
-    def stored(cls, model: PreTrainedModel, folder: Path) -> "Adapter":
-        """The adapters that `save` wrote, to be trained on.
+    @torch.no_grad()
+    def restore(self, folder: Path) -> None:
+        """Become the adapters that `save` wrote.
 
         Raises:
-            CheckpointError: none there, or they are of another model.
+            CheckpointError: none there, or they are of another model or of other settings than the job's.
         """
-        if not (folder / "adapter_config.json").is_file():
-            raise CheckpointError(
-                f"{folder}: no adapter in this checkpoint, but the job has [lora]",
-                hint="A run goes on with the tables that it was started with.",
-            )
-        try:
-            with _of_a_newer_transformers():
-                return cls(PeftModel.from_pretrained(model, str(folder), is_trainable=True))
-        except Exception as error:  # safetensors and torch raise types of their own
-            raise CheckpointError(f"{folder}: the adapter cannot be loaded: {error}") from error
-
-    def off(self) -> AbstractContextManager[None]:
-        """In here the model is its base."""
-        switched: AbstractContextManager[None] = self._wrapped.disable_adapter()
-        return switched
+        stored = read_adapter(folder)
+        refuse_other_settings(folder, self._settings)
+        own = self.weights()
+        if _shapes(own) != _shapes(stored):
+            raise CheckpointError(f"{folder}: the adapters are those of another model")
+        for name, tensor in own.items():
+            tensor.copy_(stored[name])
 
     def save(self, folder: Path) -> None:
         """adapter_model.safetensors and adapter_config.json, as peft lays them out."""
         # "auto" would ask the hub whether the base's embedding was changed.
         self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
 
+    def weights(self) -> dict[str, Tensor]:
+        """A and B of every adapted layer, under their names in the model; not copied."""
+        return {name: weight.detach() for name, weight in self._model.named_parameters() if ".lora_" in name}
+
+    def copied(self, stored: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """`stored`, or else the weights of now, in tensors like ours, for `replaced`."""
+        given = stored or self.weights()
+        return {name: torch.empty_like(own).copy_(given[name]) for name, own in self.weights().items()}
+
+    @contextmanager
+    def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """In here the adapters have these weights, such as those that RL started from."""
+        trained = [(self._model.get_parameter(name), tensor) for name, tensor in weights.items()]
+        own = [parameter.data for parameter, _ in trained]
+        try:
+            # Not copied into them: a backward pass that is still to come needs them unchanged.
+            for parameter, tensor in trained:
+                parameter.data = tensor
+            yield
+        finally:
+            for (parameter, _), tensor in zip(trained, own, strict=True):
+                parameter.data = tensor
+
     @torch.no_grad()
-    def merged(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights of the plain model that computes the same; the learner's own stay as they are."""
-        deltas = {f"{name}.base_layer.weight": layer for name, layer in _layers(self._model)}
-        merged = {}
+    def merged(self) -> dict[str, Tensor]:
+        """The weights of the plain model that computes the same, in float32 in main memory.
+
+        Made tensor by tensor, so that the device holds none of it; tied ones stay one.
+        """
+        layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(self._model)}
+        merged: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}
         for name, tensor in self._model.state_dict().items():
-            if name in deltas:
-                # Added in float32, rounded once.
-                tensor = tensor.float() + _delta(deltas[name])
-            if ".lora_" not in name:
-                merged[name.replace(".base_layer.", ".")] = tensor.to(dtype)
+            if ".lora_" in name:
+                continue
+            plain = seen.setdefault(tensor.data_ptr(), tensor.to(device="cpu", dtype=torch.float32))
+            if name in layers:
+                plain = plain + _layer_delta(layers[name])
+            merged[name.replace(".base_layer.", ".")] = plain
         return merged
 
     @torch.no_grad()
-    def fold(self) -> None:
-        """Make what the adapters have learned part of the base, and begin them anew at no change.
+    def begin(self) -> None:
+        """To be called where a warm-up has moved the adapters, before RL goes on from them.
 
-        After the warm-up: what RL starts from, and the KL term pulls towards, is the warmed-up policy.
+        A run that is resumed gets its base from iteration_0, where the adapters of that moment are merged in,
+        by taking them out again (`adapter_folder.take_out`); a float32 base may differ in its last bit then.
+        So that both go on from the same one, this run's base takes that way too.
         """
         for _, layer in _layers(self._model):
             base: Tensor = layer.get_base_layer().weight
-            base.copy_(base.float() + _delta(layer))
-            layer.lora_B[_NAME].weight.zero_()
+            learned = _layer_delta(layer)
+            base.copy_((base.to(device="cpu", dtype=torch.float32) + learned) - learned)
 
 
-def without_adapters(model: PreTrainedModel) -> PreTrainedModel:
-    """Put every adapted layer's base back in its place; for a copy that will be given merged weights."""
-    for name, layer in list(_layers(model)):
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer.get_base_layer())
-    return model
+def set_beside(model: PreTrainedModel, folder: Path) -> None:
+    """Make of a float32 model with stored adapters merged in its base with them beside it, as in training.
+
+    Raises:
+        CheckpointError: as `Adapter.restore`.
+    """
+    take_out(model, folder)
+    with torch.random.fork_rng(devices=[]):
+        Adapter(_wrapped(model, LoraConfig.from_pretrained(str(folder)))).restore(folder)
 
 
 def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
@@ -126,10 +165,19 @@ def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
     return [dropout for _, layer in _layers(model) for dropout in layer.lora_dropout.values()]
 
 
-def _delta(layer: Any) -> Tensor:
-    """(alpha / rank) * B A, in float32."""
-    delta: Tensor = layer.get_delta_weight(_NAME)
-    return delta
+def _wrapped(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    config._register_custom_module({nn.Linear: AdaptedLinear})
+    with _of_a_newer_transformers():
+        return get_peft_model(model, config)
+
+
+def _layer_delta(layer: Any) -> Tensor:
+    down, up = (matrix[ADAPTER].weight.detach() for matrix in (layer.lora_A, layer.lora_B))
+    return delta(down, up, layer.scaling[ADAPTER])
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

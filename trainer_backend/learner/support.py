@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from trainer_backend.core.collate import block_mask
 from trainer_backend.errors import ModelFolderError
+from trainer_backend.models.attention_kinds import refuse_unsupported_attention
 from trainer_backend.models.folder import embedding_rows
 
 # Set to anything else, each of them comes between what the learner computes and the model's own logits.
@@ -27,35 +30,27 @@ def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> None:
 
     Raises:
         ModelFolderError: something stands between hidden states and logits that scoring would leave out
-            (a bias, a scale, a soft cap); a layer attends differently than the mask says; the model has
-            fewer positions than `longest`.
+            (a bias, a scale, a soft cap); a layer attends differently than the mask says; positions depend
+            on a sequence's length (`models.attention_kinds`); the model has fewer of them than `longest`.
     """
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise ModelFolderError(f"{type(model).__name__} has no `model` and `lm_head`", where="model")
     if getattr(model.lm_head, "bias", None) is not None:
         raise ModelFolderError("its lm_head has a bias, which the learner would leave out", where="model")
+    config = model.config.get_text_config()
     for name, neutral in NEUTRAL.items():
-        if getattr(model.config, name, None) not in neutral:
+        if getattr(config, name, None) not in neutral:
             raise ModelFolderError(f"its config sets {name}, which the learner leaves out", where="model")
-    _refuse_windows(model.config, longest)
-    _refuse_few_positions(model.config, longest)
-    _refuse_other_logits(model)
-
-
-def _refuse_windows(config: Any, longest: int) -> None:
-    """A window that holds every sequence whole is none."""
-    window = getattr(config, "sliding_window", None)
-    # The models of before `layer_types` have the window in all layers.
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if window is not None and window >= longest:
-        kinds.discard("sliding_attention")
-    if kinds - {"full_attention"}:
-        of_width = f" of {window} tokens" if "sliding_attention" in kinds and window else ""
+    if not model._supports_sdpa:
         raise ModelFolderError(
-            f"its layers are {', '.join(sorted(kinds))}{of_width}; packed rows need full_attention, or a "
-            f"window of inference.max_model_len ({longest})",
+            f"{type(model).__name__} has attention of its own, which scaled_dot_product_attention, all that "
+            "engine and learner have, does not compute",
             where="model",
         )
+    refuse_unsupported_attention(config, longest=longest)
+    _refuse_few_positions(config, longest)
+    _refuse_other_logits(model)
+    _refuse_neighbours(model)
 
 
 def _refuse_few_positions(config: Any, longest: int) -> None:
@@ -75,13 +70,52 @@ def _refuse_few_positions(config: Any, longest: int) -> None:
 @torch.inference_mode()
 def _refuse_other_logits(model: PreTrainedModel) -> None:
     """What no list of names above foresees: the learner's logits of a few tokens beside the model's own."""
-    ids_BL = torch.arange(min(8, embedding_rows(model)), device=model.device)[None]
+    ids_BL = _few_ids(model)
     own_BLV = model(input_ids=ids_BL, use_cache=False).logits
-    hidden_BLD = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
-    ours_BLV = hidden_BLD @ model.lm_head.weight.T
-    apart = float((own_BLV - ours_BLV).abs().max())
-    if not apart <= ROUNDING * max(1.0, float(own_BLV.abs().max())):
+    apart = _apart(own_BLV, _logits(model, ids_BL))
+    if not apart <= ROUNDING:
         raise ModelFolderError(
-            f"its logits lie up to {apart:.3g} from lm_head(hidden states), all that the learner computes",
+            f"its logits lie up to {apart:.3g} of their size from lm_head(hidden states), which is all that "
+            "the learner computes",
             where="model",
         )
+
+
+@torch.inference_mode()
+def _refuse_neighbours(model: PreTrainedModel) -> None:
+    """Likewise, two texts in one row beside each of them alone."""
+    first_BL = _few_ids(model)
+    second_BL = first_BL.flip(1)[:, : first_BL.shape[1] // 2 + 1]
+    parts = [first_BL, second_BL]
+    alone_BLV = torch.cat([_logits(model, part) for part in parts], dim=1)
+    numbers_BL = torch.cat([torch.full_like(part, number) for number, part in enumerate(parts)], dim=1)
+    mask_B1LL = block_mask(numbers_BL)
+    together_BLV = _logits(
+        model,
+        torch.cat(parts, dim=1),
+        position_ids=torch.cat([torch.arange(part.shape[1], device=part.device) for part in parts])[None],
+        attention_mask=torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill_(~mask_B1LL, -torch.inf),
+    )
+    apart = _apart(alone_BLV, together_BLV)
+    if not apart <= ROUNDING:
+        raise ModelFolderError(
+            f"two texts in one row change each other's logits by up to {apart:.3g} of their size, whatever "
+            "mask and positions say",
+            where="model",
+        )
+
+
+def _few_ids(model: PreTrainedModel) -> Tensor:
+    return torch.arange(min(8, embedding_rows(model)), device=model.device)[None]
+
+
+def _logits(model: PreTrainedModel, ids_BL: Tensor, **told: Any) -> Tensor:
+    """As `learner.scoring` makes them."""
+    hidden_BLD = model.model(input_ids=ids_BL, use_cache=False, **told).last_hidden_state
+    logits_BLV: Tensor = hidden_BLD @ model.lm_head.weight.T
+    return logits_BLV
+
+
+def _apart(own: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest logit where that is above 1."""
+    return float((own - other).abs().max()) / max(1.0, float(own.abs().max()))

@@ -124,7 +124,7 @@ class PolicyUpdate:
                 if not torch.isfinite(loss):
                     raise NonFiniteLoss(
                         f"the loss is {loss.item()}; the weights before this step are kept",
-                        hint="lower training.learning_rate or training.max_grad_norm",
+                        hint="Lower training.learning_rate or training.max_grad_norm",
                     )
                 loss.backward()  # type: ignore[no-untyped-call]
                 parts.append(metrics)

@@ -112,13 +112,13 @@ def _step(
         logprobs, _ = scorer.logprobs(piece)
         loss = -weight * logprobs.sum()
         if not torch.isfinite(loss):
-            raise NonFiniteLoss(f"warmup: the loss is {loss.item()}", hint="lower warmup.learning_rate")
+            raise NonFiniteLoss(f"warmup: the loss is {loss.item()}", hint="Lower warmup.learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(scorer.model.parameters(), table.max_grad_norm)
     if not torch.isfinite(norm):
         raise NonFiniteLoss(
-            f"warmup: the norm of the gradient is {norm.item()}", hint="lower warmup.learning_rate"
+            f"warmup: the norm of the gradient is {norm.item()}", hint="Lower warmup.learning_rate"
         )
     optimizer.step()
     return total

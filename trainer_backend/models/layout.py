@@ -119,9 +119,12 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def described(config: Mapping[str, Any]) -> str:
-    """Architecture and size in words, equal for models whose tensors have the same names and shapes."""
+    """Architecture and size in words, equal for models whose tensors have the same names and shapes.
+
+    By `model_type`: every config.json has it, while `architectures` is what the class that saved it adds.
+    """
     layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
-    return f"{_architecture(config)} with {layers} layers of width {width}"
+    return f"{config.get('model_type')} with {layers} layers of width {width}"
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

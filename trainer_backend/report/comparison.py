@@ -85,17 +85,13 @@ def _paired(first: Side, other: Side) -> Paired:
     before, after = (_stored(side) for side in (first, other))
     found = paired_difference(before, after) if before and after else None
     doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(_TASK)]
-    if _temperature(first.story.job) != _temperature(other.story.job):
+    if first.story.job.evaluation_temperature != other.story.job.evaluation_temperature:
         doubt.append("evaluation.temperature")
     return Paired(found, tuple(doubt))
 
 
 def _stored(side: Side) -> Path | None:
     return side.story.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None
-
-
-def _temperature(job: JobConfig) -> float:
-    return job.evaluation.temperature or job.rollout.temperature
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:

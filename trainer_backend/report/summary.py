@@ -16,7 +16,6 @@ def job_lines(story: Story) -> list[Line]:
     """Switches and seeds."""
     job, table = story.job, story.job.training
     worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
-    temperature = job.evaluation.temperature or job.rollout.temperature
     return [
         ("run", story.run_id),
         ("model", job.model.source),
@@ -33,7 +32,8 @@ def job_lines(story: Story) -> list[Line]:
         ("job seed", str(job.job.seed)),
         (
             "held-out worlds",
-            f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}, temperature {temperature:g}",
+            f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}, "
+            f"temperature {job.evaluation_temperature:g}",
         ),
     ]
 

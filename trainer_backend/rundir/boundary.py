@@ -22,7 +22,8 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
+        of_run = any((folder / "run.json").exists() for folder in path.parents)
+        going_on = " With space or permission, the run goes on with --resume." if of_run else ""
         raise RunDirectoryError(
-            f"{path} cannot be written: {error}",
-            hint="What was there before is untouched; with space or permission, a run goes on with --resume.",
+            f"{path} cannot be written: {error}", hint=f"What was there before is untouched.{going_on}"
         ) from error

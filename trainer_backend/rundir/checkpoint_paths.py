@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.boundary import writing
 
 STATE_FILE = "state.json"
@@ -23,6 +24,26 @@ def best_checkpoint(checkpoints: Path) -> Path | None:
         if path.exists():
             return path
     return latest_checkpoint(checkpoints)
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run that a folder is, or whose checkpoint it is."""
+    candidates = (folder, folder.parent.parent)
+    return next((path for path in candidates if (path / "run.json").exists()), None)
+
+
+def model_in(folder: Path) -> Path:
+    """The model that a person means: of a run its best checkpoint, otherwise the folder itself.
+
+    Raises:
+        RunDirectoryError: the run has no checkpoint yet.
+    """
+    if run_of(folder) != folder:
+        return folder
+    best = best_checkpoint(folder / "checkpoints")
+    if best is None:
+        raise RunDirectoryError(f"{folder} has no checkpoint yet")
+    return best
 
 
 def mark_best(folder: Path) -> None:

@@ -110,7 +110,7 @@ async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_i
     lines = str(caught.value).splitlines()
     place = f"{client.url}: POST /rollouts did not answer as a task app does: "
     assert lines == [
-        f"{place}{told} Another service may listen at this address, or a task app of another version."
+        f"{place}{told}. Another service may listen at this address, or a task app of another version."
     ]
 
 

@@ -138,6 +138,26 @@ def test_the_warm_up_and_the_refills_keep_to_the_fixed_set():
     assert sorted(worlds(plan.warmup())) == [7, 7, 8, 8]
 
 
+def test_a_refill_of_a_fixed_set_asks_for_worlds_that_the_iteration_has_not_played():
+    plan = planner(rollout={"episodes_per_batch": 6, "seeds": [1, 2, 3, 4, 5, 6, 7]})  # two of seven a time
+    for iteration in range(1, 30):
+        asked = worlds(plan.training(iteration))
+        asked += worlds(plan.refill(iteration, 1, groups=2))
+        asked += worlds(plan.refill(iteration, 2, groups=2, refilled=2))
+        assert len(set(asked)) == 6, "no world twice while others are left"
+        asked += worlds(plan.refill(iteration, 3, groups=2, refilled=4))
+        assert set(asked) == {1, 2, 3, 4, 5, 6, 7}
+        assert asked[-1] in asked[:2], "and then those of the plan again"
+
+
+def test_an_evaluation_may_be_greedy_and_says_its_own_temperature_or_that_of_the_rollouts():
+    told = {
+        name: planner(evaluation=table).evaluation("0")[0].policy.config["temperature"]
+        for name, table in {"greedy": {"temperature": 0}, "own": {"temperature": 0.5}, "absent": {}}.items()
+    }
+    assert told == {"greedy": 0.0, "own": 0.5, "absent": 1.0}
+
+
 @given(st.sets(st.integers(0, 99), min_size=1, max_size=9), st.integers(0, 2**31 - 1), st.integers(0, 50))
 def test_every_epoch_holds_each_world_once(seeds: set[int], job_seed: int, epoch: int):
     size = len(seeds)

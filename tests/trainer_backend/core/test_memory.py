@@ -14,7 +14,8 @@ CPU = MemoryUse(
     row_tokens=5,
     micro_batch_tokens=10,
     logits_chunk=6,
-    cached_sequences=7,
+    running=5,
+    kept=2,
     cached_tokens=11,
 )
 
@@ -37,8 +38,8 @@ def test_float32_on_a_cpu_by_hand():
         "logits": 6 * 10 * 12 + 10 * 4 * 4,
     }
     assert needs.host == {}
-    # at the very least one of seven sequences, and two thirds of the activations
-    assert needs.least == int(sum(needs.device.values()) - activations / 3 - 7 * 11 * 12 * 4 * 6 / 7)
+    # at the very least without the two prefixes, and with two thirds of the activations
+    assert needs.least == int(sum(needs.device.values()) - activations / 3 - 2 * 11 * 12 * 4)
 
 
 def test_bfloat16_on_a_gpu_by_hand():
@@ -53,14 +54,14 @@ def test_bfloat16_on_a_gpu_by_hand():
     assert needs.device["overhead"] == OVERHEAD
 
 
-def test_adapters_need_gradients_and_moments_of_their_own_alone_and_no_reference():
+def test_adapters_need_gradients_and_moments_of_their_own_and_a_reference_of_theirs():
     shape = changed(SHAPE, adapters=50)
     use = changed(CPU, low=True, masked=False, reference=True)
     found = memory_needs(shape, use, is_gpu=True).device
     assert found["weights"] == 1000 * 2 + 50 * 4
     assert (found["gradients"], found["optimizer"]) == (200, 400)
-    assert found["engine"] == 2 * 2000, "the engine's copy, and the merged weights on their way to it"
-    assert "reference" not in found
+    assert found["engine"] == 2000 + 50 * 2, "a copy of both"
+    assert found["reference"] == 50 * 4, "the adapters that RL started from"
     assert memory_needs(SHAPE, use, is_gpu=True).device["reference"] == 2000
 
 
@@ -81,15 +82,24 @@ def test_offloaded_moments_are_in_main_memory_beside_a_gpu_and_where_they_were_o
     use = changed(CPU, offload=True)
     on_gpu, on_cpu = (memory_needs(SHAPE, use, is_gpu=is_gpu) for is_gpu in (True, False))
     assert "optimizer" not in on_gpu.device
-    assert on_gpu.host == {"optimizer": 8000}
+    assert on_gpu.host == {"optimizer": 8000, "checkpoint": 4000}
     assert (on_cpu.device["optimizer"], on_cpu.host) == (8000, {})
 
 
-@pytest.mark.parametrize("field", ["micro_batch_tokens", "row_tokens", "logits_chunk", "cached_sequences"])
+def test_a_checkpoint_passes_through_main_memory_as_weights_first_and_moments_next():
+    assert memory_needs(SHAPE, CPU, is_gpu=True).host == {"checkpoint": 8000}
+    assert memory_needs(changed(SHAPE, adapters=50), CPU, is_gpu=True).host == {"checkpoint": 4000}
+
+
+@pytest.mark.parametrize(
+    "field", ["micro_batch_tokens", "row_tokens", "logits_chunk", "running", "cached_tokens"]
+)
 def test_every_limit_that_an_error_names_makes_a_difference(field: str):
     more = changed(CPU, **{field: 10 * getattr(CPU, field)})
-    assert memory_needs(SHAPE, more, is_gpu=False).least > memory_needs(SHAPE, CPU, is_gpu=False).least or (
-        field == "cached_sequences"
-        and memory_needs(SHAPE, more, is_gpu=False).device["cache"]
-        == 10 * memory_needs(SHAPE, CPU, is_gpu=False).device["cache"]
-    )
+    assert memory_needs(SHAPE, more, is_gpu=False).least > memory_needs(SHAPE, CPU, is_gpu=False).least
+
+
+def test_kept_prefixes_give_way_before_anything_fails():
+    few, many = (memory_needs(SHAPE, changed(CPU, kept=kept), is_gpu=False) for kept in (0, 20))
+    assert many.least == few.least
+    assert many.device["cache"] == 5 * few.device["cache"]

@@ -115,6 +115,13 @@ def test_only_running_out_of_memory_is_taken_for_it():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    for text in (
+        "MPS backend out of memory (MPS allocated: 9.06 GB, max allowed: 9.07 GB)",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ):
+        assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import (
@@ -15,8 +15,8 @@ from trainer_backend.errors import (
     EngineTimeout,
     ModelFolderError,
 )
-from trainer_backend.inference.batch import refuse_unsupported_attention
-from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.batch import RunningBatch
+from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.request import Request
@@ -214,9 +214,20 @@ async def test_a_crash_of_the_thread_reaches_everyone_and_later_calls_get_its_re
 
 
 def test_attention_that_the_cache_cannot_hold_is_refused(model: PreTrainedModel):
-    refuse_unsupported_attention(model, max_len=100)
+    RunningBatch(model, slots=1, max_len=100)
     config = type(model.config)(
         **{**model.config.to_dict(), "layer_types": ["full_attention", "linear_attention"]}
     )
     with pytest.raises(ModelFolderError, match="linear_attention"):
-        refuse_unsupported_attention(type(model)(config), max_len=100)
+        RunningBatch(type(model)(config), slots=1, max_len=100)
+
+
+def test_a_window_that_no_list_of_layers_names_is_refused_too():
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MistralConfig(vocab_size=50, num_key_value_heads=2, sliding_window=64, **size)
+    served = MistralForCausalLM(config)
+    LocalEngine(served, stop_ids=[], limits=EngineLimits(max_model_len=64))
+    with pytest.raises(
+        ModelFolderError, match=r"sliding_attention of 64 tokens.*max_model_len to 64 or less"
+    ):
+        LocalEngine(served, stop_ids=[], limits=EngineLimits(max_model_len=65))

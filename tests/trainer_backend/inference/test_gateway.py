@@ -63,7 +63,7 @@ def test_the_openai_client_gets_tool_calls_and_logprobs(
     client: openai.OpenAI, tools: list[dict[str, object]]
 ):
     reply = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, tools=tools, temperature=0, logprobs=True, tool_choice="required"
+        model=MODEL, messages=MESSAGES, tools=tools, temperature=0, logprobs=True, tool_choice="auto"
     )
     (choice,) = reply.choices
     (call,) = choice.message.tool_calls
@@ -123,6 +123,15 @@ def test_a_call_that_cannot_be_read_comes_back_as_text_with_the_reason(http: htt
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == "<|call|> do sleep"
     assert "expected a tool's name" in choice["message"]["tool_call_error"]
+
+
+@pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "function": {"name": "x"}}])
+def test_a_call_that_must_come_is_refused_since_nothing_forces_it(
+    http: httpx.Client, tools: list[dict[str, object]], choice: object
+):
+    reply = ask(http, tools=tools, tool_choice=choice)
+    assert (reply.status_code, reply.json()["where"]) == (400, "tool_choice")
+    assert "no call is forced" in reply.json()["detail"]
 
 
 def test_tool_choice_none_hides_the_tools(http: httpx.Client, tools: list[dict[str, object]]):

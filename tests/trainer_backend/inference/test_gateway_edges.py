@@ -12,12 +12,14 @@ from starlette.types import Message
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
+from tests.conftest import tiny_job
 from trainer_backend.errors import EngineStopped, JobError, PortTaken
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import Listener
 from trainer_backend.logs import configure_logs
+from trainer_backend.serving import gateway_listener
 
 KEY = "the-key-of-this-job"
 
@@ -134,9 +136,11 @@ def test_a_taken_port_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0::0", ""])
-def test_a_host_that_nobody_can_call_is_refused(host: str):
+def test_a_host_that_no_task_app_can_call_is_refused_to_a_job_and_listened_on_otherwise(host: str):
     with pytest.raises(JobError, match=r"services\.gateway_host is .* no address to call"):
-        Listener(host, 0)
+        gateway_listener(tiny_job(services__gateway_host=host))
+    with Listener(host, 0) as listener:
+        assert listener.socket.getsockname()[1] > 0
 
 
 def test_an_ipv6_address_stands_in_brackets():

@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer_backend.inference.batch import drawing_device
 from trainer_backend.inference.sampler import inverse_cdf, kept_tokens, sample, stream_key, uniforms
 
 
@@ -114,3 +115,8 @@ def test_each_row_has_its_own_settings():
         uniforms_B=torch.tensor([0.0, 0.0], dtype=torch.float64),
     )  # fmt: skip
     assert tokens.tolist() == [1, 0]
+
+
+def test_tokens_are_drawn_where_float64_is():
+    names = ("cpu", "cuda", "mps")
+    assert [drawing_device(torch.device(name)).type for name in names] == ["cpu", "cuda", "cpu"]

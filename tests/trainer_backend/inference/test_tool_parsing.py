@@ -12,7 +12,7 @@ from trainer_backend.inference.tool_formats.mistral import parse_mistral
 from trainer_backend.inference.tool_formats.qwen3_coder import parse_qwen3_coder
 from trainer_backend.inference.tool_formats.reading import ParsedCall, ParsedReply, ToolParser
 from trainer_backend.inference.tool_formats.turnwise import lone_list_argument, parse_turnwise
-from trainer_backend.inference.tool_parsing import parse_text, tool_parser_of
+from trainer_backend.inference.tool_parsing import parse_text, tool_format_in_use
 from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
 
@@ -277,14 +277,14 @@ def test_written_hermes_calls_are_read_back(written: list[tuple[str, dict[str, o
 
 
 def test_the_tokenizer_says_which_format_it_is(tokenizer: PreTrainedTokenizerFast):
-    assert tool_parser_of(tokenizer) is parse_turnwise
+    assert tool_format_in_use(tokenizer).parse is parse_turnwise
 
     def with_settings(template: str, **settings: str) -> PreTrainedTokenizerFast:
         other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **settings)
         other.chat_template = template
         return other
 
-    assert tool_parser_of(with_settings("... <tool_call> ...")) is parse_hermes
-    assert tool_parser_of(with_settings("{{ messages }}")) is parse_text
+    assert tool_format_in_use(with_settings("... <tool_call> ...")).parse is parse_hermes
+    assert tool_format_in_use(with_settings("{{ messages }}")).parse is parse_text
     with pytest.raises(ModelFolderError, match="Did you mean 'hermes'"):
-        tool_parser_of(with_settings("", **{TOOL_CALL_FORMAT_KEY: "hermse"}))
+        tool_format_in_use(with_settings("", **{TOOL_CALL_FORMAT_KEY: "hermse"}))

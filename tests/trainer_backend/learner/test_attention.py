@@ -1,4 +1,4 @@
-"""A mask over rows and a kernel over one row both give what each segment gives alone, on real models.
+"""A mask over rows and kernels over one row give what each segment gives alone, on real models.
 
 Their gradients agree too, and checkpointed layers change nothing but what is kept.
 """
@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from trainer_backend.core.collate import cut_packed, pack_segments
-from trainer_backend.core.one_row import one_row
+from trainer_backend.core.one_row import SegmentBounds, one_row
 from trainer_backend.core.segments import Segment
-from trainer_backend.learner.attention import BlockMask, OneRow
+from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
+from trainer_backend.learner.by_length import SHORTEST_SHARE, groups_of
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
@@ -56,6 +57,10 @@ def attend_one_by_one(q_LHD, k_LHD, v_LHD, bounds, scale):
     return torch.cat(attended)
 
 
+WAYS = [BlockMask(), OneRow(attend_one_by_one), ByLength()]
+WAYS_NAMES = ["mask", "one by one", "by length"]
+
+
 def segments(count=7):
     generator = torch.Generator().manual_seed(1)
     made = []
@@ -83,7 +88,7 @@ def alone(model, part):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("attention", [BlockMask(), OneRow(attend_one_by_one)], ids=["mask", "one row"])
+@pytest.mark.parametrize("attention", WAYS, ids=WAYS_NAMES)
 @pytest.mark.parametrize("row_tokens", [23, 40, 200])
 def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attention, row_tokens):
     scorer, parts = scorer_of(architecture, attention), segments()
@@ -103,13 +108,39 @@ def gradient(scorer, *, row_tokens, max_rows):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_both_ways_have_the_same_gradient_however_the_batch_is_cut(architecture):
+@pytest.mark.parametrize("attention", WAYS[1:], ids=WAYS_NAMES[1:])
+def test_all_ways_have_the_same_gradient_however_the_batch_is_cut(architecture, attention):
     masked = gradient(scorer_of(architecture, BlockMask()), row_tokens=40, max_rows=2)
-    one = gradient(scorer_of(architecture, OneRow(attend_one_by_one)), row_tokens=200, max_rows=1)
+    one = gradient(scorer_of(architecture, attention), row_tokens=200, max_rows=1)
     torch.testing.assert_close(one, masked, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("attention", [BlockMask(), OneRow(attend_one_by_one)], ids=["mask", "one row"])
+def test_segments_of_similar_length_stand_side_by_side_padded_with_their_last_token():
+    starts_S = torch.tensor([0, 4, 9, 11, 12], dtype=torch.int32)  # lengths 4, 5, 2, 1
+    groups = groups_of(SegmentBounds(starts_S, longest=5))
+    assert groups.shapes == ((2, 5), (1, 2), (1, 1))
+    assert groups.token_P.tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 3, 3, 9, 10, 11]
+    assert groups.place_L.tolist() == [5, 6, 7, 8, 0, 1, 2, 3, 4, 10, 11, 12]
+
+
+def test_padding_costs_at_most_a_fifth_of_what_attention_computes():
+    lengths = torch.randint(1, 400, (500,), generator=torch.Generator().manual_seed(0))
+    starts_S = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
+    groups = groups_of(SegmentBounds(starts_S, longest=int(lengths.max())))
+    assert len(groups.place_L) >= SHORTEST_SHARE * len(groups.token_P)
+    assert torch.equal(groups.token_P[groups.place_L], torch.arange(len(groups.place_L)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_called_plainly_is_causal_over_each_row(architecture):
+    scorer, ids_BL = scorer_of(architecture, ByLength()), torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]])
+    with torch.no_grad():
+        found = scorer.model(ids_BL).logits
+        scorer.model.set_attn_implementation("eager")
+        torch.testing.assert_close(found, scorer.model(ids_BL).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", WAYS, ids=WAYS_NAMES)
 def test_checkpointed_layers_give_the_same_gradient_and_keep_less(attention):
     kept = []
 

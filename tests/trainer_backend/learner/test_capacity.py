@@ -11,7 +11,8 @@ from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, seg
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import MemoryNeeds, MemoryUse, activations, memory_needs
 from trainer_backend.errors import JobError, ModelFolderError
-from trainer_backend.learner.attention import BlockMask
+from trainer_backend.inference.cache import SlotCache
+from trainer_backend.learner.attention import BlockMask, ByLength
 from trainer_backend.learner.capacity import (
     MemoryPlan,
     main_memory,
@@ -20,7 +21,7 @@ from trainer_backend.learner.capacity import (
     model_shape,
     refuse_too_large,
 )
-from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import save_model_folder
 
@@ -48,24 +49,25 @@ def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrid
     state = learner._optimizer.state.values()
     moments = [values[name] for values in state for name in ("exp_avg", "exp_avg_sq")]
     assert planned["optimizer"] == bytes_of(moments)
-    copies = 2 if overrides else 1  # merged weights on their way
-    assert planned["engine"] == copies * bytes_of(learner.copy_to_serve().parameters())
+    assert planned["engine"] == bytes_of(learner.copy_to_serve().parameters())
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_activations_are_near_what_autograd_keeps(family: str, rounded: bool, checkpointing: bool):
+@pytest.mark.parametrize("attention", [BlockMask(), ByLength()], ids=["mask", "by length"])
+def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointing, attention):
     size = {
         "vocab_size": 64, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 1,
         "bos_token_id": None,
     }  # fmt: skip
     config = Qwen3Config(**size) if family == "qwen3" else LlamaConfig(**size)
-    kept = bytes_kept(config, rounded=rounded, checkpointing=checkpointing)
+    kept = bytes_kept(config, attention, rounded=rounded, checkpointing=checkpointing)
+    masked = isinstance(attention, BlockMask)
     use = MemoryUse(
-        low=rounded, masked=True, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, cached_sequences=1,
-        cached_tokens=1, checkpointing=checkpointing,
+        low=rounded, masked=masked, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, running=1,
+        kept=0, cached_tokens=1, checkpointing=checkpointing,
     )  # fmt: skip
     shape = model_shape(config, None)
     # Of the layer in the works, which is in the plan, nothing is kept between forward and backward.
@@ -81,7 +83,7 @@ def with_layers(shape, layers: int):
     )
 
 
-def bytes_kept(config, *, rounded: bool, checkpointing: bool) -> int:
+def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
     """What autograd saves of 4 rows of 256 tokens, weights left out, memory that is shared counted once."""
     from trainer_backend.learner.stepping import checkpoint_layers, stepping
 
@@ -89,7 +91,8 @@ def bytes_kept(config, *, rounded: bool, checkpointing: bool) -> int:
     if checkpointing:
         checkpoint_layers(model)
     placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
-    scorer = Scorer(model, placement, BlockMask(), 8)
+    model.set_attn_implementation(attention.implementation)
+    scorer = Scorer(model, placement, attention, 8)
     parts = [segment(f"r{i}", [3] * 254, [4, 5], [-1.0, -1.0]) for i in range(4)]
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     found: dict[int, torch.Tensor] = {}
@@ -129,8 +132,20 @@ def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
 
 
 def test_moments_that_do_not_fit_main_memory_are_refused_too():
-    with pytest.raises(JobError, match=r"optimizer needs 9.00 GiB of main memory"):
+    with pytest.raises(JobError, match=r"needs 9.00 of 8.00 GiB of main memory"):
         refuse_too_large(plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB), tiny_job())
+
+
+def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_has_it(tokenizer):
+    served = learner_of(tokenizer).copy_to_serve()
+    cache = SlotCache(slots=5, max_len=200)
+    with torch.inference_mode():
+        cache.begin_prefill(first_row=0, length=200)
+        served(input_ids=torch.ones((1, 200), dtype=torch.int64), past_key_values=cache, use_cache=True)
+    shape = model_shape(served.config, None)
+    job = tiny_job(inference__max_running=5, inference__max_model_len=200, inference__kept_prefixes=0)
+    planned = memory_needs(shape, memory_use(job, place("cpu"), shape), is_gpu=False).device["cache"]
+    assert bytes_of((*cache._keys, *cache._values)) == planned
 
 
 def test_a_model_folder_is_planned_for_without_its_weights(tokenizer, tmp_path: Path):
@@ -154,8 +169,9 @@ def test_the_jobs_limits_are_what_is_counted_with():
     shape = model_shape(Qwen3Config(), None)
     use = memory_use(job, place("cpu"), shape)
     assert (use.row_tokens, use.micro_batch_tokens) == (500, 4096)
-    assert (use.cached_sequences, use.cached_tokens) == (16 + 3, 500)
-    assert (use.reference, use.masked, use.low) == (True, True, False)
+    assert (use.running, use.kept, use.cached_tokens) == (16, 3, 500)
+    assert (use.reference, use.masked, use.low) == (True, False, False)
+    assert memory_use(job, place("mps", Found(cuda=None, mps=True)), shape).masked
 
 
 def test_main_memory_is_the_containers_where_that_is_less(tmp_path: Path):

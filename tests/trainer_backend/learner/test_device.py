@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer_backend.errors import JobError
-from trainer_backend.learner.attention import BlockMask, OneRow, attention_for, varlen_is_here
+from trainer_backend.learner.attention import BlockMask, ByLength, OneRow, attention_for, varlen_is_here
 from trainer_backend.learner.device import Found, place
 
 NOTHING = Found(cuda=None, mps=False)
@@ -43,6 +43,12 @@ def test_the_wrong_kind_of_gpu_is_named():
 
 def test_attention_of_variable_length_is_for_cuda_in_bfloat16():
     assert varlen_is_here(), "the newest torch that we allow has it"
-    assert isinstance(attention_for(place("cuda", NEW_CUDA)), OneRow)
-    for name, found in (("cuda", OLD_CUDA), ("mps", APPLE), ("cpu", NOTHING)):
-        assert isinstance(attention_for(place(name, found)), BlockMask)
+    assert isinstance(attention_for(place("cuda", NEW_CUDA), head_dim=128), OneRow)
+    assert isinstance(attention_for(place("cpu", NOTHING), head_dim=128), ByLength)
+    for name, found in (("cuda", OLD_CUDA), ("mps", APPLE)):
+        assert isinstance(attention_for(place(name, found), head_dim=128), BlockMask)
+
+
+@pytest.mark.parametrize("head_dim", [100, 264])
+def test_heads_that_the_kernel_does_not_take_are_masked(head_dim: int):
+    assert isinstance(attention_for(place("cuda", NEW_CUDA), head_dim=head_dim), BlockMask)

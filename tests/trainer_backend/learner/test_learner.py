@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend.errors import CheckpointError, ModelFolderError, NonFiniteLoss, NothingToLearnFrom
 from trainer_backend.learner.checkpoints import _put_in_place
-from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.learner import LocalLearner, held_scorer
 from trainer_backend.learner.update import _in_steps, _Scored
 from trainer_backend.learner.warmup import warm_up
 from trainer_backend.models import build_preset
@@ -204,3 +206,25 @@ def test_a_state_file_of_an_earlier_version_is_read(tokenizer, tmp_path: Path):
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "best_evaluation": 3.5}))
     assert LocalLearner.resumed(learner.job, folder)[1] == Progress(iteration=1)
+
+
+def test_what_the_kl_term_pulls_towards_is_held_where_and_in_what_the_learner_computes(tokenizer):
+    learner = learner_of(tokenizer)
+    meta = replace(learner.scorer, placement=Placement(torch.device("meta"), torch.bfloat16))
+    held = held_scorer(meta, learner.model)
+    for weight in held.model.parameters():
+        assert (weight.device.type, weight.dtype, weight.requires_grad) == ("meta", torch.bfloat16, False)
+    assert held.model.config._attn_implementation == learner.scorer.attention.implementation
+    assert all(weight.requires_grad for weight in learner.model.parameters()), "it is a copy"
+
+
+def test_a_resumed_run_pulls_towards_where_rl_started_as_the_run_itself_did(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer, training__kl_coef=0.1, training__learning_rate=0.01)
+    learner.save(tmp_path / "iteration_0", Progress())
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    again, _ = LocalLearner.resumed(learner.job, tmp_path / "iteration_1")
+    episodes = episodes_of(learner, [0.5, -1.0])
+    found = again.update(episodes, iteration=2)
+    assert found == learner.update(episodes, iteration=2)
+    assert found["loss/kl"] > 0.01

@@ -1,16 +1,23 @@
 """[lora]: what is trained, what leaves the learner, and what a checkpoint holds of it."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
-from trainer_backend.errors import CheckpointError, JobError
+from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
 from trainer_backend.inference.weights import copy_weights
+from trainer_backend.job_training import LoraTable
+from trainer_backend.learner.copies import copy_to_serve, folder_to_serve, held_copy
+from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.models import load_model_folder
+from trainer_backend.learner.lora import Adapter
+from trainer_backend.models import load_model_folder, save_model_folder
 from trainer_backend.protocols import Progress
 
 LORA = {"lora__rank": 4, "lora__alpha": 8}
@@ -52,18 +59,80 @@ def test_only_adapters_are_trained_and_at_first_they_change_nothing(tokenizer):
     assert trained == 2 * 4 * (4 * (96 + 96) + 3 * (96 + 256))
 
 
-def test_merged_weights_compute_what_the_adapters_do_and_leave_the_learners_own_alone(tokenizer):
+def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokenizer):
     learner = updated(tokenizer)
-    before, adapted = tensors_of(learner), logits(learner.model)
     served = learner.copy_to_serve()
+    at_first = logits(served)
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=2)
+    before = tensors_of(learner)
     copy_weights(served, learner.weights())
-    assert {name for name, _ in served.named_parameters()} == {
-        name for name, _ in learner_of(tokenizer).model.named_parameters()
-    }
-    torch.testing.assert_close(logits(served), adapted, rtol=0, atol=1e-5)
-    with learner._adapter.off():
-        assert (logits(learner.model) - adapted).abs().max() > 1e-3, "the adapters do something"
+    assert (logits(served) - at_first).abs().max() > 1e-3, "the update did something"
+    ids = PROBE[0].token_ids
+    sampled = logits(served, ids)[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0]
+    assert learner.scorer.score(PROBE, **SIZE)[0] == pytest.approx(sampled.tolist(), abs=1e-5)
+    assert len(learner.weights()) == 2 * 7 * 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+
+
+def test_adapters_that_are_not_all_given_are_refused(tokenizer):
+    learner = learner_of(tokenizer, **LORA)
+    weights = learner.weights()
+    weights.popitem()
+    with pytest.raises(WeightsRefused, match=r"tensors missing: .*lora_B"):
+        copy_weights(learner.copy_to_serve(), weights)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learner_and_engine(bias: bool):
+    """Of the change that float32 would compute, both compute the whole, up to noise without a direction."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = Qwen2Config if bias else Qwen3Config
+    family = Qwen2ForCausalLM if bias else Qwen3ForCausalLM
+    model = family(config(vocab_size=300, num_key_value_heads=2, tie_word_embeddings=True, **size)).eval()
+    model.to(torch.bfloat16)
+    adapter = Adapter.fresh(model, LoraTable(rank=8, alpha=16), seed=0, base=None)
+    served = copy_to_serve(model, torch.bfloat16)
+    low = Placement(torch.device("cpu"), torch.bfloat16)
+    ids_BL = torch.randint(0, 300, (4, 64))
+
+    def found(model: torch.nn.Module, placement: Placement) -> torch.Tensor:
+        with torch.no_grad(), placement.autocast():
+            hidden_BLD = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        return hidden_BLD.float() @ model.lm_head.weight.float().T
+
+    def of_all() -> list[torch.Tensor]:
+        copy_weights(served, adapter.weights())
+        exact = held_copy(model, torch.float32)
+        return [
+            found(exact, Placement(torch.device("cpu"))),
+            found(model, low),
+            found(served, Placement(low.device)),
+        ]
+
+    before = of_all()
+    for name, weight in adapter.weights().items():
+        if ".lora_B" in name:  # as ten steps of AdamW at a rate of 1e-5 leave it
+            weight.copy_(torch.randint(0, 2, weight.shape) * 2e-4 - 1e-4)
+    meant, learned, sampled = (after - start for after, start in zip(of_all(), before, strict=True))
+    for change in (learned, sampled):
+        assert float((change * meant).sum() / (meant * meant).sum()) == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_checkpoint_is_played_as_it_was_trained_where_its_weights_are_rounded(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer, **LORA)
+    for weight in learner.model.parameters():
+        if not weight.requires_grad:
+            weight.data = weight.data.bfloat16().float()  # as a folder's are
+    base = {name: weight.bfloat16() for name, weight in tensors_of(learner).items()}
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    low = Placement(torch.device("cpu"), torch.bfloat16)
+    played = folder_to_serve(load_model_folder(tmp_path / "iteration_1")[0], tmp_path / "iteration_1", low)
+    expected = {name: tensor.bfloat16() for name, tensor in {**base, **learner.weights()}.items()}
+    found = played.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
@@ -72,7 +141,7 @@ def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
     full = learner_of(tokenizer, **kl)
     episodes = episodes_of(lora, [1.0, -1.0])
     found = lora.update(episodes, iteration=2)["loss/kl"]
-    with lora._adapter.off():
+    with lora._adapter.replaced(learner_of(tokenizer, **LORA).weights()):
         base = [values for part in episodes for values in lora.scorer.score(part.segments, **SIZE)]
     own = [values for part in episodes for values in lora.scorer.score(part.segments, **SIZE)]
     assert base == [values for part in episodes for values in full.scorer.score(part.segments, **SIZE)]
@@ -97,7 +166,7 @@ def test_a_checkpoint_is_a_plain_model_with_the_adapter_beside_it(tokenizer, tmp
     learner = updated(tokenizer)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     model, _ = load_model_folder(tmp_path / "iteration_1")
-    torch.testing.assert_close(logits(model), logits(learner.model), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
     names = load_file(tmp_path / "iteration_1/adapter/adapter_model.safetensors")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
     assert (tmp_path / "iteration_1/adapter/adapter_config.json").is_file()
@@ -109,23 +178,71 @@ def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp
         LocalLearner.resumed(learner_of(tokenizer, **LORA).job, tmp_path / "iteration_0")
 
 
-def test_what_the_warm_up_taught_the_adapters_becomes_the_base_that_rl_starts_from(tokenizer):
-    learner = updated(tokenizer)  # as a warm-up would leave it
-    before = logits(learner.model)
-    learner._adapter.fold()
-    torch.testing.assert_close(logits(learner.model), before, rtol=0, atol=1e-5)
-    with learner._adapter.off():
-        torch.testing.assert_close(logits(learner.model), before, rtol=0, atol=1e-5)
+def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(tokenizer, tmp_path: Path):
+    kl = {"training__kl_coef": 0.1, "training__update_passes": 1}
+    learner = updated(tokenizer, **kl)  # as a warm-up would leave it
+    learner._reference = None
+    learner._adapter.begin()
+    warm = logits(learner.copy_to_serve())
+    learner.save(tmp_path / "iteration_0", Progress())
+    exported, _ = load_model_folder(tmp_path / "iteration_0")
+    torch.testing.assert_close(logits(exported), warm, rtol=0, atol=1e-5)
+    again, _ = LocalLearner.resumed(learner.job, tmp_path / "iteration_0")
+    assert torch.equal(logits(again.copy_to_serve()), warm)
+    episodes = episodes_of(learner, [1.0, -1.0])
+    for iteration in (1, 2):
+        found, expected = (one.update(episodes, iteration=iteration) for one in (learner, again))
+        assert found == expected
+        # of the one step of an iteration: where the first looks, RL has not gone anywhere yet
+        assert (found["loss/kl"] == 0) == (iteration == 1)
+    learner.save(tmp_path / "iteration_2", Progress(2, 2, 4))
+    later, _ = LocalLearner.resumed(learner.job, tmp_path / "iteration_2")
+    assert later.update(episodes, iteration=3) == learner.update(episodes, iteration=3)
+    other = tensors_of(later)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in tensors_of(learner).items())
 
 
-def test_with_adapters_the_base_may_be_of_low_precision_and_the_merged_sum_is_of_float32(tokenizer):
+def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_is_tied(tokenizer):
     learner = updated(tokenizer)
+    for weight in learner.model.parameters():
+        weight.data = weight.data if weight.requires_grad else weight.data.bfloat16()
     name = "model.layers.0.mlp.up_proj"
     layer = learner.model.get_submodule(name)
-    layer.base_layer.weight.data = layer.base_layer.weight.data.bfloat16()
+    merged = learner._adapter.merged()
     exact = layer.base_layer.weight.float() + layer.get_delta_weight("default")
-    assert torch.equal(learner._adapter.merged(torch.float32)[f"{name}.weight"], exact)
-    assert torch.equal(learner._adapter.merged(torch.bfloat16)[f"{name}.weight"], exact.bfloat16())
+    assert torch.equal(merged[f"{name}.weight"], exact)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.float32}
+    assert merged["lm_head.weight"] is merged["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"lora__rank": 8}, r"adapters have rank 4, but lora\.rank of the job gives 8"),
+        ({"lora__alpha": 4}, r"adapters have alpha 8, but lora\.alpha of the job gives 4"),
+        (
+            {"lora__target_modules": ["q_proj"]},
+            r"adapters have target_modules .*down_proj.* and 12 more, .* gives \['q_proj'\]",
+        ),
+    ],
+)
+def test_a_run_is_not_resumed_with_adapters_of_other_settings(tokenizer, tmp_path: Path, changed, told: str):
+    learner_of(tokenizer, **LORA).save(tmp_path / "iteration_0", Progress())
+    with pytest.raises(CheckpointError, match=told):
+        LocalLearner.resumed(learner_of(tokenizer, **{**LORA, **changed}).job, tmp_path / "iteration_0")
+
+
+def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, tmp_path: Path):
+    folder = tmp_path / "base"
+    save_model_folder(folder, learner_of(tokenizer).model, tokenizer)
+    job = tiny_job(model__preset=None, model__path=str(folder), **LORA)
+    learner = LocalLearner.fresh(job, [])
+    learner.save(tmp_path / "iteration_0", Progress())
+    again, _ = LocalLearner.resumed(job, tmp_path / "iteration_0")
+    again.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    for name in ("iteration_0", "iteration_1"):
+        settings = json.loads((tmp_path / name / "adapter/adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == str(folder)
 
 
 def test_dropout_is_on_in_steps_and_off_in_scores(tokenizer):

@@ -10,20 +10,30 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
     MistralConfig,
     MistralForCausalLM,
+    RwkvConfig,
+    SiglipVisionConfig,
 )
 
 from tests.conftest import tiny_job
 from tests.model_folders import FAMILIES, SIZE
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.errors import ModelFolderError
+from trainer_backend.learner.capacity import model_shape
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.support import refuse_unsupported
+from trainer_backend.models.attention_kinds import refuse_unsupported_attention
 
 torch.set_num_threads(1)
 
@@ -80,6 +90,68 @@ def test_a_job_may_not_sample_more_tokens_than_the_model_has_positions():
     refuse_unsupported(stretched, longest=4096)
     with pytest.raises(ModelFolderError, match="made for 4096 positions"):
         refuse_unsupported(stretched, longest=4097)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("rotation", "limit"),
+    [
+        ({**LONGROPE, "original_max_position_embeddings": 128}, 128),
+        ({**DYNAMIC, "original_max_position_embeddings": 128}, 128),
+        ({**DYNAMIC, "original_max_position_embeddings": 4096}, 1024),
+        ({"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}, 1024),
+    ],
+    ids=["longrope", "dynamic", "dynamic beyond its positions", "one of two kinds"],
+)
+def test_positions_that_depend_on_the_length_of_a_neighbour_are_refused(rotation, limit: int):
+    config = LlamaConfig(vocab_size=50, **SIZE)
+    config.rope_parameters = rotation
+    refuse_unsupported_attention(config, longest=limit)
+    with pytest.raises(
+        ModelFolderError, match=rf"more than {limit} tokens.*max_model_len to {limit} or less"
+    ):
+        refuse_unsupported_attention(config, longest=limit + 1)
+
+
+def test_texts_that_a_row_does_not_keep_apart_are_found_without_a_name():
+    model = llama()
+    forward = model.model.forward
+    model.model.forward = lambda *args, **told: forward(
+        *args, **{**told, "position_ids": None, "attention_mask": None}
+    )
+    refuse_unsupported(llama(), longest=64)
+    with pytest.raises(ModelFolderError, match="two texts in one row change each other's logits"):
+        refuse_unsupported(model, longest=64)
+
+
+def test_attention_that_torch_does_not_compute_is_refused():
+    config = GptOssConfig(vocab_size=50, num_local_experts=2, num_experts_per_tok=1, **SIZE)
+    with pytest.raises(ModelFolderError, match="GptOssForCausalLM has attention of its own"):
+        refuse_unsupported(GptOssForCausalLM(config), longest=64)
+
+
+def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
+    text = Gemma3TextConfig(vocab_size=50, sliding_window=64, **SIZE)
+    eyes = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config = Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
+    assert model_shape(config, None).width == SIZE["hidden_size"]
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(config)
+    with pytest.raises(ModelFolderError, match="sliding_attention of 64 tokens"):
+        refuse_unsupported(model, longest=65)
+
+
+@pytest.mark.parametrize("config", [MambaConfig(), RwkvConfig()], ids=lambda config: config.model_type)
+def test_models_without_attention_are_told_as_such(config):
+    with pytest.raises(
+        ModelFolderError, match=rf"'{config.model_type}' is no decoder of layers with attention"
+    ):
+        model_shape(config, None)
 
 
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])

@@ -205,17 +205,23 @@ def test_a_checkpoint_of_another_architecture_is_named_beside_the_jobs_model(
 
     folder = tmp_path / "iteration_1"
     LocalLearner.fresh(job("llama"), []).save(folder, Progress(iteration=1))
-    both = "holds LlamaForCausalLM with 2 layers of width 32, but the job's model is Qwen3ForCausalLM with 2"
+    both = "holds llama with 2 layers of width 32, but the job's model is qwen3 with 2"
     with pytest.raises(CheckpointError, match=both):
         LocalLearner.resumed(job("qwen3"), folder)
-    with pytest.raises(
-        CheckpointError, match="the job's model is Qwen3ForCausalLM with 2 layers of width 96"
-    ):
+    with pytest.raises(CheckpointError, match="the job's model is qwen3 with 2 layers of width 96"):
         LocalLearner.resumed(tiny_job(), folder)
     gone = tiny_job(model__preset=None, model__path=str(tmp_path / "gone"))
     assert LocalLearner.resumed(gone, folder)[1].iteration == 1, (
         "the folder that a run began from may be gone"
     )
+
+
+def test_a_run_that_began_from_a_config_without_architectures_goes_on(copied, tmp_path: Path):
+    folder = copied("qwen3")
+    edit_json(folder / "config.json", architectures=None)
+    job = tiny_job(model__preset=None, model__path=str(folder))
+    LocalLearner.fresh(job, []).save(tmp_path / "iteration_1", Progress(iteration=1))
+    assert LocalLearner.resumed(job, tmp_path / "iteration_1")[1].iteration == 1
 
 
 def test_a_checkpoint_whose_config_is_broken_is_refused(model_folders: Mapping[str, Path], tmp_path: Path):

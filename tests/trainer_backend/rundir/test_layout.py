@@ -9,6 +9,8 @@ import pytest
 from tests.conftest import tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.init_job.choices import Choices
+from trainer_backend.init_job.write import write_job
 from trainer_backend.rundir.layout import create_run, open_run
 
 
@@ -91,6 +93,14 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
         create_run(tiny_job(), tmp_path / "file" / "run")
     with pytest.raises(RunDirectoryError, match="file/tiny cannot be written"):
         create_run(job_in(tmp_path / "file"))
+
+
+def test_what_cannot_be_written_goes_on_with_resume_only_where_it_is_of_a_run(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"untouched\. With .* goes on with --resume\."):
+        run.append_metrics({"kind": "iteration", "iteration": 2})
+    with pytest.raises(RunDirectoryError, match=r"gone/x\.toml cannot be written: .*untouched\.$"):
+        write_job(tmp_path / "gone" / "x.toml", Choices())
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path):

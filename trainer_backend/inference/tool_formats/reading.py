@@ -27,10 +27,17 @@ ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], ParsedReply]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`marker` is what only chat templates of this format hold."""
+    """How a model writes calls.
+
+    Attributes:
+        marker: what only chat templates of this format hold; "" is of none.
+        openers: what a call begins with: a stream holds back what may be one. "" is in every text, which then
+            comes at the end.
+    """
 
     parse: ToolParser
     marker: str
+    openers: tuple[str, ...] = ("",)
 
 
 def unreadable(text: str, number: int, error: Exception) -> ParsedReply:

@@ -1,0 +1,118 @@
+"""The models, batches and jobs of bench/gpu.py: shapes of Qwen3, randomly initialised, and what fits."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from trainer_backend.core.memory import memory_needs
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.job import parse_job
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.learner.capacity import MemoryPlan, device_memory, main_memory, memory_use, model_shape
+from trainer_backend.learner.device import place
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+SHAPES = {
+    "0.6b": (1024, 3072, 28, 16, 8),
+    "4b": (2560, 9728, 36, 32, 8),
+    "tiny": (64, 128, 2, 4, 2),
+}
+# From what trains most to what needs least memory.
+WAYS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "all weights, layers checkpointed": {"gradient_checkpointing": True},
+    "adapters of rank 16": {"lora": {"rank": 16}},
+    "adapters of rank 16, layers checkpointed": {"lora": {"rank": 16}, "gradient_checkpointing": True},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured: tokens of an update, rows and new tokens of the engine, timed rounds."""
+
+    tokens: int
+    rows: tuple[int, ...]
+    prompt: int
+    new: int
+    rounds: int
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.new
+
+
+def config_of(name: str, layers: int | None = None) -> Qwen3Config:
+    small = name == "tiny"
+    sizes = dict(zip(SIZES, SHAPES[name], strict=True))
+    return Qwen3Config(
+        **(sizes | ({"num_hidden_layers": layers} if layers else {})),
+        head_dim=16 if small else 128,
+        vocab_size=512 if small else 151936,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )
+
+
+def model_of(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def segments_of(tokens: int, vocabulary: int, *, longest: int) -> list[Segment]:
+    """So many tokens in segments of up to `longest`, the last quarter of each sampled."""
+    draw, left, made = random.Random(0), tokens, []
+    while left:
+        length = min(left, draw.randint(longest // 4, longest))
+        if 0 < left - length < 8:  # what is left over is no segment of its own
+            length = left
+        ids = tuple(draw.randrange(vocabulary) for _ in range(length))
+        answer = max(1, length // 4)
+        decision = (CONTEXT,) * (length - answer) + (0,) * answer
+        made.append(
+            Segment(f"r{len(made)}", ids, decision, (-12.0,) * length, (0,) * length, (1.0,) * length)
+        )
+        left -= length
+    return made
+
+
+def job_of(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
+    training = {key: value for key, value in way.items() if key != "lora"}
+    document = {
+        "model": {"preset": "tiny-0.3m", "device": device},  # the model itself is handed over
+        "inference": {
+            "max_model_len": plan.longest, "max_running": max(plan.rows), "kept_prefixes": 0,
+        },
+        "training": training | {
+            "update_passes": 1, "batch_decisions": 10**6, "row_tokens": plan.tokens,
+            "micro_batch_tokens": plan.tokens, "learning_rate": 1e-6,
+        },
+    } | ({"lora": way["lora"]} if "lora" in way else {})  # fmt: skip
+    return parse_job(document, where="bench").config
+
+
+def fitting(config: Qwen3Config, plan: Plan, device: str) -> tuple[str, JobConfig, MemoryPlan]:
+    """The first way that fits the device, or else the last one, with what our plan says of it."""
+    for name, way in WAYS.items():
+        job = job_of(plan, way, device)
+        found = name, job, memory_of(config, job)
+        if sum(found[2].needs.device.values()) <= found[2].free:
+            break
+    return found
+
+
+def memory_of(config: Qwen3Config, job: JobConfig) -> MemoryPlan:
+    """As `learner.capacity.memory_plan` has it, of a model without a folder."""
+    placement, shape, main = place(job.model.device), model_shape(config, job.lora), main_memory()
+    is_gpu = placement.device.type != "cpu"
+    needs = memory_needs(shape, memory_use(job, placement, shape), is_gpu=is_gpu)
+    return MemoryPlan(placement, needs, device_memory(placement) if is_gpu else main, main)

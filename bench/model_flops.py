@@ -1,0 +1,86 @@
+"""What a GPU could do, and what a model needs of it: arithmetic for bench/gpu.py. No torch.
+
+Matrix products alone are counted, each multiplication with its addition as 2, nothing that is computed twice:
+
+    forward   2 * W a token  +  2 * n^2 * heads * head_dim a layer for a segment of n tokens  +  2 * V * D a
+              sampled token
+
+W are the weights of the layers' products. Causal attention needs half of its n x n scores, for q k^T and p v.
+A backward pass costs two forward passes; of adapters' frozen base, only the one that leads to inputs.
+
+    MFU       FLOPs of an update / (its seconds * peak FLOP/s)
+
+Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B, with the causal half and the head where it runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer_backend.core.memory import BFLOAT16, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """flops: of dense bfloat16 products with float32 sums, FLOP/s. bandwidth: of its memory, bytes/s."""
+
+    flops: float
+    bandwidth: float
+
+
+# By what torch.cuda.get_device_name holds, the narrower name first. Source: NVIDIA's data sheets, without
+# sparsity; A10G: AWS, of its G5 instances; GeForce: the white papers of Ada and Ampere GA102.
+PEAKS = {
+    "B200": Peak(2250e12, 8.0e12),
+    "H200 NVL": Peak(835e12, 4.8e12),
+    "H200": Peak(989.4e12, 4.8e12),
+    "H100 NVL": Peak(835e12, 3.9e12),
+    "H100 PCIe": Peak(756e12, 2.0e12),
+    "H100": Peak(989.4e12, 3.35e12),
+    "A100 80GB PCIe": Peak(312e12, 1.935e12),
+    "A100-SXM4-80GB": Peak(312e12, 2.039e12),
+    "A100": Peak(312e12, 1.555e12),
+    "L40S": Peak(362e12, 0.864e12),
+    "L4": Peak(121e12, 0.3e12),
+    "A10G": Peak(70e12, 0.6e12),
+    "A10": Peak(125e12, 0.6e12),
+    "RTX 4090": Peak(165.2e12, 1.008e12),
+    "RTX 3090": Peak(71e12, 0.936e12),
+}
+
+
+def peak_of(device_name: str) -> Peak | None:
+    """The peak of a device; None where the table has none."""
+    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+
+
+def layer_weights(shape: ModelShape) -> int:
+    """Weights of all layers' matrix products: q and o, k and v, the MLP's three."""
+    attention = 2 * shape.width * (shape.heads + shape.kv_heads) * shape.head_dim
+    return shape.layers * (attention + 3 * shape.width * shape.mlp_width)
+
+
+def update_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> float:
+    """FLOPs of scoring segments of these lengths (a forward pass), and of one optimizer step over them.
+
+    Args:
+        sampled: tokens of all of them that are trained, on which alone the head runs.
+    """
+    tokens = sum(lengths)
+    base = 2 * (layer_weights(shape) * tokens + shape.vocabulary * shape.width * sampled)
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * sum(n * n for n in lengths)
+    adapters = 2 * shape.adapters * tokens
+    forward = base + attention + adapters
+    backward = (1 if shape.adapters else 2) * base + 2 * (attention + adapters)
+    return float(2 * forward + backward)
+
+
+def decode_seconds(shape: ModelShape, peak: Peak, *, rows: int, cached: float) -> float:
+    """The least seconds of a decode step: the time to read all weights once, and the cache of every row.
+
+    Args:
+        rows: requests that are decoded together.
+        cached: tokens that a row has in the cache, their mean over the steps.
+    """
+    weights = layer_weights(shape) + shape.vocabulary * shape.width + shape.adapters
+    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * cached * rows
+    return BFLOAT16 * (weights + keys_and_values) / peak.bandwidth

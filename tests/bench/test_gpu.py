@@ -1,0 +1,105 @@
+"""What needs a GPU is measured by code that runs everywhere, against limits that are counted right."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
+from trainer_backend.core.collate import pack_segments
+from trainer_backend.core.memory import ModelShape
+from trainer_backend.learner.capacity import model_shape
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+def model_flops():
+    spec = importlib.util.spec_from_file_location("model_flops", BENCH / "model_flops.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    return module
+
+
+def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BENCH.parent)}
+    return subprocess.run(
+        [sys.executable, str(BENCH / "gpu.py"), *arguments], capture_output=True, text=True, check=False,
+        env={**os.environ, **hidden},
+    )  # fmt: skip
+
+
+def test_without_a_gpu_it_says_why_in_a_line_and_ends_well():
+    done = gpu()
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1)
+    assert "not measured" in done.stdout and "sees no GPU" in done.stdout
+
+
+def test_a_tiny_shape_goes_the_whole_way_on_a_cpu():
+    done = gpu("--smoke")
+    assert (done.returncode, done.stderr) == (0, "")
+    for kind in ("attention", "plan", "learner", "decode", "update", "memory"):
+        assert f"\n  {kind} " in done.stdout
+    assert "all weights; memory (cpu, float32)" in done.stdout
+
+
+TWO_LAYERS = ModelShape(
+    parameters=0, layers=2, width=8, mlp_width=16, heads=2, kv_heads=1, head_dim=4, vocabulary=32
+)
+
+
+def test_the_flops_of_an_update_worked_by_hand():
+    flops = model_flops()
+    # a layer: q and o 8 * 8 each, k and v 8 * 4 each, the MLP 3 * 8 * 16
+    assert flops.layer_weights(TWO_LAYERS) == 2 * (2 * 64 + 2 * 32 + 384) == 1152
+    # segments of 3 and 5 tokens, 2 of the 8 sampled: products 2 * (1152 * 8 + 32 * 8 * 2) = 19456,
+    # attention 2 * 2 layers * 8 * (9 + 25) = 1088; scored once, then forward and twice that backward
+    assert flops.update_flops(TWO_LAYERS, [3, 5], sampled=2) == 4 * (19456 + 1088)
+
+
+def test_adapters_save_the_gradient_of_the_base_and_of_nothing_else():
+    flops = model_flops()
+    adapted = ModelShape(
+        **{name: getattr(TWO_LAYERS, name) for name in TWO_LAYERS.__slots__} | {"adapters": 10}
+    )
+    # scored and forward: 2 * (19456 + 1088 + 2 * 10 * 8); backward: 19456 + 2 * (1088 + 160)
+    assert flops.update_flops(adapted, [3, 5], sampled=2) == 2 * 20704 + 19456 + 2496
+
+
+def test_the_products_are_as_many_as_torch_counts():
+    flops, learner = model_flops(), learner_of(tiny_tokenizer())
+    parts = [segment("a", [5] * 40, [6] * 10, [-1.0] * 10), segment("b", [7] * 20, [8] * 5, [-1.0] * 5)]
+    counter = FlopCounterMode(display=False)
+    with counter:
+        learner.scorer.score(parts, **SIZE)
+        learner.scorer.logprobs(pack_segments(parts, row_tokens=64))[0].sum().backward()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    shape = model_shape(learner.model.config, None)
+    attention = 4 * 2 * shape.layers * shape.heads * shape.head_dim * (50**2 + 25**2)
+    assert counted == flops.update_flops(shape, [50, 25], sampled=15) - attention
+
+
+def test_a_decode_step_reads_all_weights_once_and_the_cache_of_every_row():
+    flops = model_flops()
+    # 2 bytes each of 1152 + 32 * 8 weights, and of 2 * 2 layers * 4 a cached token: 3 rows of 10
+    peak = flops.Peak(flops=1.0, bandwidth=100.0)
+    assert flops.decode_seconds(TWO_LAYERS, peak, rows=3, cached=10) == 2 * (1408 + 16 * 30) / 100
+
+
+@pytest.mark.parametrize(
+    ("name", "flops_of_it"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("A1", None),
+    ],
+)
+def test_a_device_is_known_by_its_name(name: str, flops_of_it: float | None):
+    peak = model_flops().peak_of(name)
+    assert (peak and peak.flops) == flops_of_it

@@ -1,0 +1,90 @@
+"""The adapters of a checkpoint on disk, as peft lays them out: read, compared with the job, taken out."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer_backend.errors import CheckpointError
+
+FOLDER = "adapter"
+ADAPTER = "default"  # peft's name for a model's only adapter
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_OF_THE_WRAPPER = "base_model.model."
+
+
+@torch.no_grad()
+def take_out(model: PreTrainedModel, folder: Path) -> None:
+    """Make of a float32 model with stored adapters merged into it the one that they were trained over.
+
+    Raises:
+        CheckpointError: no adapters in the folder, or those of another model.
+    """
+    stored = read_adapter(folder)
+    settings = LoraConfig.from_pretrained(str(folder))
+    for name, down in stored.items():
+        if ".lora_A." not in name:
+            continue
+        up = stored[name.replace(".lora_A.", ".lora_B.")]
+        try:
+            weight = model.get_parameter(name.partition(".lora_A.")[0] + ".weight")
+            weight.sub_(delta(down, up, settings.lora_alpha / settings.r))
+        except (AttributeError, RuntimeError) as error:  # no such layer; of another shape
+            raise CheckpointError(f"{folder}: the adapters are those of another model: {error}") from error
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors that `Adapter.save` wrote, under their names in the model.
+
+    Raises:
+        CheckpointError: none there, or they cannot be read.
+    """
+    if not (folder / SETTINGS).is_file():
+        raise CheckpointError(
+            f"{folder}: no adapter in this checkpoint, but the job has [lora]",
+            hint="A run goes on with the tables that it was started with.",
+        )
+    try:
+        stored = load_file(folder / WEIGHTS)
+    except Exception as error:  # safetensors has one untyped error for every kind of broken file
+        raise CheckpointError(f"{folder}: the adapter cannot be read: {error}") from error
+    return {
+        name.removeprefix(_OF_THE_WRAPPER).removesuffix(".weight") + f".{ADAPTER}.weight": tensor
+        for name, tensor in stored.items()
+    }
+
+
+def refuse_other_settings(folder: Path, ours: LoraConfig) -> None:
+    """
+    Raises:
+        CheckpointError: the adapters of the folder are of another rank, scale or place in the model.
+    """
+    theirs = LoraConfig.from_pretrained(str(folder))
+    for key, field in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
+        wanted, found = _plain(getattr(ours, field)), _plain(getattr(theirs, field))
+        if wanted != found:
+            raise CheckpointError(
+                f"{folder}: its adapters have {key} {_told(found)}, but lora.{key} of the job gives "
+                f"{_told(wanted)}",
+                hint="A run goes on with the [lora] that it was started with.",
+            )
+
+
+def delta(down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """(alpha / rank) * B A in float32, always on the CPU: the same wherever the model lives."""
+    return up.float().cpu() @ down.float().cpu() * scaling
+
+
+def _plain(setting: Any) -> Any:
+    """peft keeps names of layers as a set, and writes them as a list."""
+    return sorted(setting) if isinstance(setting, set | list | tuple) else setting
+
+
+def _told(setting: Any) -> str:
+    """All layers that have an adapter would fill a page."""
+    is_long = isinstance(setting, list) and len(setting) > 4
+    return f"{', '.join(setting[:2])} and {len(setting) - 2} more" if is_long else str(setting)

@@ -1,0 +1,116 @@
+"""Attention over the segments of one row by torch's causal kernel, which every device has.
+
+Segments of similar length stand side by side, padded at their ends: there causal attention shows nothing of
+the padding to a token. Nothing but attention sees it, and no mask is made, so a row may be as long as memory
+allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainer_backend.core.one_row import SegmentBounds
+
+# A group ends where segments are shorter than this share of its longest: the most that padding can cost.
+SHORTEST_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The places of a row's tokens when its segments stand side by side.
+
+    token_P: int64, the token at each place; in the padding behind a segment, its last.
+    place_L: int64, the place of each token.
+    shapes: of each group in order of place: segments, and places of each.
+    """
+
+    token_P: Tensor
+    place_L: Tensor
+    shapes: tuple[tuple[int, int], ...]
+
+    def to(self, device: torch.device) -> Groups:
+        token_P, place_L = (t.to(device, non_blocking=True) for t in (self.token_P, self.place_L))
+        return Groups(token_P, place_L, self.shapes)
+
+
+def groups_of(bounds: SegmentBounds) -> Groups:
+    """Segments by length, longest first, in groups of similar length."""
+    starts = bounds.starts_S.tolist()
+    segments = sorted(pairwise(starts), key=lambda segment: segment[0] - segment[1])
+    tokens, is_real, shapes = [], [], []
+    for group in _alike(segments):
+        first_G1, end_G1 = torch.tensor(group).T[:, :, None]
+        longest = group[0][1] - group[0][0]
+        wanted_GW = first_G1 + torch.arange(longest)
+        tokens.append(torch.minimum(wanted_GW, end_G1 - 1).flatten())
+        is_real.append((wanted_GW < end_G1).flatten())
+        shapes.append((len(group), longest))
+    token_P, is_real_P = torch.cat(tokens), torch.cat(is_real)
+    place_L = torch.empty(starts[-1], dtype=torch.int64)
+    place_L[token_P[is_real_P]] = is_real_P.nonzero()[:, 0]
+    return Groups(token_P, place_L, tuple(shapes))
+
+
+def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
+    """[L, H, D]: causal, each query in its own segment."""
+    sizes = [segments * places for segments, places in groups.shapes]
+    spread = (_Spread.apply(tensor, groups).split(sizes) for tensor in (q_LHD, k_LHD, v_LHD))  # type: ignore[no-untyped-call]
+    attended = []
+    for *parts_PHD, shape in zip(*spread, groups.shapes, strict=True):
+        q, k, v = (part_PHD.unflatten(0, shape).transpose(1, 2) for part_PHD in parts_PHD)
+        attended.append(causal_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
+    gathered: Tensor = _Gather.apply(torch.cat(attended), groups)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: float) -> Tensor:
+    """[B, H, L, D]: each query sees the keys of its row up to its own; keys may have fewer heads."""
+    grouped = q_BHLD.shape[1] != k_BHLD.shape[1]
+    return scaled_dot_product_attention(
+        q_BHLD, k_BHLD, v_BHLD, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+
+
+def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """Cut segments, longest first, where they become too short for the first of a group."""
+    start = 0
+    for index, (first, end) in enumerate(segments):
+        longest = segments[start][1] - segments[start][0]
+        if end - first < SHORTEST_SHARE * longest:
+            yield segments[start:index]
+            start = index
+    yield segments[start:]
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens to places. The padding has no part in any output that is read, so no gradient comes from it."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return tokens.index_select(0, groups.token_P)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.groups.place_L), None
+
+
+class _Gather(torch.autograd.Function):
+    """Places to tokens: what was computed for the padding is left behind."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return places.index_select(0, groups.place_L)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        spread = gradients[0].new_zeros((len(ctx.groups.token_P), *gradients[0].shape[1:]))
+        return spread.index_copy_(0, ctx.groups.place_L, gradients[0]), None
