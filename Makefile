@@ -35,7 +35,7 @@ study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 s
 	$(BIN)/python bench/study_reward_modes.py
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
-	for script in engine_exactness engine_speed logprob_exactness generation_speed decision_rate teacher_baseline; do \
+	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste gpu decision_rate teacher_baseline; do \
 		PYTHONPATH=. $(BIN)/python bench/$$script.py || exit 1; done
 
 # A half-finished install leaves no .ready behind, so the next make does it again.

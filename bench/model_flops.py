@@ -2,15 +2,17 @@
 
 Matrix products alone are counted, each multiplication with its addition as 2, nothing that is computed twice:
 
-    forward   2 * W a token  +  2 * n^2 * heads * head_dim a layer for a segment of n tokens  +  2 * V * D a
-              sampled token
+    forward   2 * W a token  +  2 * n^2 * heads * head_dim a layer for a segment of n tokens
+              +  2 * (V * D + M) a sampled token
 
-W are the weights of the layers' products. Causal attention needs half of its n x n scores, for q k^T and p v.
-A backward pass costs two forward passes; of adapters' frozen base, only the one that leads to inputs.
+W are the weights of the layers' products but for M, the last layer's MLP: behind the last attention only what
+predicts a sampled token is read. Causal attention needs half of its n x n scores, for q k^T and for p v. A
+backward pass costs two forward passes; of adapters' frozen base, only the one that leads to inputs.
 
     MFU       FLOPs of an update / (its seconds * peak FLOP/s)
 
-Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B, with the causal half and the head where it runs.
+Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B, which counts all scores and every token to the
+end, as we do not.
 """
 
 from collections.abc import Sequence
@@ -63,10 +65,12 @@ def update_flops(shape: ModelShape, lengths: Sequence[int], sampled: int) -> flo
     """FLOPs of scoring segments of these lengths (a forward pass), and of one optimizer step over them.
 
     Args:
-        sampled: tokens of all of them that are trained, on which alone the head runs.
+        sampled: tokens of all of them that are trained.
     """
     tokens = sum(lengths)
-    base = 2 * (layer_weights(shape) * tokens + shape.vocabulary * shape.width * sampled)
+    last_mlp = 3 * shape.width * shape.mlp_width
+    base = 2 * (layer_weights(shape) - last_mlp) * tokens
+    base += 2 * (last_mlp + shape.vocabulary * shape.width) * sampled
     attention = 2 * shape.layers * shape.heads * shape.head_dim * sum(n * n for n in lengths)
     adapters = 2 * shape.adapters * tokens
     forward = base + attention + adapters

@@ -180,7 +180,7 @@ class LocalLearner:
 
 def scorer_of(job: JobConfig, model: PreTrainedModel, placement: Placement) -> Scorer:
     """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
-    attention = attention_for(placement, head_dim=head_dim_of(model.config))
+    attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
     # Never eager: it would add a mask of booleans to its scores instead of masking with it.
     model.set_attn_implementation(attention.implementation)
     fits = chunk_within(placement.logits_bytes(), embedding_rows(model))

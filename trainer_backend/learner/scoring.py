@@ -12,6 +12,7 @@ from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.last_mlp import last_mlp_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,13 @@ class Scorer:
         """[N] log-probs and [N] entropies of the sampled tokens, differentiable in the model's weights.
 
         Attention and positions keep the segments of a row apart, so the result is that of each segment
-        alone. The LM head runs on the N positions that predict a sampled token and nowhere else; outside
-        autocast, so that logits are float32.
+        alone. The LM head runs on the N positions that predict a sampled token and nowhere else (and so does
+        the last layer's MLP); outside autocast, so that logits are float32.
         """
         dtype = self.placement.low or self.model.dtype
         rows, told = self.attention.arranged(packed, self.placement.device, dtype)
-        with self.placement.autocast():
+        read = last_mlp_on(self.model, rows.predict_row_N, rows.predict_position_N)
+        with self.placement.autocast(), read:
             hidden_BLD = self.model.model(
                 input_ids=rows.token_ids_BL, position_ids=rows.position_ids_BL, use_cache=False, **told
             ).last_hidden_state
