@@ -1,7 +1,7 @@
 #!/bin/sh
 # The trainer container: train $JOB against $TASK_URL into runs/$RUN; started again, it goes on where it was.
 set -eu
-: "${JOB:=configs/crafter_cpu.toml}" "${RUN:=crafter_cpu}" "${TASK_URL:=http://task-app:8001}"
+: "${JOB:=configs/crafter_cpu.toml}" "${RUN:=crafter_cpu}" "${TASK_URL:=dns+http://task-app:8001}"
 : "${GATEWAY_HOST:=$(hostname)}" "${GATEWAY_PORT:=8100}"
 # The values are TOML: text in quotes.
 set -- --set "services.task_url=\"$TASK_URL\"" --set "services.gateway_host=\"$GATEWAY_HOST\"" \

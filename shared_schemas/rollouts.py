@@ -6,7 +6,7 @@ rollout, the same id with another body is a 409.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.rewards import StepRewards
@@ -28,10 +28,26 @@ def _fits_a_header(key: SecretStr) -> SecretStr:
 InferenceKey = Annotated[SecretStr, Field(max_length=500), AfterValidator(_fits_a_header)]
 
 
-class SeedStart(Body):
-    """Start from the world of a seed."""
+class Start(Body):
+    """Where an episode begins: in the world of a seed, or where a snapshot was taken, given by value.
 
-    seed: Seed
+    A snapshot is that of an environment session (POST /env/snapshot), of the same environment with the same
+    config; its world, counters and history go along, while turns and limits count from this start. The parent
+    is for the record. One class and no union, whose members' names would stand in the paths of errors.
+    """
+
+    seed: Seed | None = None
+    snapshot: str | None = Field(default=None, min_length=1)
+    parent_rollout_id: Id | None = None
+    parent_turn: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "Start":
+        if (self.seed is None) == (self.snapshot is None):
+            raise ValueError("give either seed or snapshot")
+        if self.snapshot is None and (self.parent_rollout_id, self.parent_turn) != (None, None):
+            raise ValueError("a parent goes with a snapshot, not with a seed")
+        return self
 
 
 class EnvSpec(Body):
@@ -62,7 +78,7 @@ class RolloutRequest(Body):
     group_id: str = Field(default="", max_length=200)
     sibling: int = Field(default=0, ge=0)
     attempt: int = Field(default=0, ge=0)
-    start: SeedStart
+    start: Start
     env: EnvSpec
     policy: PolicySpec
     step_rewards: StepRewards = StepRewards()

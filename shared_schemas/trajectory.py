@@ -123,7 +123,9 @@ class Trajectory(Body):
     env_name: str
     policy_name: str
     model: str = ""
-    seed: int
+    seed: int = Field(description="of the world, also where the episode began at a snapshot")
+    parent_rollout_id: str | None = Field(default=None, description="whose snapshot the episode began at")
+    parent_turn: int | None = Field(default=None, description="and after which of its decisions")
     tools: tuple[ToolSpec, ...] = Field(
         default=(), description="what the policy could call, as it was offered"
     )

@@ -1,8 +1,8 @@
 """`python -m task_app --host 127.0.0.1 --port 8001`: the task app alone.
 
 Port 0 takes a free one. When it is ready, one line on stdout says where: `listening on http://host:port`;
-the trainer's embedded mode reads it. Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or
-a plug-in file is wrong.
+the trainer's embedded mode reads it. With --replicas the line is `task_url = [...]`, for a job's [services].
+Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file is wrong.
 """
 
 import argparse
@@ -20,18 +20,30 @@ from task_app.errors import SettingsError
 from task_app.logs import configure_logs
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
+from task_app.replicas import run_replicas
 from task_app.server import PortTaken, Server, address_of, bound_socket
 from task_app.settings import KEY_VARIABLE, settings_from_environ
 
 log = structlog.get_logger("task_app")
 
+_MOST_REPLICAS = 256
+_LAST_PORT = 65_535
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.replicas and options.port and options.port + options.replicas - 1 > _LAST_PORT:
+        parser.error(f"{options.replicas} replicas from port {options.port} on go beyond port {_LAST_PORT}")
     try:
         settings = settings_from_environ(os.environ).with_hosts(options.allow_inference_host)
-        configure_logs(settings.log_level)
+        if options.state_dir is not None:
+            settings = settings.model_copy(update={"state_dir": options.state_dir})
+        configure_logs(settings.log_level, form=settings.log_format)
+        if options.replicas is not None:
+            return run_replicas(options, settings)
         boards = with_plugins(default_plug_boards(), options.plugins)
+        app = create_app(settings, boards=boards)
         sock = bound_socket(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
         print(f"task_app: {exc}", file=sys.stderr)
@@ -39,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not settings.api_keys:
         log.warning("no_key_configured", hint=f"set {KEY_VARIABLE}; until then every route answers 503")
     address = address_of(sock)
-    app = create_app(settings, boards=boards)
     server = Server(app, on_ready=lambda: print(f"listening on {address}", flush=True))
     if options.exit_with_parent:
         server.stop_with_parent()
@@ -62,13 +73,27 @@ def _parser() -> argparse.ArgumentParser:
         "--plugins", action="append", default=[], type=Path, metavar="FILE",
         help="a Python file with environments or policies of your own (docs/plugins.md); may be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", default=None,
+        help="write sessions there: after a restart, or a kill, each goes on at its last decision",
+    )  # fmt: skip
+    parser.add_argument(
+        "--replicas", type=_count, metavar="N", default=None,
+        help="serve N of them on consecutive ports, each started again when it dies",
+    )  # fmt: skip
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input is closed")
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= _MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas; allowed: 1 to {_MOST_REPLICAS}")
+    return int(text)
+
+
 def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 to 65535")
+    if not text.isdigit() or int(text) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 to {_LAST_PORT}")
     return int(text)
 
 

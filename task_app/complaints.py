@@ -28,8 +28,8 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
 
 
 def _found(error: Mapping[str, Any], place: str) -> str:
-    """The offending value, when it is a short scalar and cannot be a key."""
+    """The beginning of the offending value, when it is a scalar and cannot be a key."""
     value = error.get("input")
     if error["type"] == "missing" or "key" in place or not isinstance(value, str | int | float | bool):
         return ""
-    return f"; found {str(value)[:80]!r}" if isinstance(value, str) else f"; found {value}"
+    return f"; found {value[:80]!r}" if isinstance(value, str) else f"; found {clipped(str(value))}"

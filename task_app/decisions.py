@@ -15,6 +15,8 @@ def achievements_status(counts: Mapping[str, int]) -> dict[str, bool]:
 
 def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     """Sorted names of what a decision unlocked for the first time in the episode."""
+    if before == after:
+        return []
     return sorted(name for name, count in after.items() if count > 0 and before.get(name, 0) == 0)
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shared_schemas.messages import Message
@@ -21,6 +22,7 @@ from task_app.errors import (
     DeadlineExceeded,
     EpisodeFailed,
     PolicyUnavailable,
+    TaskAppError,
     boundary,
     encodable,
 )
@@ -32,9 +34,12 @@ from task_app.protocols import (
     PastDecision,
     PolicyObservation,
     RetryingPolicy,
+    steps_quickly,
 )
 from task_app.records import Choice, Decided, ended, finite, step_data
+from task_app.starts import EpisodeStart, world_of
 from task_app.termination import EpisodeFacts, stop_reason
+from task_app.threads import Threads, in_thread
 from task_app.transcript import transcript
 
 PAST_DECISIONS_SHOWN = 3
@@ -47,8 +52,11 @@ class RLRolloutWorker:
         environment: started here; not shared with another worker.
         agent_policy: asked once a decision.
         seed: of the world.
+        start: how the environment is brought to its start; into the world of `seed` when absent.
         limits: decisions, invalid decisions, seconds.
         step_rewards: whether the steps' metadata carries decision_rewards.
+        threads: where resets run, and the steps of an environment that does not promise quick ones; threads
+            of the event loop's own without it.
         clock: seconds that only grow.
     """
 
@@ -58,15 +66,19 @@ class RLRolloutWorker:
         environment: Environment,
         agent_policy: AgentPolicy,
         seed: int,
+        start: EpisodeStart | None = None,
         limits: RolloutLimits | None = None,
         step_rewards: StepRewards | None = None,
+        threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._environment = environment
         self._policy = agent_policy
         self._seed = seed
+        self._start_at = start or world_of(seed, threads)
         self._limits = limits or RolloutLimits()
         self._step_rewards = step_rewards or StepRewards()
+        self._threads = threads
         self._clock = clock
         self._tools = [tool.model_dump(mode="json") for tool in environment.tools()]
         self._past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
@@ -74,6 +86,7 @@ class RLRolloutWorker:
         self._invalid_decisions = 0
         self._environment_truncated = False
         self._model = ""
+        self.failure: TaskAppError | None = None
         self._critical: CriticalError | None = None
         self._stop_reason: StopReason | None = None
         self._started_s = 0.0
@@ -84,6 +97,16 @@ class RLRolloutWorker:
     def decisions_done(self) -> int:
         return len(self._steps)
 
+    @property
+    def steps(self) -> tuple[StepData, ...]:
+        """The decisions so far; what there is of an episode that failed or was cancelled."""
+        return tuple(self._steps)
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the episode ended; None while it runs, and when it failed or was cancelled."""
+        return self._stop_reason
+
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
         """Play until a reason to end holds.
 
@@ -92,6 +115,7 @@ class RLRolloutWorker:
 
         Raises:
             EpisodeFailed: no trajectory came out; its `decisions_done` says how far it got.
+            JournalFailed: so too, of an environment that is a living session.
         """
         assert self._stop_reason is None, "a worker runs one episode"
         self._started_s = self._clock()
@@ -103,8 +127,10 @@ class RLRolloutWorker:
                 # A scripted policy awaits nothing: without this, no cancel and no other rollout gets through.
                 await asyncio.sleep(0)
             self._finish(reason)
-        except EpisodeFailed as exc:
-            exc.decisions_done = self.decisions_done
+        except TaskAppError as exc:
+            if isinstance(exc, EpisodeFailed):
+                exc.decisions_done = self.decisions_done
+            self.failure = exc
             raise
         return list(self._steps), transcript(self._steps), None
 
@@ -119,6 +145,8 @@ class RLRolloutWorker:
             policy_name=self._policy.name,
             model=encodable(self._model),
             seed=self._seed,
+            parent_rollout_id=self._start_at.parent_rollout_id,
+            parent_turn=self._start_at.parent_turn,
             tools=self._environment.tools(),
             steps=tuple(self._steps),
             outcome_reward=outcome_reward,
@@ -132,13 +160,14 @@ class RLRolloutWorker:
         )
 
     async def _start(self) -> None:
-        """Generate the world in a thread: it takes milliseconds, and other episodes go on meanwhile."""
+        """Bring the environment to where the episode begins."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                with boundary("environment.reset"):
-                    self._observation = await asyncio.to_thread(self._environment.reset, self._seed)
+                begun = await self._start_at.begin(self._environment)
         except TimeoutError as exc:
             raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
+        self._observation = begun.observation
+        self._past.extend(begun.past)
 
     async def _decide(self) -> EpisodeFacts:
         """Try to complete one decision; say what is known after it."""
@@ -156,7 +185,7 @@ class RLRolloutWorker:
             return self._facts(context_exceeded=True)
         answered_s = self._clock()
         try:
-            outcome = self._execute_action_in_environment(read)
+            outcome = await self._execute_action_in_environment(read)
         except CriticalError as exc:
             self._critical = exc
             return self._facts(critical_error=True)
@@ -189,13 +218,21 @@ class RLRolloutWorker:
             action, raw, log_probs, value = await self._policy.get_action(observation, self._tools)
             return Choice(action, raw, log_probs or {}, value), read_action(action)
 
-    def _execute_action_in_environment(self, read: ReadAction) -> DecisionOutcome:
-        """Step inline: tens of microseconds an env step. A terminate action runs no env step."""
+    async def _execute_action_in_environment(self, read: ReadAction) -> DecisionOutcome:
+        """A quick step runs inline: tens of microseconds. A terminate action runs no env step."""
         if read.terminate:
             # No env step: what the last one paid is not paid again.
             return DecisionOutcome(replace(self._observation, reward_last_step=0.0), env_rewards=())
+        step = partial(self._environment.step, read.requests, invalid_reason=read.invalid_reason)
         with boundary("environment.step"):
-            return self._environment.step(read.requests, invalid_reason=read.invalid_reason)
+            if steps_quickly(self._environment):
+                return step()
+            try:
+                # All of the time once more: what the policy has used up is no fault of the environment.
+                async with asyncio.timeout(self._limits.timeout_s):
+                    return await in_thread(self._threads, "environment.step", step)
+            except TimeoutError as exc:
+                raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
 
     def _record(self, decided: Decided) -> EpisodeFacts:
         """Append the decision to everything that remembers it."""

@@ -4,15 +4,27 @@
     ├── NoKeyConfigured                 missing_environment_api_key   503
     ├── Unauthorised                    unauthorised                  401
     ├── BodyTooLarge                    body_too_large                413
+    ├── HeadTooLarge                    head_too_large                431
+    ├── MalformedRequest                malformed_request             400
+    ├── TooSlow                         too_slow                      408  the body did not come in time
     ├── InvalidRequest                  invalid_request               422
     │   ├── UnknownName                 unknown_name                  422
-    │   └── HostNotAllowed              inference_host_not_allowed    422
+    │   ├── HostNotAllowed              inference_host_not_allowed    422
+    │   ├── SnapshotRefused             snapshot_refused              422
+    │   └── NotRestorable               not_restorable                422
     ├── UnknownId                       unknown_id                    404
     ├── Conflict                        conflict                      409
     │   ├── CursorExpired               cursor_expired                409
+    │   ├── IdempotencyConflict         idempotency_conflict          409
+    │   ├── AnswerLost                  answer_lost                   409  done, but not to be told again
     │   └── EpisodeOver                 episode_over                  409
+    ├── InferenceKeyNeeded              inference_key_needed          428  of a policy that outlived a restart
     ├── CapacityReached                 capacity_reached              429
     ├── ShuttingDown                    shutting_down                 503
+    ├── SessionBusy                     session_busy                  503  an earlier request holds it
+    ├── RequestDeadline                 deadline_exceeded             504  answered before it was done
+    ├── JournalFailed                   journal_failed                507  --state-dir cannot be written
+    ├── JournalDamaged                  journal_damaged               500  at start only, never in a reply
     ├── SettingsError                   bad_settings                  500  at start only, never in a reply
     └── EpisodeFailed                   episode_failed                500  a rollout without a trajectory
         ├── PolicyUnavailable           inference_unavailable         502  or inference_protocol, _refused
@@ -24,8 +36,8 @@ Every one says where, what was found, what is allowed and the likely intent. `ro
 problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one broad except.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from types import TracebackType
 
 import structlog
 
@@ -35,10 +47,14 @@ log = structlog.get_logger("task_app")
 
 
 class TaskAppError(Exception):
-    """An error with a name for programs (`code`) and a sentence for people (`detail`)."""
+    """An error with a name for programs (`code`) and a sentence for people (`detail`).
+
+    `retry_after_s`: what may succeed later says when to ask again.
+    """
 
     code = "task_app_error"
     status = 500
+    retry_after_s: int | None = None
 
     def __init__(
         self, detail: str, *, where: str | None = None, hint: str | None = None, code: str | None = None
@@ -72,6 +88,21 @@ class BodyTooLarge(TaskAppError):
     status = 413
 
 
+class HeadTooLarge(TaskAppError):
+    code = "head_too_large"
+    status = 431
+
+
+class MalformedRequest(TaskAppError):
+    code = "malformed_request"
+    status = 400
+
+
+class TooSlow(TaskAppError):
+    code = "too_slow"
+    status = 408
+
+
 class InvalidRequest(TaskAppError):
     code = "invalid_request"
     status = 422
@@ -91,6 +122,26 @@ class HostNotAllowed(InvalidRequest):
     code = "inference_host_not_allowed"
 
 
+class SnapshotRefused(InvalidRequest):
+    """What came as a snapshot is none of ours, not whole, or of something else."""
+
+    code = "snapshot_refused"
+
+    def __init__(self, detail: str, *, where: str | None = "snapshot", hint: str | None = None) -> None:
+        super().__init__(detail, where=where, hint=hint)
+
+
+class NotRestorable(InvalidRequest):
+    """The environment or policy cannot tell its state: a plug-in without snapshot() and restore()."""
+
+    code = "not_restorable"
+
+    def __init__(self, kind: str, name: str, *, where: str) -> None:
+        super().__init__(
+            f"{kind} {name!r} cannot be snapshot or branched: it has no snapshot() and restore()", where=where
+        )
+
+
 class UnknownId(TaskAppError):
     code = "unknown_id"
     status = 404
@@ -108,6 +159,16 @@ class CursorExpired(Conflict):
     code = "cursor_expired"
 
 
+class IdempotencyConflict(Conflict):
+    code = "idempotency_conflict"
+
+
+class AnswerLost(Conflict):
+    """A retry of what was carried out, whose answer is not there any more."""
+
+    code = "answer_lost"
+
+
 class EpisodeOver(Conflict):
     """A step was asked for after the end of the episode."""
 
@@ -123,14 +184,45 @@ class EpisodeOver(Conflict):
         super().__init__(detail, where=where, hint=hint)
 
 
+class InferenceKeyNeeded(TaskAppError):
+    """The policy outlived the process that knew its key."""
+
+    code = "inference_key_needed"
+    status = 428
+
+
 class CapacityReached(TaskAppError):
     code = "capacity_reached"
     status = 429
+    retry_after_s = 1
 
 
 class ShuttingDown(TaskAppError):
     code = "shutting_down"
     status = 503
+    retry_after_s = 5
+
+
+class SessionBusy(TaskAppError):
+    code = "session_busy"
+    status = 503
+    retry_after_s = 1
+
+
+class RequestDeadline(TaskAppError):
+    code = "deadline_exceeded"
+    status = 504
+
+
+class JournalFailed(TaskAppError):
+    code = "journal_failed"
+    status = 507
+
+
+class JournalDamaged(TaskAppError):
+    """A file under --state-dir that no session can be brought back from; it is left where it is."""
+
+    code = "journal_damaged"
 
 
 class SettingsError(TaskAppError):
@@ -169,21 +261,27 @@ class CriticalError(EpisodeFailed):
     code = "critical_error"
 
 
-@contextmanager
-def boundary(what: str) -> Iterator[None]:
+class boundary:
     """Turn whatever a plug-in raises into a CriticalError, so that it ends one rollout and not the service.
 
     The only broad except of the task app. Errors of this tree pass as they are; the traceback goes to the
     log, the reply gets the type and the first line of the message.
     """
-    try:
-        yield
-    except TaskAppError:
-        raise
-    except Exception as exc:
-        log.exception("boundary", what=what)
-        first_line = (str(exc).splitlines() or [""])[0][:200]
-        raise CriticalError(encodable(f"{what} raised {type(exc).__name__}: {first_line}")) from exc
+
+    # Around every step, and a generator's @contextmanager costs three times as much.
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(exc, Exception) and not isinstance(exc, TaskAppError):
+            log.exception("boundary", what=self._what)
+            first_line = (str(exc).splitlines() or [""])[0][:200]
+            raise CriticalError(encodable(f"{self._what} raised {type(exc).__name__}: {first_line}")) from exc
 
 
 def clipped(name: str, at_most: int = 80) -> str:

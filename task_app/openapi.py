@@ -10,17 +10,17 @@ from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.gate import OPEN_PATHS
 
 _HEADER, _BEARER = "X-API-Key", "Bearer"
-ERRORS = (401, 404, 409, 413, 422, 429, 500, 502, 503)
+ERRORS = (401, 404, 408, 409, 413, 422, 428, 429, 500, 502, 503, 504, 507)
 
 
 def problem_responses() -> dict[int | str, dict[str, Any]]:
     """For every route: the statuses of errors.py, all with the one error body."""
-    content = {PROBLEM_MEDIA_TYPE: {"schema": Problem.model_json_schema()}}
+    content = {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in ERRORS}
 
 
 def describe(app: FastAPI) -> None:
-    """Let the app's schema name the key; the gate, which checks it, stands before FastAPI."""
+    """Let the app's schema name the key, which the gate checks before FastAPI."""
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -33,7 +33,9 @@ def describe(app: FastAPI) -> None:
 
 
 def _with_keys(schema: dict[str, Any]) -> dict[str, Any]:
-    schema.setdefault("components", {})["securitySchemes"] = {
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+    components["securitySchemes"] = {
         _HEADER: {"type": "apiKey", "in": "header", "name": _HEADER},
         _BEARER: {"type": "http", "scheme": "bearer"},
     }

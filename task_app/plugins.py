@@ -8,6 +8,7 @@ import aiohttp
 from pydantic import SecretStr, ValidationError
 
 from shared_schemas.base import Body
+from shared_schemas.rollouts import EnvSpec
 from task_app.complaints import invalid, most_telling
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.errors import TaskAppError, UnknownName
@@ -15,18 +16,21 @@ from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.protocols import AgentPolicy, Environment
 from task_app.settings import Settings
+from task_app.threads import Threads
 
 C = TypeVar("C", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy may need beside its config."""
+    """What a policy may need beside its config, and where its rollout runs what takes milliseconds."""
 
     settings: Settings
     session: aiohttp.ClientSession
     rollout_id: str | None = None
     inference_key: SecretStr | None = None
+    on_retry: Callable[[], None] = lambda: None
+    threads: Threads | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
         rollout_id=context.rollout_id,
         inference_key=context.inference_key,
         max_reply_bytes=context.settings.max_reply_bytes,
+        on_retry=context.on_retry,
     )
 
 
@@ -63,6 +68,10 @@ POLICIES: dict[str, PolicyPlugin[Any]] = {
     "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
     "random": PolicyPlugin(RandomConfig, lambda config, context: RandomPolicy(config)),
 }
+
+# Names that other Crafter task apps use, in lower case: for the routes that keep their contract, no others.
+ENVIRONMENT_ALIASES = {"crafterclassic": "crafter", "crafter_classic": "crafter"}
+POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +87,23 @@ class PlugBoards:
         Raises:
             UnknownName, InvalidRequest: with the body path below `where`.
         """
-        plugin = self.environments.get(name)
-        if plugin is None:
-            raise UnknownName("environment", name, self.environments, where=where + "env_name")
+        plugin = self._environment_plugin(name, where=where)
         return plugin.build(_validated(plugin.config, config, where=where + "config"))
+
+    def resolved(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
+        """The same environment with every setting written out, so that equal ones compare equal.
+
+        Raises:
+            UnknownName, InvalidRequest: with the body path below `where`.
+        """
+        plugin = self._environment_plugin(spec.env_name, where=where)
+        config = _validated(plugin.config, spec.config, where=where + "config")
+        return EnvSpec(env_name=spec.env_name, config=config.model_dump(mode="json"))
 
     def policy(
         self, name: str, config: Mapping[str, Any], context: PolicyContext, *, where: str = ""
     ) -> AgentPolicy:
-        """Build the named policy; errors as in `environment`."""
+        """Build the named policy; errors as in `environment`, `where` of its own ones being below config."""
         plugin = self.policies.get(name)
         if plugin is None:
             raise UnknownName("policy", name, self.policies, where=where + "policy_name")
@@ -94,8 +111,14 @@ class PlugBoards:
         try:
             return plugin.build(validated, context)
         except TaskAppError as exc:
-            exc.where = exc.where or where + "config"
+            exc.where = ".".join(filter(None, [f"{where}config", exc.where]))
             raise
+
+    def _environment_plugin(self, name: str, *, where: str) -> EnvironmentPlugin[Any]:
+        plugin = self.environments.get(name)
+        if plugin is None:
+            raise UnknownName("environment", name, self.environments, where=where + "env_name")
+        return plugin
 
 
 def default_plug_boards() -> PlugBoards:

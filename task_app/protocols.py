@@ -78,7 +78,11 @@ class PolicyObservation:
 
 
 class Environment(Protocol):
-    """One episode of one task. Not thread-safe; `reset` may take milliseconds, `step` microseconds."""
+    """One episode of one task; never called from two threads at once.
+
+    `reset` may take milliseconds. With a class attribute `quick_step = True` an environment promises steps of
+    microseconds: sessions run them on the event loop, and those of other environments in a thread.
+    """
 
     name: str
     outcome_definition: str
@@ -101,6 +105,43 @@ class Environment(Protocol):
 
     def outcome_reward(self) -> float:
         """The episode's score so far, as `outcome_definition` defines it."""
+
+
+def steps_quickly(environment: Environment) -> bool:
+    """Whether it promises steps of microseconds, which may run on the event loop."""
+    return bool(getattr(environment, "quick_step", False))
+
+
+@runtime_checkable
+class RestorableEnvironment(Environment, Protocol):
+    """An Environment whose moments can be kept: for branches, siblings from one world, a journal.
+
+    `snapshot` copies, on the event loop; `restore` may take milliseconds and runs where `step` does. State is
+    plain data, never pickle: it may come back from outside.
+    """
+
+    def snapshot(self) -> bytes:
+        """Everything that the future and `messages` depend on, but the config: that is kept beside it.
+
+        Raises EpisodeOver before the first reset.
+        """
+
+    def restore(self, state: bytes) -> Observation:
+        """Go on from there, in any process; the observation that was shown last when `snapshot` was taken.
+
+        Raises ValueError when the bytes are no moment of an environment with this config; says which place.
+        """
+
+
+@runtime_checkable
+class RestorablePolicy(Protocol):
+    """An AgentPolicy whose state beside its config can be kept: generator, memory, count of decisions."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state as JSON-able data; never a key."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Decide on like the policy that `snapshot` was taken of; ValueError when it is no such state."""
 
 
 class AgentPolicy(Protocol):

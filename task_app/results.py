@@ -3,21 +3,32 @@
 A result is kept as the JSON that it will be sent as, dumped once.
 """
 
-import asyncio
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
-from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest, RolloutStatus
+from shared_schemas.rollouts import (
+    EnvSpec,
+    Rollout,
+    RolloutAck,
+    RolloutAcked,
+    RolloutFailure,
+    RolloutRequest,
+    RolloutStatus,
+)
 from shared_schemas.trajectory import Trajectory
-from task_app.errors import CursorExpired, UnknownId
+from task_app.errors import CapacityReached, CursorExpired, UnknownId
+from task_app.settings import Settings
 
 ENDED: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One rollout. Of the request only a digest and the names remain: a key is never kept."""
+    """One rollout. Of the request only a digest, the names and the environment remain: a key is never kept.
+
+    `seed` is None where it began at a snapshot. `reason`, once it ended: the stop reason, or the failure.
+    """
 
     rollout_id: str
     run_id: str
@@ -26,31 +37,19 @@ class Record:
     sibling: int
     attempt: int
     digest: bytes
+    env: EnvSpec
+    seed: int | None
     status: RolloutStatus = "queued"
     sequence: int = 0
     ended_s: float = 0.0
     ended_json: bytes = b""
+    reason: str = ""
+    decisions: int = 0
+    env_steps: int = 0
 
     @property
     def has_ended(self) -> bool:
         return self.status in ENDED
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """The rollouts of one run_id. `changed` is set, and replaced, whenever one ends: waiters never poll."""
-
-    unfinished: int = 0
-    ended: dict[int, Record] = field(default_factory=dict)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    def since(self, sequence: int) -> Iterator[Record]:
-        """What ended after this number, oldest first."""
-        return (record for number, record in self.ended.items() if number > sequence)
 
 
 def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
@@ -66,12 +65,12 @@ def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> l
 
 
 class Results:
-    """All records of this instance, by id and by run."""
+    """All records of this instance, by id; what ended also by run and sequence number."""
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
         self._records: dict[str, Record] = {}
-        self._runs: dict[str, Run] = {}
+        self._ended: dict[str, dict[int, Record]] = {}
         self._sequence = 0
         self.held_bytes = 0
 
@@ -88,11 +87,9 @@ class Results:
             raise UnknownId("rollout", rollout_id, where="rollout_id", hint=hint)
         return record
 
-    def run(self, run_id: str) -> Run | None:
-        return self._runs.get(run_id)
-
-    def runs(self) -> Iterable[Run]:
-        return self._runs.values()
+    def since(self, run_id: str, sequence: int) -> Iterator[Record]:
+        """What ended of a run after this number, oldest first."""
+        return (record for number, record in self._ended.get(run_id, {}).items() if number > sequence)
 
     def add(self, request: RolloutRequest, digest: bytes) -> Record:
         record = Record(
@@ -103,31 +100,52 @@ class Results:
             sibling=request.sibling,
             attempt=request.attempt,
             digest=digest,
+            env=request.env,
+            seed=request.start.seed,
         )
         self._records[record.rollout_id] = record
-        self._runs.setdefault(record.run_id, Run()).unfinished += 1
         return record
 
     def end(self, record: Record, status: RolloutStatus, ended_json: bytes, *, now_s: float) -> None:
-        """File the result under the next sequence number and wake whoever waits for this run."""
+        """File the result under the next sequence number."""
         self._sequence += 1
         record.status, record.ended_json = status, ended_json
         record.sequence, record.ended_s = self._sequence, now_s
         self.held_bytes += len(ended_json)
-        run = self._runs[record.run_id]
-        run.unfinished -= 1
-        run.ended[record.sequence] = record
-        run.wake()
+        self._ended.setdefault(record.run_id, {})[record.sequence] = record
 
     def forget(self, record: Record) -> None:
-        """Drop an ended record, and its run when nothing of it is left."""
+        """Drop an ended record."""
         assert record.has_ended, "only what has ended can be forgotten"
         del self._records[record.rollout_id]
         self.held_bytes -= len(record.ended_json)
-        run = self._runs[record.run_id]
-        del run.ended[record.sequence]
-        if not run.ended and not run.unfinished:
-            del self._runs[record.run_id]
+        ended = self._ended[record.run_id]
+        del ended[record.sequence]
+        if not ended:
+            del self._ended[record.run_id]
+
+    def ack(self, ack: RolloutAck) -> RolloutAcked:
+        """Forget stored rollouts; ids that are unknown, unfinished or of another run are named and kept."""
+        acked, unknown = [], []
+        for rollout_id in dict.fromkeys(ack.rollout_ids):
+            record = self.find(rollout_id)
+            if record is not None and record.has_ended and record.run_id == ack.run_id:
+                self.forget(record)
+                acked.append(rollout_id)
+            else:
+                unknown.append(rollout_id)
+        return RolloutAcked(acked=tuple(acked), unknown=tuple(unknown))
+
+    def check_room(self, new: int, settings: Settings) -> None:
+        """Raises CapacityReached when `new` more rollouts, or any more results, would be too many."""
+        hint = "acknowledge finished rollouts (POST /rollouts/ack) or delete some"
+        free = settings.max_rollouts_held - len(self)
+        if new > free:
+            raise CapacityReached(f"{new} new rollouts, but only {max(0, free)} more can be held", hint=hint)
+        if self.held_bytes >= settings.max_held_bytes:
+            raise CapacityReached(
+                f"{self.held_bytes} bytes of results are held, of {settings.max_held_bytes}", hint=hint
+            )
 
     def expire(self, *, before_s: float) -> int:
         """Forget results that nobody acknowledged; how many."""

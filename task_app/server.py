@@ -1,4 +1,4 @@
-"""uvicorn around the task app: a port that may be taken or free, a stop that leaves nothing waiting."""
+"""uvicorn around the task app: a port that may be taken or free, bounded connections, a stop that drains."""
 
 import os
 import socket
@@ -10,6 +10,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from task_app.connections import bounded_protocol
 from task_app.services import Services
 
 
@@ -44,9 +45,9 @@ def address_of(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready, and lets long polls answer at once when told to stop.
+    """Says when it is ready, and drains when told to stop: still answering, but taking nothing new.
 
-    uvicorn waits for open requests before the app's lifespan ends, so the lifespan is too late for that.
+    uvicorn stops listening before the app's lifespan ends, so the lifespan is too late for that.
     """
 
     def __init__(self, app: FastAPI, *, on_ready: Callable[[], None]) -> None:
@@ -54,7 +55,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                ws_max_size=app.state.services.settings.max_body_bytes,
+                http=bounded_protocol(app.state.services.settings),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -65,6 +67,7 @@ class Server(uvicorn.Server):
         )
         self._services: Services = app.state.services
         self._on_ready = on_ready
+        self._orphaned = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -72,7 +75,9 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._services.runner.begin_drain()
+        # Without its parent, nobody is left to fetch what would end.
+        within_s = 0.0 if self._orphaned else self._services.settings.drain_s
+        await self._services.drain(within_s=within_s)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -86,6 +91,6 @@ class Server(uvicorn.Server):
             # The descriptor itself: a thread inside sys.stdin would hold its lock when the interpreter ends.
             while os.read(sys.stdin.fileno(), 65_536):
                 pass
-            self.should_exit = True
+            self._orphaned = self.should_exit = True
 
         threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,6 +1,9 @@
 """What the routes share: one object, built by `create_app`, completed while the app runs."""
 
+import asyncio
 import secrets
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -9,13 +12,26 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from shared_schemas.rollouts import RolloutRequest
+from task_app.answer_book import AnswerBook
 from task_app.auth import Keys
+from task_app.errors import JournalFailed
+from task_app.held import Held
+from task_app.idempotency import Answers
+from task_app.keeping import NotKept, StateDir, state_dir
+from task_app.metrics import Metrics
 from task_app.plugins import PlugBoards, PolicyContext
+from task_app.recovery import recover
+from task_app.registry import Sessions
+from task_app.results import Record
 from task_app.rollouts import RolloutRunner
-from task_app.sessions import EnvironmentSession, PolicySession, Sessions
+from task_app.sessions import EnvironmentSession, PolicySession
 from task_app.settings import Settings
+from task_app.threads import Threads
 
 log = structlog.get_logger("task_app")
+
+# While draining: how often it is looked whether the last results have been acknowledged.
+_FETCH_LOOK_S = 0.05
 
 
 @dataclass(slots=True)
@@ -29,15 +45,45 @@ class Services:
     runner: RolloutRunner = field(init=False)
     environments: Sessions[EnvironmentSession] = field(init=False)
     policies: Sessions[PolicySession] = field(init=False)
+    answers: Answers = field(init=False)
+    snapshots: Held = field(init=False)
+    metrics: Metrics = field(default_factory=Metrics)
+    threads: Threads = field(init=False)
+    state: StateDir | None = field(init=False)
+    book: AnswerBook | None = field(init=False)
+    draining: bool = False
     _session: aiohttp.ClientSession | None = None
 
     def __post_init__(self) -> None:
         self.runner = RolloutRunner(
-            self.settings, self.boards, self._context_of, instance_id=self.instance_id
+            self.settings, self.boards, self._context_of, instance_id=self.instance_id, on_end=self._count
         )
         capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
-        self.environments = Sessions("env", capacity=capacity, idle_s=idle_s)
-        self.policies = Sessions("policy", capacity=capacity, idle_s=idle_s)
+        self.threads = Threads(
+            most=self.settings.max_plugin_threads, stuck_after_s=self.settings.plugin_stuck_after_s
+        )
+        self.state = state_dir(self.settings, self.boards)
+        keep = self.state or NotKept()
+        self.environments = Sessions(
+            "env",
+            capacity=capacity,
+            idle_s=idle_s,
+            on_add=self._watch,
+            opened=keep.opened_environment,
+            closed=keep.closed,
+        )
+        self.policies = Sessions(
+            "policy", capacity=capacity, idle_s=idle_s, opened=keep.opened_policy, closed=keep.closed
+        )
+        self.snapshots = Held(
+            at_most=self.settings.max_snapshots_held, at_most_bytes=self.settings.max_snapshots_bytes
+        )
+        self.answers = Answers(
+            most=self.settings.max_idempotency_keys,
+            most_bytes=self.settings.max_idempotency_bytes,
+            most_s=self.settings.idempotency_s,
+        )
+        self.book = AnswerBook(self.state, self.answers) if self.state is not None else None
 
     def policy_context(
         self, *, inference_key: SecretStr | None, rollout_id: str | None = None
@@ -48,11 +94,23 @@ class Services:
             session=self.session,
             rollout_id=rollout_id or f"policy/{secrets.token_hex(8)}",
             inference_key=inference_key,
+            on_retry=self.metrics.inference_retried,
+            threads=self.threads,
         )
 
     def _context_of(self, request: RolloutRequest) -> PolicyContext:
         key = request.policy.inference_key
         return self.policy_context(inference_key=key, rollout_id=request.rollout_id)
+
+    def _watch(self, session: EnvironmentSession) -> None:
+        session.on_decision = self.metrics.session_decided
+        session.threads = self.threads
+        session.lock.at_most_s = self.settings.session_wait_s
+
+    def _count(self, record: Record) -> None:
+        self.metrics.rollout_ended(
+            record.status, record.reason, decisions=record.decisions, env_steps=record.env_steps
+        )
 
     def expire(self) -> None:
         """Forget idle sessions and results that nobody fetched."""
@@ -81,9 +139,44 @@ class Services:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
+    async def recover(self) -> None:
+        """Bring back what the state folder holds, before anybody is answered."""
+        if self.state is None or self.book is None:
+            return
+        self.book.read()
+        found = await recover(
+            self.state, self.answers, self.threads, lambda: self.policy_context(inference_key=None)
+        )
+        for env_id, environment in found.environments.items():
+            self.environments.adopt(env_id, environment)
+        for policy_id, policy in found.policies.items():
+            self.policies.adopt(policy_id, policy)
+        for claim in found.owing:
+            # Where that fails, the log says so, and whoever asks again is told.
+            with suppress(JournalFailed):
+                if claim.touched:
+                    self.book.write(claim)
+        log.info(
+            "sessions_recovered",
+            environments=len(found.environments), policies=len(found.policies), answers=len(self.answers),
+        )  # fmt: skip
+
+    async def drain(self, *, within_s: float) -> None:
+        """Take nothing new, let what runs end and be fetched, and end the rest when the time is over."""
+        until_s = time.monotonic() + within_s
+        self.draining = self.environments.draining = self.policies.draining = True
+        log.info("draining", within_s=within_s)
+        self.runner.begin_drain()
+        ran = await self.runner.settled(within_s)
+        while ran and len(self.runner.results) and time.monotonic() < until_s:
+            await asyncio.sleep(_FETCH_LOOK_S)
+        await self.runner.drain()
+
     async def close(self) -> None:
         await self.runner.drain()
         await self.session.close()
+        if self.state is not None:
+            self.state.close()
 
 
 def services_of(request: Request) -> Services:

@@ -1,19 +1,19 @@
 """Live environments and policies behind ids: bounded in number, forgotten when idle, one caller at a time."""
 
 import asyncio
-import secrets
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import EnvSpec, PolicySpec
 from shared_schemas.trajectory import StepMetadata
 from task_app.decisions import NO_METADATA, step_metadata
 from task_app.episode import PAST_DECISIONS_SHOWN
-from task_app.errors import CapacityReached, EpisodeOver, UnknownId, boundary
+from task_app.errors import EpisodeOver, boundary
+from task_app.locks import SessionLock
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,
@@ -21,20 +21,61 @@ from task_app.protocols import (
     Observation,
     PastDecision,
     ToolRequest,
+    steps_quickly,
 )
+from task_app.recent import Recent, decision, no_decisions
 from task_app.switches import agreed_step_rewards
+from task_app.threads import Threads, in_thread
+
+T = TypeVar("T")
+
+
+class Journal(Protocol):
+    """Where an environment session is written down; called with its lock held (task_app.session_journals).
+
+    On return what was done survives the process. Where it cannot be written, a request without an
+    Idempotency-Key is told so by JournalFailed; one with a key is by task_app.once.
+    """
+
+    def ready(self, session: "EnvironmentSession") -> None:
+        """Before anything happens: the next record will follow the last one; raises JournalFailed."""
+
+    def reset(self, session: "EnvironmentSession") -> None:
+        """It has been reset."""
+
+    def stepped(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None:
+        """It has taken a decision."""
+
+    def remove(self) -> None:
+        """It has ended."""
+
+
+class PolicyJournal(Protocol):
+    """Where a policy session is written down; as above."""
+
+    def ready(self, session: "PolicySession") -> None:
+        """Before it is asked; raises JournalFailed."""
+
+    def decided(self, session: "PolicySession") -> None:
+        """It has decided."""
+
+    def remove(self) -> None:
+        """It has ended."""
 
 
 @dataclass(slots=True, eq=False)
 class EnvironmentSession:
     """One environment that a client steps itself.
 
-    `lock` is held for a whole reset or step: a reset runs in a thread, and nothing may step meanwhile.
+    `lock` is held for a whole reset or step, and a cancelled request cuts neither short. Resets run in a
+    thread, and so do steps unless the environment promises that they are quick.
     `switches` are those found so far, by who named them: the environment's request, then the ids of the
-    policies bound to it. They agree, or the later request was refused.
+    policies bound to it. They agree, or the later request was refused. `spec` is what the environment was
+    built from, without the switches: a snapshot names it, and an equal environment is built from it.
     """
 
     environment: Environment
+    spec: EnvSpec
     switches: dict[str, StepRewards] = field(default_factory=dict)
     seed: int = 0
     step_idx: int = 0
@@ -42,45 +83,113 @@ class EnvironmentSession:
     over: bool = False
     metadata: StepMetadata = NO_METADATA
     past: deque[PastDecision] = field(default_factory=lambda: deque(maxlen=PAST_DECISIONS_SHOWN))
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rl_run_id: str | None = None
+    lock: SessionLock = field(default_factory=SessionLock)
+    threads: Threads | None = None
+    journal: Journal | None = None
+    # The event loop alone would let a task be collected.
+    _under_way: set[asyncio.Task[Any]] = field(default_factory=set)
+    on_decision: Callable[[int], None] = lambda env_steps: None
+    recent: Recent = field(default_factory=no_decisions)
     observation: Observation = field(init=False)
 
     @property
     def step_rewards(self) -> StepRewards:
         return agreed_step_rewards(self.switches)
 
+    @property
+    def steps_at_once(self) -> bool:
+        """Nobody holds it, and a step takes microseconds: `take` needs no lock before the next await."""
+        return steps_quickly(self.environment) and not self.lock.locked()
+
     async def reset(self, seed: int) -> Observation:
-        """Start the world of `seed`; counters and history begin anew."""
-        async with self.lock:
-            with boundary("environment.reset"):
-                self.observation = await asyncio.to_thread(self.environment.reset, seed)
-            self.seed, self.step_idx, self.turn, self.metadata = seed, 0, 0, NO_METADATA
-            self.over = False
-            self.past.clear()
-            return self.observation
+        """Start the world of `seed`; counters and history begin anew.
+
+        Raises:
+            SessionBusy: an earlier request did not end in time.
+        """
+        return await self._whole(self._reset(seed))
 
     async def step(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
         """Carry out one decision; the observation before it, and what came of it.
 
         Raises:
             EpisodeOver: the episode has ended.
+            SessionBusy: an earlier request did not end in time.
         """
+        if not steps_quickly(self.environment):
+            return await self._whole(self._step_in_thread(requests))
         async with self.lock:
+            return self.take(requests)
+
+    def take(
+        self, requests: Sequence[ToolRequest], *, invalid_reason: str | None = None
+    ) -> tuple[Observation, DecisionOutcome]:
+        """A decision, for a caller that holds the lock, or that saw `steps_at_once` and awaits nothing."""
+        self._write_ready()
+        before = self.observation
+        with boundary("environment.step"):
+            outcome = self.environment.step(requests, invalid_reason=invalid_reason)
+        return self._stepped(before, requests, outcome)
+
+    async def _reset(self, seed: int) -> Observation:
+        async with self.lock:
+            self._write_ready()
+            with boundary("environment.reset"):
+                self.observation = await in_thread(
+                    self.threads, "environment.reset", self.environment.reset, seed
+                )
+            self.seed, self.step_idx, self.turn, self.metadata = seed, 0, 0, NO_METADATA
+            self.over = False
+            self.past.clear()
+            self.recent.clear()
+            if self.journal is not None:
+                self.journal.reset(self)
+            return self.observation
+
+    async def _step_in_thread(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
+        async with self.lock:
+            self._write_ready()
             before = self.observation
             with boundary("environment.step"):
-                outcome = self.environment.step(requests)
-            self.turn += 1
-            self.step_idx += len(outcome.env_rewards)
-            self.metadata = step_metadata(
-                before.achievements_counts,
-                outcome.observation.achievements_counts,
-                turn=self.turn,
-                step_rewards=self.step_rewards,
-            )
-            self.observation = outcome.observation
-            self.over = outcome.terminated or outcome.truncated
-            self.past.append(PastDecision(tool_calls=tuple(requests), outcome=outcome))
-            return before, outcome
+                outcome = await in_thread(self.threads, "environment.step", self.environment.step, requests)
+            return self._stepped(before, requests, outcome)
+
+    def _stepped(
+        self, before: Observation, requests: Sequence[ToolRequest], outcome: DecisionOutcome
+    ) -> tuple[Observation, DecisionOutcome]:
+        self.turn += 1
+        self.step_idx += len(outcome.env_rewards)
+        self.metadata = step_metadata(
+            before.achievements_counts,
+            outcome.observation.achievements_counts,
+            turn=self.turn,
+            step_rewards=self.step_rewards,
+        )
+        self.observation = outcome.observation
+        self.over = outcome.terminated or outcome.truncated
+        self.past.append(PastDecision(tool_calls=tuple(requests), outcome=outcome))
+        self.on_decision(len(outcome.env_rewards))
+        self.recent.append(decision(self.turn, before, outcome))
+        if self.journal is not None:
+            self.journal.stepped(self, requests)
+        return before, outcome
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it to the end, also when the caller is cancelled: a thread cannot be."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, also when nobody waits for it any more
+
+    def _write_ready(self) -> None:
+        if self.journal is not None:
+            self.journal.ready(self)
 
     def prompt(self) -> tuple[Message, ...]:
         """The messages of the next decision.
@@ -98,82 +207,19 @@ class EnvironmentSession:
 class PolicySession:
     """One policy. Bound, it reads the environment session's observation; else the caller brings one.
 
-    `environment` was never reset: it only words prompts and names tools for an unbound policy.
+    `environment` was never reset: it only words prompts and names tools for an unbound policy; `env` is what
+    it was built from. `spec` is what the policy was built from, its key too, which no snapshot holds: after a
+    restart it is lost. `switches` are those that it brings to the environment that it is bound to.
     """
 
     policy: AgentPolicy
+    spec: PolicySpec
     bound_env_id: str | None = None
     environment: Environment | None = None
+    env: EnvSpec | None = None
     turn: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-S = TypeVar("S")
-
-
-class Sessions(Generic[S]):
-    """Sessions of one kind, by id.
-
-    Args:
-        kind: names them in ids and errors.
-        capacity: most at once.
-        idle_s: forgotten after this long without a request.
-        clock: seconds that only grow.
-    """
-
-    def __init__(
-        self, kind: str, *, capacity: int, idle_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._kind = kind
-        self._capacity = capacity
-        self._idle_s = idle_s
-        self._clock = clock
-        self._sessions: dict[str, S] = {}
-        self._used_s: dict[str, float] = {}
-
-    def check_capacity(self) -> None:
-        """Raises CapacityReached when no further session fits."""
-        if len(self._sessions) >= self._capacity:
-            raise CapacityReached(
-                f"{self._capacity} {self._kind} sessions are open, the most that this task app holds",
-                hint=f"POST /{self._kind}/terminate those that are not needed",
-            )
-
-    def add(self, session: S) -> str:
-        """Keep the session; its new id.
-
-        Raises:
-            CapacityReached: no further session fits.
-        """
-        self.check_capacity()
-        session_id = f"{self._kind}_{secrets.token_hex(8)}"
-        self._sessions[session_id] = session
-        self._used_s[session_id] = self._clock()
-        return session_id
-
-    def get(self, session_id: str, *, where: str) -> S:
-        """The session, which counts as used now.
-
-        Raises:
-            UnknownId: never existed, was terminated, or was idle for too long.
-        """
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise UnknownId(self._kind, session_id, where=where, hint="terminated, or idle for too long?")
-        self._used_s[session_id] = self._clock()
-        return session
-
-    def find(self, session_id: str) -> S | None:
-        """The session if it is there; looking is no use of it."""
-        return self._sessions.get(session_id)
-
-    def remove(self, session_id: str, *, where: str) -> S:
-        session = self.get(session_id, where=where)
-        del self._sessions[session_id], self._used_s[session_id]
-        return session
-
-    def expire(self) -> dict[str, S]:
-        """Forget what was idle for too long, and say what it was."""
-        before_s = self._clock() - self._idle_s
-        idle = [session_id for session_id, used_s in self._used_s.items() if used_s < before_s]
-        return {session_id: self.remove(session_id, where="") for session_id in idle}
+    rl_run_id: str | None = None
+    switches: StepRewards | None = None
+    lock: SessionLock = field(default_factory=SessionLock)
+    journal: PolicyJournal | None = None
+    key_lost: bool = False

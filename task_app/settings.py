@@ -20,6 +20,7 @@ KEY_VARIABLE = "ENVIRONMENT_API_KEY"
 KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 ALIASES_VARIABLE = "ENVIRONMENT_API_KEY_ALIASES"
 
+_LISTS = ("allowed_inference_hosts", "open_routes")
 Host = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^/@\s]+$")]
 
 
@@ -30,6 +31,10 @@ class Settings(Body):
     allowed_inference_hosts: tuple[Host, ...] = Field(
         default=("127.0.0.1", "localhost", "::1"),
         description="hosts (or host:port) that an inference_url may name",
+    )
+    open_routes: tuple[Literal["metrics", "openenv"], ...] = Field(
+        default=(),
+        description="what needs no key: /metrics for a scraper, /openenv for clients without headers",
     )
     max_body_bytes: int = Field(default=1 << 20, ge=1_024, le=1 << 30)
     max_reply_bytes: int = Field(default=16 << 20, ge=1_024, le=1 << 30, description="of an inference server")
@@ -50,11 +55,63 @@ class Settings(Body):
     )
     max_sessions: int = Field(default=1_024, ge=1, le=1_000_000, description="environments, and policies")
     session_idle_s: float = Field(default=1_800.0, gt=0.0, le=1e9)
+    session_wait_s: float = Field(
+        default=30.0, gt=0.0, le=3_600.0, description="for an earlier request on the same session"
+    )
+    request_deadline_s: float = Field(
+        default=120.0,
+        gt=0.0,
+        le=86_400.0,
+        description="answered by then; not whole rollouts, long polls",
+    )
+    policy_deadline_s: float = Field(
+        default=100.0, gt=0.0, le=86_400.0, description="for one decision of /policy/step"
+    )
+    plugin_stuck_after_s: float = Field(
+        default=60.0, gt=0.0, le=86_400.0, description="a reset or slow step that runs longer counts as hung"
+    )
+    max_plugin_threads: int = Field(
+        default=16, ge=1, le=1_000, description="resets and slow steps at once, and hung ones at once"
+    )
+    max_idempotency_keys: int = Field(default=65_536, ge=1, le=10_000_000)
+    max_idempotency_bytes: int = Field(
+        default=128 << 20, ge=1_024, le=1 << 40, description="of the answers kept for retries"
+    )
+    idempotency_s: float = Field(
+        default=3_600.0, gt=0.0, le=1e9, description="an Idempotency-Key is remembered for so long"
+    )
+    state_dir: Path | None = Field(
+        default=None, description="sessions are written there and survive the process; none: they do not"
+    )
+    journal_snapshot_every: int = Field(
+        default=32, ge=1, le=100_000, description="decisions of a session; so many are played again at most"
+    )
+    max_connections: int = Field(default=4_096, ge=1, le=1_000_000)
+    max_header_bytes: int = Field(
+        default=64 << 10, ge=1_024, le=1 << 24, description="of a request line and its headers"
+    )
+    max_header_s: float = Field(
+        default=20.0, gt=0.0, le=3_600.0, description="from a connection's first moment to complete headers"
+    )
+    max_body_s: float = Field(default=60.0, gt=0.0, le=3_600.0, description="for a body to arrive")
     sweep_every_s: float = Field(default=30.0, gt=0.0, le=1e6, description="how often expiry is looked at")
+    max_snapshot_bytes: int = Field(
+        default=8 << 20, ge=1_024, le=1 << 30, description="of what a snapshot holds, unpacked"
+    )
+    max_snapshots_held: int = Field(
+        default=1_024, ge=1, le=1_000_000, description="by snapshot_id; the least recently used go first"
+    )
+    max_snapshots_bytes: int = Field(default=64 << 20, ge=1_024, le=1 << 40, description="of all of them")
     max_wait_s: float = Field(default=30.0, ge=0.0, le=600.0, description="of one long poll")
     max_calls_per_step: int = Field(default=16, ge=1, le=1_000)
+    max_steps_per_request: int = Field(default=1_024, ge=1, le=100_000, description="of /env/step_many")
+    max_frames: int = Field(
+        default=240, ge=2, le=10_000, description="of /rollouts/{rollout_id}/frames; a longer one shows fewer"
+    )
+    max_replay_s: float = Field(default=20.0, gt=0.0, le=600.0, description="of an episode for its frames")
     max_seeds_per_request: int = Field(default=64, ge=1, le=10_000)
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    log_format: Literal["text", "json"] = Field(default="text", description="json: an object a line")
     drain_s: float = Field(default=5.0, ge=0.0, le=600.0, description="for running rollouts to end at a stop")
 
     def with_hosts(self, hosts: Iterable[str]) -> "Settings":
@@ -74,7 +131,7 @@ class Settings(Body):
 
     def limits(self) -> dict[str, Any]:
         """What `/info` shows: every bound, no key."""
-        return self.model_dump(mode="json", exclude={"api_keys"})
+        return self.model_dump(mode="json", exclude={"api_keys", "state_dir"})
 
 
 def settings_from_environ(environ: Mapping[str, str]) -> Settings:
@@ -88,7 +145,7 @@ def settings_from_environ(environ: Mapping[str, str]) -> Settings:
     for name in Settings.model_fields:
         text = environ.get(PREFIX + name.upper())
         if name != "api_keys" and text is not None:
-            found[name] = _split(text) if name == "allowed_inference_hosts" else text.strip()
+            found[name] = _split(text) if name in _LISTS else text.strip()
     try:
         return Settings.model_validate(found)
     except ValidationError as exc:

@@ -10,6 +10,7 @@ from task_app.complaints import invalid, most_telling
 from task_app.errors import InvalidRequest
 
 KEY = "step_rewards"
+OFF = StepRewards()
 
 
 def take_step_rewards(
@@ -43,4 +44,4 @@ def agreed_step_rewards(found: Mapping[str, StepRewards]) -> StepRewards:
             raise InvalidRequest(
                 f"{place} differs from {places[0]}; give one of them, or the same", where=place
             )
-    return found[places[0]] if places else StepRewards()
+    return found[places[0]] if places else OFF

@@ -14,9 +14,20 @@ from collections.abc import Mapping, Sequence
 
 from task_app.errors import EpisodeOver
 from task_app.policies.random_calls import random_call
-from task_app.protocols import DecisionOutcome, Environment, Observation, PastDecision, ToolRequest
+from task_app.protocols import (
+    DecisionOutcome,
+    Environment,
+    Observation,
+    PastDecision,
+    RestorableEnvironment,
+    ToolRequest,
+)
 
 Calls = tuple[ToolRequest, ...]
+
+
+# After so many decisions a moment is kept and restored, where the environment can do that.
+RESTORED_AT = (0, 1, 7, 30)
 
 
 class EnvironmentContract:
@@ -120,6 +131,46 @@ class EnvironmentContract:
                 again == messages,
                 "messages() reads more than its arguments: another instance says another prompt",
             )
+
+    def test_a_restored_moment_goes_on_like_the_original(self) -> None:
+        environment, other = self.make(), self.make()
+        if not isinstance(environment, RestorableEnvironment):
+            return  # snapshots are offered, not owed
+        assert isinstance(other, RestorableEnvironment), "make() makes one kind of environment"
+        source = random.Random(self.seed)
+        shown = environment.reset(self.seed)
+        for decision in range(RESTORED_AT[-1] + 1):
+            if decision in RESTORED_AT:
+                restored = other.restore(environment.snapshot())
+                check(restored == shown, f"restore() shows another observation after {decision} decisions")
+            calls = self._calls(environment, source)
+            outcome = environment.step(calls)
+            check(other.step(calls) == outcome, "the restored moment went on differently for the same calls")
+            check(other.outcome_reward() == environment.outcome_reward(), "outcome_reward() was not restored")
+            shown = outcome.observation
+            if outcome.terminated or outcome.truncated:
+                other.restore(environment.snapshot())
+                raises_episode_over(other, calls)
+                return
+
+    def test_what_is_no_moment_of_it_is_refused(self) -> None:
+        environment = self.make()
+        if not isinstance(environment, RestorableEnvironment):
+            return
+        try:
+            environment.snapshot()
+        except EpisodeOver:
+            pass
+        else:
+            raise AssertionError("snapshot() worked before the first reset(); raise EpisodeOver")
+        environment.reset(self.seed)
+        whole = environment.snapshot()
+        for broken in (b"", b"{}", b"null", b"\xff" * 100, whole[: len(whole) // 2]):
+            try:
+                environment.restore(broken)
+            except ValueError:
+                continue
+            raise AssertionError(f"restore() took {broken[:20]!r}... for a moment of its own")
 
     def _refused(self, calls: Calls, reason: str | None) -> DecisionOutcome:
         environment = self.make()

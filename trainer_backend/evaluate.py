@@ -19,6 +19,7 @@ from trainer_backend.evaluation import refuse_empty
 from trainer_backend.evaluation_result import Evaluated, evaluated
 from trainer_backend.job import LoadedJob, load_job
 from trainer_backend.job_schema import JobConfig
+from trainer_backend.logs import configure_logs
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.services import task_apps
@@ -129,11 +130,12 @@ async def evaluate(
     Raises:
         TrainerError: no such model, a task app that refuses, no episode finished.
     """
+    configure_logs()
     asked = player if isinstance(player, Inference) else None
     with _task_app_log() as log:
-        async with task_apps(job, log, asked) as clients:
+        async with task_apps(job, log, asked) as apps:
             collector = Collector(
-                clients,
+                apps,
                 timeout_s=job.services.iteration_timeout_s,
                 max_running=job.rollout.max_concurrent_rollouts,
             )

@@ -1,12 +1,12 @@
 """The figures of played episodes: what `metrics.jsonl`, `turnwise eval` and the report say of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.collection import AppFigures, Collection
 from trainer_backend.core.statistics import (
     crafter_score,
     episode_metrics,
@@ -36,13 +36,31 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def collection_metrics(collection: Collection) -> dict[str, float]:
-    """How many rollouts came back, and why others did not."""
+def collection_metrics(collection: Collection) -> dict[str, Any]:
+    """How many rollouts came back, why others did not, and what each task app did."""
     causes = {f"rollout/failure/{code}": float(n) for code, n in sorted(collection.failures.items())}
     return {
         "rollout/finished": float(len(collection.rollouts)),
         "rollout/failed": float(len(collection.failed)),
         **causes,
+        **_app_metrics(collection.apps),
+    }
+
+
+def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
+    """By host and port of the task app; a stage that was stored before knows none."""
+    if not apps:
+        return {}
+    return {
+        "app/finished": {name: float(figures.finished) for name, figures in apps.items()},
+        "app/lost": {name: float(figures.lost) for name, figures in apps.items()},
+        "app/outages": {name: float(figures.outages) for name, figures in apps.items()},
+        "app/answers": {name: float(figures.answers) for name, figures in apps.items()},
+        "app/seconds_per_decision": {
+            name: figures.seconds_per_decision
+            for name, figures in apps.items()
+            if figures.seconds_per_decision is not None
+        },
     }
 
 

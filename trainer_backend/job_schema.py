@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from shared_schemas.rollouts import Name, Seed
+from trainer_backend.collect.addresses import fault_in
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.job_model import ModelTable
 from trainer_backend.job_sinks import SinksTable
@@ -55,8 +56,12 @@ class JobTable(Table):
 class ServicesTable(Table):
     """[services]"""
 
+    # No repr: a user name and password may stand in it by mistake, which no error may repeat.
     task_url: tuple[str, ...] = Field(
-        default=(), description="task apps, one URL or a list; absent: the job starts one of its own"
+        default=(),
+        repr=False,
+        description="task apps, one URL or a list; `dns+http://name:port` is all addresses of a name "
+        "(docs/operations.md); absent: the job starts one of its own",
     )
     task_api_key: SecretStr | None = Field(
         default=None,
@@ -74,6 +79,23 @@ class ServicesTable(Table):
     gateway_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
     request_timeout_s: float = Field(default=60.0, gt=0, description="of one control request to a task app")
     iteration_timeout_s: float = Field(default=1800.0, gt=0, description="of collecting one iteration")
+    task_app_wait_s: float = Field(
+        default=60.0,
+        ge=0,
+        le=86_400,
+        description="how long to wait for a task app of task_url to come back when none answers any more",
+    )
+
+    @field_validator("task_url")
+    @classmethod
+    def _each_address_once(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if fault := fault_in(url):
+                raise ValueError(f"task_url {fault}")
+        twice = [url for url, count in Counter(url.rstrip("/") for url in urls).items() if count > 1]
+        if twice:
+            raise ValueError(f"task_url names {twice[0]} twice, and each task app is asked once")
+        return urls
 
     @model_validator(mode="after")
     def _plugins_are_for_our_own(self) -> "ServicesTable":

@@ -1,13 +1,13 @@
 """The task apps of a job: its own child process, or those that [services] names."""
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.apps import TaskApps, Tell, logged
 from trainer_backend.collect.plan import Inference
 from trainer_backend.embedded import EmbeddedTaskApp
 from trainer_backend.endpoints import hosts_to_call
@@ -18,38 +18,50 @@ KEY_VARIABLE = "ENVIRONMENT_API_KEY"
 KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 
 
+# Of the job's own task app, whose port is another one in every start.
+OWN = "own"
+
+
 @asynccontextmanager
 async def task_apps(
-    job: JobConfig, log_file: Path, player: Inference | None = None
-) -> AsyncIterator[Sequence[TaskAppClient]]:
-    """Clients of the job's task apps, each known to be up and to accept the key.
+    job: JobConfig, log_file: Path, player: Inference | None = None, *, tell: Tell = logged
+) -> AsyncIterator[TaskApps]:
+    """The job's task apps. One at least is known to be up, and each that is up, to accept the key.
 
     Args:
         job: names them in [services], or none.
         log_file: where an embedded one logs.
         player: a model at somebody else's server; an embedded task app is allowed to call it. What another
             one may call, its operator decides.
+        tell: is given a sentence when one is lost, and when it is back.
 
     Raises:
         JobError: [services] names task apps, but no key is given for them; or a server's URL is none.
-        TaskAppError: one cannot be reached, or refuses the key.
+        TaskAppError: none can be reached, or one refuses the key.
     """
-    timeout_s = job.services.request_timeout_s
+    table = job.services
     async with AsyncExitStack() as stack:
-        if job.services.task_url:
-            key = _key(job)
-            addresses = [(url, key) for url in job.services.task_url]
+        if table.task_url:
+            apps = TaskApps(
+                table.task_url, _key(job),
+                timeout_s=table.request_timeout_s, lost_wait_s=table.task_app_wait_s, tell=tell,
+            )  # fmt: skip
         else:
             child = await stack.enter_async_context(
-                EmbeddedTaskApp(log_file, hosts_to_call(job, player), plugins=job.services.task_plugins)
+                EmbeddedTaskApp(log_file, hosts_to_call(job, player), plugins=table.task_plugins)
             )
-            addresses = [(child.url, child.api_key)]
-        clients = []
-        for url, key in addresses:
-            client = await stack.enter_async_context(TaskAppClient(url, key, timeout_s=timeout_s))
-            await client.task_info()
-            clients.append(client)
-        yield clients
+            # Nobody would start it again: there is nothing to wait for.
+            apps = TaskApps(
+                (child.url,), child.api_key, timeout_s=table.request_timeout_s, label=OWN, tell=tell
+            )
+        yield await stack.enter_async_context(apps)
+
+
+def told_of(apps: TaskApps) -> str:
+    """Where the task apps are, and what those said that do not answer, in one line."""
+    urls = ", ".join(client.url for client in apps)
+    missing = apps.answers()
+    return f"task app{'s' if len(apps) > 1 else ''}: {urls}" + (f"; not there: {missing}" if missing else "")
 
 
 def _key(job: JobConfig) -> SecretStr:

@@ -31,7 +31,7 @@ from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
-from trainer_backend.services import task_apps
+from trainer_backend.services import task_apps, told_of
 from trainer_backend.serving import gateway_listener, model_name, serving
 from trainer_backend.stopping import stop_on_signals, until, until_on_thread
 from trainer_backend.train import Run, train, work_left
@@ -72,18 +72,18 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
     with stop_on_signals(reporter.say) as stop, gateway_listener(job) as listener:
-        async with task_apps(job, directory.task_app_log) as clients:
+        async with task_apps(job, directory.task_app_log, tell=reporter.say) as apps:
             collector = Collector(
-                clients,
+                apps,
                 timeout_s=job.services.iteration_timeout_s,
                 max_running=job.rollout.max_concurrent_rollouts,
             )
-            reporter.say(f"task app{'s' if len(clients) > 1 else ''}: {', '.join(c.url for c in clients)}")
+            reporter.say(told_of(apps))
             reporter.say(echo_of_switches(job))
             # Nobody asks the gateway yet, and the key that it will want does not exist yet.
             planner = Planner(job, run_id, Inference(listener.url, model_name(job), SecretStr("")))
             from_scratch = latest_checkpoint(directory.checkpoints) is None
-            await until(stop, try_job(planner, clients, from_scratch=from_scratch))
+            await until(stop, try_job(planner, apps, from_scratch=from_scratch))
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
             beginning = _Beginning(job, directory, run_id, collector, reporter, stop)

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, ValidationError
+
+from shared_schemas.base import Body
 from task_app.environments.crafter.landmarks import Facts, can_dig, facing_name, landmark_walks, make_facts
 from task_app.environments.crafter.view import COLUMNS, ROWS
 from task_app.environments.crafter.walks import (
@@ -38,6 +41,11 @@ def _steps(walk: Walk) -> int:
     return sum(leg.count for leg in walk.legs)
 
 
+class _Remembered(Body):
+    step: int = Field(ge=0)
+    cells: list[tuple[int, int, Annotated[str, Field(max_length=100)]]] = Field(max_length=100_000)
+
+
 class MapMemory:
     """Cells by absolute position, as last seen."""
 
@@ -60,6 +68,19 @@ class MapMemory:
             walks["way"] = walk_to(ground, trails, way, told_cells=_WHOLE_WALK)
         self._cells |= {cell: _LEFT_BEHIND.get(name, name) for cell, name in seen.items()}
         return make_facts(data, ground, walks)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is remembered, as JSON-able data."""
+        return {"step": self._step, "cells": [[x, y, name] for (x, y), name in self._cells.items()]}
+
+    def restore(self, state: Any) -> None:
+        """Remember that instead; ValueError when it is nothing that `snapshot` gave."""
+        try:
+            memory = _Remembered.model_validate(state)
+        except ValidationError as exc:
+            raise ValueError("'memory' is no map of cells") from exc
+        self._step = memory.step
+        self._cells = {(x, y): name for x, y, name in memory.cells}
 
 
 def _seen(data: Mapping[str, Any], player: Cell) -> dict[Cell, str]:

@@ -6,6 +6,8 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from task_app.errors import HostNotAllowed, InvalidRequest
 
 CHAT_PATH = "/v1/chat/completions"
+# In the policy's config.
+_WHERE = "inference_url"
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -33,16 +35,28 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str]) 
 def _split(inference_url: str) -> SplitResult:
     try:
         parts = urlsplit(inference_url)
-        usable = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0
+        usable = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0 and _is_plain(parts)
     except ValueError:
         usable = False
     if not usable or inference_url != inference_url.strip():
         raise InvalidRequest(
-            "inference_url is no http or https URL with a host", hint="for example http://127.0.0.1:8100/v1"
+            "inference_url is no http or https URL with a host",
+            where=_WHERE,
+            hint="for example http://127.0.0.1:8100/v1",
         )
     if "@" in parts.netloc:
-        raise InvalidRequest("inference_url may not hold a user name or password", hint="use inference_key")
+        raise InvalidRequest(
+            "inference_url may not hold a user name or password", where=_WHERE, hint="use inference_key"
+        )
     return parts
+
+
+def _is_plain(parts: SplitResult) -> bool:
+    """Whether the address is what `hostname` and `port` say, and nothing that another parser reads otherwise:
+    of `[::1]evil.example` urlsplit says the host is ::1."""
+    host = parts.netloc.rpartition("@")[2].lower()
+    spelled = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return host in (spelled, f"{spelled}:", f"{spelled}:{parts.port}")
 
 
 def _check_host(parts: SplitResult, allowed_hosts: Collection[str]) -> None:
@@ -54,6 +68,7 @@ def _check_host(parts: SplitResult, allowed_hosts: Collection[str]) -> None:
         raise HostNotAllowed(
             f"inference host {spelled}:{port} is not on this task app's list; "
             f"allowed: {', '.join(sorted(allowed)) or 'none'}",
+            where=_WHERE,
             hint="the operator extends it with TURNWISE_ALLOWED_INFERENCE_HOSTS=host[:port],...",
         )
 

@@ -5,7 +5,7 @@ Source: 2-rollout-worker-and-gigpo.md, Task 2.2; what our gateway adds to the wi
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import aiohttp
@@ -93,6 +93,7 @@ class OpenAIAgentPolicy:
         rollout_id: sent as a header, to a gateway of ours alone, which keeps the conversation's ids under it.
         inference_key: Bearer key that came in the same request as config.inference_url, for it alone.
         max_reply_bytes: bound of one reply.
+        on_retry: told of every attempt after the first.
 
     Raises:
         InvalidRequest: inference_url is no URL, or its host is not allowed.
@@ -109,6 +110,7 @@ class OpenAIAgentPolicy:
         rollout_id: str | None = None,
         inference_key: SecretStr | None = None,
         max_reply_bytes: int = 16 << 20,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self._url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
@@ -121,8 +123,10 @@ class OpenAIAgentPolicy:
             self._headers["Authorization"] = f"Bearer {self._key}"
         self._timeout = aiohttp.ClientTimeout(total=config.request_timeout_s)
         self._max_reply_bytes = max_reply_bytes
+        self._on_retry = on_retry
         self._turn = 0
         self._ids_seen = 0
+        self._answered = False
         self.pending_failure: str | None = None
 
     async def get_action(
@@ -146,6 +150,17 @@ class OpenAIAgentPolicy:
             else decision_seed(config.seed, turn),
             max_tokens=config.max_tokens,
         )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Which decision comes next. The conversation's ids stay with the gateway."""
+        return {"turn": self._turn}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Sample on with the next decision's seed, in a conversation of its own."""
+        turn = state.get("turn")
+        if type(turn) is not int or turn < 0:
+            raise ValueError(f"'turn' is {turn!r}; it counts decisions from 0")
+        self._turn = turn
 
     def request_body(
         self, messages: Collection[Message], tools: list[dict[str, Any]], sampling: Sampling
@@ -171,11 +186,12 @@ class OpenAIAgentPolicy:
         """Ask, and ask again within the budget; the caller's deadline may cut in at any time."""
         self.pending_failure = None
         try:
-            return await self._ask_once(body, first=self._turn == 1)
+            reply = await self._ask_once(body, first=not self._answered)
         except TryAgain as exc:
             self.pending_failure = str(exc)
             reply = await self._ask_again(body, exc)
         self.pending_failure = None
+        self._answered = True
         return reply
 
     async def _ask_again(self, body: dict[str, Any], failed: TryAgain) -> Reply:
@@ -192,6 +208,7 @@ class OpenAIAgentPolicy:
                 with attempt:
                     if attempt.num == 1:
                         raise failed
+                    self._on_retry()
                     return await self._ask_once(body, first=True)
         except TryAgain as exc:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc

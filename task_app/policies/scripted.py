@@ -13,6 +13,7 @@ from pydantic import Field
 from shared_schemas.base import Body
 from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
+from task_app.policies.chance import chance_state, set_chance
 from task_app.policies.crafter_memory import MapMemory, decide_with_memory
 from task_app.policies.crafter_teacher import decide
 from task_app.policies.random_calls import random_call
@@ -60,6 +61,12 @@ class RandomPolicy:
         name, arguments = random_call(available_tools_specs, self._random, longest=self.config.max_actions)
         return _answer(arguments, tool=name)
 
+    def snapshot(self) -> dict[str, Any]:
+        return {"random": chance_state(self._random)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        set_chance(self._random, state.get("random"))
+
 
 class CrafterTeacher:
     """Plays by rules. Without memory, a decision is a function of what the compact text states."""
@@ -87,6 +94,15 @@ class CrafterTeacher:
         if self._memory is None:
             return decide(read_facts(data), max_actions=limit)
         return decide_with_memory(self._memory.facts(data), max_actions=limit)
+
+    def snapshot(self) -> dict[str, Any]:
+        memory = self._memory.snapshot() if self._memory else None
+        return {"random": chance_state(self._random), "memory": memory}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        set_chance(self._random, state.get("random"))
+        if self._memory is not None:
+            self._memory.restore(state.get("memory"))
 
 
 def random_actions(source: random.Random, count: int) -> list[str]:

@@ -1,9 +1,9 @@
 """The base of bodies whose shape others made: unknown keys are kept, but a misspelling of ours is refused."""
 
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from shared_schemas.base import OpenBody
@@ -13,6 +13,10 @@ MISSPELT = "misspelt_key"
 _CUTOFF = 0.85
 _LONGEST = 40
 
+LONGEST_ID = 200
+
+EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
+
 
 class ForeignBody(OpenBody):
     """An open body: `{"sed": 7}` would else be dropped in silence and start the world of seed 0."""
@@ -20,8 +24,10 @@ class ForeignBody(OpenBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_misspellings(cls, body: Any) -> Any:
-        for name in body if isinstance(body, dict) else ():
-            if name in cls.model_fields or len(name) > _LONGEST:
+        if not isinstance(body, dict):
+            return body
+        for name in body.keys() - cls.model_fields.keys():
+            if len(name) > _LONGEST:
                 continue
             close = get_close_matches(name, cls.model_fields, n=1, cutoff=_CUTOFF)
             if close:

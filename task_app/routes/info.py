@@ -4,12 +4,13 @@ Both known shapes of /info are there at once: `service.task`, `dataset`, `capabi
 `service.endpoints` and `inference.endpoints` of the other.
 """
 
-import asyncio
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from shared_schemas.base import Body
 from task_app.errors import InvalidRequest, boundary
 from task_app.protocols import Environment
 from task_app.routes.service import SERVICE
@@ -21,12 +22,6 @@ router = APIRouter(tags=["info"])
 SEED_RANGE = [0, 2**31 - 2]
 # Of a query, where every number is text; in bodies a seed is a strict integer (shared_schemas.rollouts.Seed).
 QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
-ENDPOINTS = {
-    "env": ["/env/create", "/env/reset", "/env/step", "/env/terminate", "/env/{env_id}/frame"],
-    "policy": ["/policy/create", "/policy/step", "/policy/terminate"],
-    "rollouts": ["/rollouts", "/rollouts/ack", "/rollouts/{rollout_id}"],
-    "info": ["/", "/health", "/info", "/task_info"],
-}
 
 
 @router.get("/info")
@@ -39,7 +34,7 @@ async def info(request: Request) -> dict[str, Any]:
             "task": sorted(services.boards.environments),
             "version": request.app.version,
             "base_url": str(request.base_url).rstrip("/"),
-            "endpoints": ENDPOINTS,
+            "endpoints": _endpoints(request.app.openapi()["paths"]),
             "instance_id": services.instance_id,
         },
         "dataset": {"seed_range": SEED_RANGE, "splits": ["train"]},
@@ -80,11 +75,19 @@ async def task_info(
     environment = services.boards.environment(name, {})
     if not wanted:
         return {
-            "taskset": _taskset(name, environment),
+            "taskset": _taskset(name, environment, services.boards.environments[name].config()),
             "environments": sorted(services.boards.environments),
         }
     found = [await _task(services, environment, number) for number in wanted]
     return found[0] if len(found) == 1 else found
+
+
+def _endpoints(paths: Iterable[str]) -> dict[str, list[str]]:
+    """All routes by their first word: `env`, `policy`, `rollout`, `run`, `branch` and so on."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.split("/")[1] or "root", []).append(path)
+    return found
 
 
 def _capabilities(services: Services) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def _capabilities(services: Services) -> dict[str, Any]:
     }
 
 
-def _taskset(env_name: str, environment: Environment) -> dict[str, Any]:
+def _taskset(env_name: str, environment: Environment, config: Body) -> dict[str, Any]:
     return {
         "id": f"{env_name}_procedural",
         "name": env_name,
@@ -108,13 +111,14 @@ def _taskset(env_name: str, environment: Environment) -> dict[str, Any]:
         "description": f"one task a seed; scored by the {environment.outcome_definition}",
         "seed_range": SEED_RANGE,
         "default_seed": 0,
+        "config": config.model_dump(mode="json"),
     }
 
 
 async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
     """One seed, with what its world shows at the start."""
     with boundary("environment.reset"):
-        observation = await asyncio.to_thread(environment.reset, seed)
+        observation = await services.threads.run("environment.reset", environment.reset, seed)
     return {
         "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
         "environment": environment.name,

@@ -1,5 +1,6 @@
 """/policy: a policy that the caller asks itself, bound to an environment or fed with observations."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -8,14 +9,15 @@ from pydantic import Field, ValidationError
 from starlette.responses import Response
 
 from shared_schemas.messages import Message
-from shared_schemas.rollouts import EnvSpec, InferenceKey, Name
+from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec
 from shared_schemas.trajectory import StepMetadata
 from task_app.actions import ReadAction, read_action
 from task_app.complaints import invalid
 from task_app.decisions import NO_METADATA
 from task_app.encoding import encodable_json
-from task_app.errors import InvalidRequest, boundary, encodable
-from task_app.protocols import Environment, Observation, PolicyObservation
+from task_app.errors import DeadlineExceeded, InvalidRequest, boundary, encodable
+from task_app.living_policy import living_policy
+from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation
 from task_app.records import Choice
 from task_app.routes.bodies import ForeignBody
 from task_app.routes.wire import ReplyJSON, messages_json, tool_calls_json
@@ -35,13 +37,20 @@ class PolicyCreate(ForeignBody):
     rl_run_id: str | None = Field(default=None, max_length=200)
 
 
-class PolicyStep(ForeignBody):
-    policy_id: str = Field(min_length=1, max_length=200)
+class PolicyQuestion(ForeignBody):
     observation: dict[str, Any] | None = Field(
         default=None,
         description="for an unbound policy: {messages} or {text, data}; a bound one reads its environment",
     )
     dry_run: bool = Field(default=False, description="build the prompt, ask nobody")
+    inference_key: InferenceKey | None = Field(
+        default=None,
+        description="another one from now on; or again, after a restart of the task app: none is on disk",
+    )
+
+
+class PolicyStep(PolicyQuestion):
+    policy_id: str = Field(min_length=1, max_length=200)
 
 
 class PolicyTerminate(ForeignBody):
@@ -61,10 +70,14 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     switches |= of_env
     context = services.policy_context(inference_key=body.inference_key)
     policy = services.boards.policy(body.policy_name, config, context)
-    session = PolicySession(policy=policy, bound_env_id=body.bound_env_id)
+    spec = PolicySpec(policy_name=body.policy_name, config=config, inference_key=body.inference_key)
+    session = PolicySession(
+        policy=policy, spec=spec, bound_env_id=body.bound_env_id, rl_run_id=body.rl_run_id
+    )
     if body.bound_env_id is not None:
         environment = services.environments.get(body.bound_env_id, where="bound_env_id")
         agreed = agreed_step_rewards(environment.switches | switches)
+        session.switches = agreed if switches else None
         policy_id = services.policies.add(session)
         if switches:
             environment.switches[policy_id] = agreed
@@ -72,6 +85,7 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     agreed_step_rewards(switches)
     if body.env is not None:
         session.environment = services.boards.environment(body.env.env_name, env_config, where="env.")
+        session.env = EnvSpec(env_name=body.env.env_name, config=env_config)
     return {"policy_id": services.policies.add(session), "bound_env_id": None}
 
 
@@ -81,18 +95,16 @@ async def step(request: Request, body: PolicyStep) -> Response:
     services = services_of(request)
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock:
-        seen, environment, metadata = _observe(services, session, body)
+        seen, environment, metadata = await _observe(services, session, body)
         tools = [tool.model_dump(mode="json") for tool in environment.tools()] if environment else []
         meta: dict[str, Any] = {"policy_name": session.policy.name}
         meta |= metadata.model_dump(mode="json", exclude_none=True)
         if body.dry_run:
             meta |= {"dry_run": True, "messages": messages_json(seen.messages), "tools": tools}
             return ReplyJSON({"tool_calls": [], "meta": meta})
+        policy = living_policy(services, session, inference_key=body.inference_key, where="inference_key")
         started_s = time.perf_counter()
-        with boundary(f"policy {session.policy.name}"):
-            choice = Choice(*_named(await session.policy.get_action(seen, tools)))
-            read = read_action(choice.action)
-        session.turn += 1
+        choice, read = await _decided(policy, seen, tools, services.settings.policy_deadline_s)
         meta |= _choice_meta(choice, read)
         meta |= {"turn": session.turn, "policy_s": time.perf_counter() - started_s}
         return ReplyJSON({"tool_calls": tool_calls_json(read), "meta": meta})
@@ -106,14 +118,28 @@ async def terminate(request: Request, body: PolicyTerminate) -> dict[str, bool]:
     return {"ok": True}
 
 
-def _observe(
+async def _decided(
+    policy: AgentPolicy, seen: PolicyObservation, tools: list[dict[str, Any]], at_most_s: float
+) -> tuple[Choice, ReadAction]:
+    try:
+        async with asyncio.timeout(at_most_s):
+            with boundary(f"policy {policy.name}"):
+                choice = Choice(*_named(await policy.get_action(seen, tools)))
+                return choice, read_action(choice.action)
+    except TimeoutError as exc:
+        raise DeadlineExceeded(f"policy {policy.name!r} did not decide within {at_most_s:g} s") from exc
+
+
+async def _observe(
     services: Services, session: PolicySession, body: PolicyStep
 ) -> tuple[PolicyObservation, Environment | None, StepMetadata]:
     """What the policy sees, whose tools it has, and what the decision before this one earned."""
     if session.bound_env_id is not None:
         bound = services.environments.get(session.bound_env_id, where="bound_env_id")
-        seen = PolicyObservation(bound.prompt(), bound.observation.data)
-        return seen, bound.environment, bound.metadata
+        # The lock: a step that runs in a thread changes what is read here.
+        async with bound.lock:
+            seen = PolicyObservation(bound.prompt(), bound.observation.data)
+            return seen, bound.environment, bound.metadata
     if body.observation is None:
         raise InvalidRequest(
             "an unbound policy needs an observation: {messages} or {text, data}", where="observation"

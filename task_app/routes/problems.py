@@ -15,45 +15,47 @@ from starlette.responses import Response
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.complaints import invalid, most_telling
-from task_app.errors import BodyTooLarge, CriticalError, TaskAppError, encodable
+from task_app.errors import BodyTooLarge, CriticalError, InvalidRequest, TaskAppError, TooSlow, encodable
 from task_app.routes.bodies import MISSPELT
 
 log = structlog.get_logger("task_app")
 
-RETRY_AFTER_S = "1"
+# What is left of such a body would be taken for the next request.
+_BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE})
 
 
 def install_problem_handlers(app: FastAPI) -> None:
     app.add_exception_handler(TaskAppError, _ours)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unforeseen)
+    app.add_exception_handler(Exception, unforeseen)
 
 
 def problem_response(error: TaskAppError) -> Response:
-    """The reply to an error of our tree; a CriticalError keeps its inside for the log."""
+    """The reply to an error of our tree."""
+    return _reply(problem_of(error), retry_after_s=error.retry_after_s)
+
+
+def problem_of(error: TaskAppError) -> Problem:
+    """An error of our tree as data; a CriticalError keeps its inside for the log."""
     internal = isinstance(error, CriticalError)
-    return _reply(
-        Problem(
-            title=HTTPStatus(error.status).phrase,
-            status=error.status,
-            code=error.code,
-            detail="a plug-in of this task app failed; its log says how"
-            if internal
-            else encodable(error.detail),
-            where=error.where and encodable(error.where),
-            hint=error.hint,
-        )
+    return Problem(
+        title=HTTPStatus(error.status).phrase,
+        status=error.status,
+        code=error.code,
+        detail="a plug-in of this task app failed; its log says how" if internal else encodable(error.detail),
+        where=error.where and encodable(error.where),
+        hint=error.hint,
     )
 
 
-def _reply(problem: Problem) -> Response:
+def _reply(problem: Problem, *, retry_after_s: int | None = None) -> Response:
     headers = {}
     if problem.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    if problem.status == HTTPStatus.TOO_MANY_REQUESTS:
-        headers["Retry-After"] = RETRY_AFTER_S
-    if problem.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
+    if problem.status in _BODY_NOT_READ:
         headers["Connection"] = "close"
     return Response(
         problem.model_dump_json(exclude_none=True),
@@ -70,6 +72,11 @@ async def _ours(request: Request, exc: Exception) -> Response:
 
 async def _validation(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
+    return validation_problem(request, exc)
+
+
+def validation_problem(request: Request, exc: RequestValidationError) -> Response:
+    """The reply to a body, query or path that is not what its route declares."""
     error = dict(most_telling(exc.errors()))
     place = error["loc"]
     if error["type"] == "json_invalid":
@@ -86,11 +93,19 @@ async def _validation(request: Request, exc: Exception) -> Response:
 
 
 async def _http(request: Request, exc: Exception) -> Response:
-    """404 and 405 of the router, 400 of the body reader, 413 of the gate."""
     assert isinstance(exc, HTTPException)
+    return http_problem(request, exc)
+
+
+def http_problem(request: Request, exc: HTTPException) -> Response:
+    """404 and 405 of the router, 400 of the body reader, 408 and 413 of the gate."""
     status = HTTPStatus(exc.status_code)
     if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         return problem_response(BodyTooLarge(exc.detail, where="body"))
+    if status is HTTPStatus.BAD_REQUEST:
+        return problem_response(InvalidRequest("no JSON: the body cannot be read as text", where="body"))
+    if status is HTTPStatus.REQUEST_TIMEOUT:
+        return problem_response(TooSlow(exc.detail, where="body"))
     detail = {
         HTTPStatus.NOT_FOUND: "there is no such route",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{request.method} is not possible here",
@@ -106,7 +121,7 @@ async def _http(request: Request, exc: Exception) -> Response:
     )
 
 
-async def _unforeseen(request: Request, exc: Exception) -> Response:
+async def unforeseen(request: Request, exc: Exception) -> Response:
     log.error("request_failed", method=request.method, path=request.url.path, exc_info=exc)
     return _reply(
         Problem(

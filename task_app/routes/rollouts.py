@@ -47,7 +47,7 @@ async def poll(
 @router.post("/ack")
 async def ack(request: Request, body: RolloutAck) -> RolloutAcked:
     """The caller has stored these; forget them."""
-    return services_of(request).runner.ack(body)
+    return services_of(request).runner.results.ack(body)
 
 
 @router.get("/{rollout_id:path}", response_model=Rollout)

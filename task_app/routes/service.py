@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from task_app.auth import presented_keys
-from task_app.errors import NoKeyConfigured
+from task_app.errors import NoKeyConfigured, ShuttingDown
 from task_app.services import services_of
 
 router = APIRouter(tags=["service"])
@@ -25,7 +25,12 @@ async def health(request: Request) -> dict[str, Any]:
     keys = services_of(request).keys
     if not keys.configured:
         raise NoKeyConfigured()
+    if services_of(request).draining:
+        raise ShuttingDown(
+            "draining: what runs may end and be fetched, nothing new is taken", code="draining"
+        )
     answer: dict[str, Any] = {"healthy": True, "status": "healthy", "auth": {"required": True}}
+    answer["service"] = {"base_url": str(request.base_url).rstrip("/")}
     headers = request.scope["headers"]
     if presented_keys(headers):
         answer["authorized"] = keys.match(headers)

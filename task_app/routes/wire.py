@@ -1,23 +1,36 @@
 """Pure: observations, outcomes and actions as the environment and policy routes show them."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import JSONResponse
 
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepMetadata
 from task_app.actions import ReadAction
-from task_app.decisions import achievements_added, achievements_status
+from task_app.decisions import NO_METADATA, achievements_added, achievements_status
 from task_app.protocols import DecisionOutcome, Observation
 
 
 class ReplyJSON(JSONResponse):
-    """JSON that half a character in a plug-in's text cannot break."""
+    """JSON that half a character in a plug-in's text cannot break, and that a NaN does break."""
 
     def render(self, content: Any) -> bytes:
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode("utf-8", "replace")
+        return reply_body(content)
+
+
+def reply_body(content: Any) -> bytes:
+    """What a ReplyJSON sends; raises ValueError for a NaN."""
+    # A quarter of the cost of json.dumps. It writes a NaN as NaN, which is no JSON, and refuses half a
+    # character: both are left to the slow way below, which refuses the one and replaces the other.
+    with suppress(PydanticSerializationError):
+        body = to_json(content, inf_nan_mode="constants")
+        if b"NaN" not in body and b"Infinity" not in body:
+            return body
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
 
 
 def observation_json(observation: Observation) -> dict[str, Any]:
@@ -53,7 +66,7 @@ def step_json(
             "executed_actions": list(outcome.executed_actions),
             "tool_result": outcome.result,
         },
-        "metadata": metadata.model_dump(mode="json", exclude_none=True),
+        "metadata": {} if metadata is NO_METADATA else metadata.model_dump(mode="json", exclude_none=True),
     }
 
 

@@ -35,3 +35,26 @@ def test_the_engine_must_reach_both_of_its_ratios(step: float, world: float, met
         check=False,
     )  # fmt: skip
     assert bool(done.returncode) is met
+
+
+@pytest.mark.parametrize(
+    ("changed", "met"),
+    [
+        ({}, True),
+        ({"faster_than_pickle": 3.9}, False),
+        ({"smaller_than_pickle": 11.0}, False),
+        ({"restore_ms": 0.41}, False),
+        ({"group_start_ms": 15.1}, False),
+    ],
+)
+def test_snapshots_must_reach_every_target(changed: dict[str, float], met: bool):
+    figures = {
+        "faster_than_pickle": 4.0, "smaller_than_pickle": 12.0, "restore_ms": 0.4, "branch_ms": 1.0,
+        "group_start_ms": 15.0, **changed,
+    }  # fmt: skip
+    code = f"import snapshot_speed, sys\nsys.exit(snapshot_speed.targets_met({figures}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
+        check=False,
+    )  # fmt: skip
+    assert bool(done.returncode) is met

@@ -37,7 +37,7 @@ def test_the_trainers_flags_make_a_job_that_uses_the_other_container(tmp_path):
     assert words[:4] == ["train", "configs/crafter_cpu.toml", "--run", "runs/crafter_cpu"]
     overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
     services = load_job(ROOT / words[1], overrides).config.services
-    assert services.task_url == ("http://task-app:8001",)
+    assert services.task_url == ("dns+http://task-app:8001",)
     assert (services.gateway_host, services.gateway_port) == ("trainer", 8100)
 
 

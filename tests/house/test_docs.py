@@ -1,4 +1,4 @@
-"""What the docs say is true: keys, routes, plug-ins, metrics and the commands of the README."""
+"""What the docs say is true: keys, plug-ins, metrics, commands of the README; routes in test_http_page."""
 
 import re
 import subprocess
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from task_app.app import create_app
 from task_app.plugins import ENVIRONMENTS, POLICIES
-from task_app.settings import Settings
 from tests.conftest import rows_of
 from trainer_backend.job import dump_job, load_job
 from trainer_backend.job_docs import configuration_markdown
@@ -66,13 +64,6 @@ def test_python_blocks_run(page: str, block: str):
         [sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{page}: {done.stderr}"
-
-
-def test_every_route_is_documented():
-    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    app = create_app(Settings.model_construct())
-    for path in app.openapi()["paths"]:
-        assert path in pages, f"{path} is in no page"
 
 
 def test_every_plug_in_is_documented():

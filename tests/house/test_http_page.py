@@ -1,63 +1,202 @@
-"""The commands of docs/http.md, sent as they stand there: the answers are those that the page shows."""
+"""The commands of docs/http.md, docs/http/ and docs/dialects.md, sent as they stand, section by section.
+
+The answers are those that the pages show, and every operation of /openapi.json has a request with its answer.
+"""
 
 import json
 import re
 import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
+import pytest
+
+from task_app.app import create_app
 from task_app.plugins import default_plug_boards
-from tests.task_app.counting import running_app
+from task_app.settings import Settings
+from tests.task_app.counting import KEY, running_app
 
-PAGE = (Path(__file__).parents[2] / "docs/http.md").read_text(encoding="utf-8")
-
-
-def section(title: str) -> str:
-    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def blocks(language: str, text: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "http.md", *sorted((DOCS / "http").glob("*.md")), DOCS / "dialects.md")
+KINDS = {".html": "text/html", ".png": "image/png", ".gif": "image/gif"}
+# What an answer tells, and a later command names as `<env_id>` and so on.
+TOLD = ("env_id", "policy_id", "session_id", "snapshot", "snapshot_id", "tool_calls")
 
 
-def requests(text: str) -> list[tuple[str, dict[str, Any] | None]]:
-    """Path and body of every curl command, in order."""
-    console = "\n".join(blocks("console", text)).replace("\\\n", "")
-    found = []
-    for words in map(shlex.split, console.split("$ ")):
-        if words[:2] == ["curl", "-s"]:
-            url = urlsplit("http://" + words[2])
-            body = json.loads(words[words.index("-d") + 1]) if "-d" in words else None
-            found.append((f"{url.path}?{url.query}", body))
+@dataclass
+class Command:
+    """One `ask` or `curl -s`, and what is shown of its answer: JSON, lines of text, or a file's kind."""
+
+    method: str
+    path: str
+    headers: dict[str, str] = field(default_factory=dict)
+    user: str | None = None
+    body: str | None = None
+    shown: Any = None
+
+    @property
+    def template_path(self) -> str:
+        return self.path.partition("?")[0]
+
+
+def sections() -> dict[str, str]:
+    found = {}
+    for page in PAGES:
+        for part in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+            found[f"{page.name}: {part.splitlines()[0]}"] = part
+    return {title: text for title, text in found.items() if commands(text)}
+
+
+def commands(text: str) -> list[Command]:
+    """In order. A block of answers belongs to the last commands of the block above it, one to one."""
+    found: list[Command] = []
+    for language, block in re.findall(r"```(console|json|text)\n(.*?)```", text, re.S):
+        if language == "console":
+            found += [one for line in block.removeprefix("$ ").split("\n$ ") if (one := command(line))]
+            continue
+        answers = list(documents(block)) if language == "json" else [block.splitlines()]
+        assert len(answers) <= len(found), f"more answers than commands: {block}"
+        for one, answer in zip(found[len(found) - len(answers) :], answers, strict=True):
+            assert one.shown is None, f"{one.path} has two answers"
+            one.shown = answer
     return found
 
 
-def shown(part: Any, answer: Any) -> Any:
-    """The answer, cut down to the keys that the page shows."""
-    if isinstance(part, dict) and isinstance(answer, dict):
-        return {key: shown(part[key], answer[key]) for key in part if key in answer}
+def command(line: str) -> Command | None:
+    words = iter(shlex.split(line.replace("\\\n", "")))
+    first = next(words)
+    if first == "curl" and next(words) == "-s":
+        found = Command("GET", next(words).removeprefix("localhost:8001"))
+    elif first == "ask":
+        found = Command("GET", next(words), {"X-API-Key": KEY, "Content-Type": "application/json"})
+    else:
+        return None
+    for option in words:
+        value = next(words)
+        match option:
+            case "-d":
+                found.body, found.method = value, "POST"
+            case "-X":
+                found.method = value
+            case "-H":
+                found.headers |= [value.split(": ", 1)]
+            case "-u":
+                found.user = value.replace("$ENVIRONMENT_API_KEY", KEY)
+            case "-o":
+                found.shown = KINDS[Path(value).suffix]
+            case _:
+                raise AssertionError(f"{line}: what is {option}?")
+    return found
+
+
+def documents(block: str) -> Iterator[Any]:
+    """A block may hold several answers, one after the other."""
+    text = block.strip()
+    while text:
+        value, end = json.JSONDecoder().raw_decode(text)
+        yield value
+        text = text[end:].strip()
+
+
+async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, httpx.Response, Any]]:
+    """Every command of a section with its answer, and what the page says of it, ids filled in."""
+    del client.headers["X-API-Key"]
+    told, found = {}, []
+    for one in commands(text):
+        answer = await client.request(
+            one.method,
+            filled(one.path, told),
+            headers=one.headers,
+            auth=tuple(one.user.split(":")) if one.user else None,
+            content=filled(one.body, told) if one.body is not None else None,
+        )
+        if "json" in answer.headers["content-type"] and isinstance(answer.json(), dict):
+            known = answer.json() | (answer.json().get("metadata") or {})
+            told |= {name: known[name] for name in TOLD if name in known}
+        shown = json.loads(filled(json.dumps(one.shown), told)) if one.shown is not None else None
+        found.append((one, answer, shown))
+    return found
+
+
+def filled(text: str, told: dict[str, Any]) -> str:
+    for name, value in told.items():
+        text = text.replace(f"<{name}>", value if isinstance(value, str) else json.dumps(value))
+    return text
+
+
+def cut(shown: Any, answer: Any) -> Any:
+    """The answer, as little of it as the page shows."""
+    if isinstance(shown, dict) and isinstance(answer, dict):
+        return {key: cut(part, answer[key]) for key, part in shown.items() if key in answer}
+    if isinstance(shown, list) and isinstance(answer, list):
+        if shown[-1:] == ["..."]:
+            return [*map(cut, shown[:-1], answer), "..."]
+        return [*map(cut, shown, answer)] if len(shown) == len(answer) else answer
+    if isinstance(shown, str) and isinstance(answer, str):
+        is_name = re.fullmatch("<[a-z_]+>", shown)
+        begins_so = shown.endswith("...") and answer.startswith(shown.removesuffix("..."))
+        return shown if is_name or begins_so else answer
     return answer
 
 
-async def test_the_decisions_by_hand_earn_what_the_page_shows():
-    text = section("A decision by hand")
-    (create, wanted), *steps = requests(text)
-    pages = [json.loads(block) for block in blocks("json", text)]
+@pytest.mark.parametrize("title", sections())
+async def test_the_answers_are_those_that_the_page_shows(title):
     async with running_app(default_plug_boards()) as client:
-        env_id = (await client.post(create, json=wanted)).json()["env_id"]
-        answers = [(await client.post(path, json={**body, "env_id": env_id})).json() for path, body in steps]
-    assert [shown(page, answer) for page, answer in zip(pages, answers, strict=True)] == pages
+        for one, answer, shown in await played(client, sections()[title]):
+            kind = answer.headers["content-type"].partition(";")[0]
+            if kind in KINDS.values():
+                assert (answer.status_code, kind) == (200, shown)
+            elif kind == "text/plain":
+                assert set(shown) <= set(answer.text.splitlines())
+            elif shown is not None:
+                assert cut(shown, answer.json()) == shown, (one.method, one.path)
+            refusal = isinstance(shown, dict) and isinstance(shown.get("status"), int)
+            assert answer.status_code == shown["status"] if refusal else answer.is_success, answer.text
+
+
+OPERATIONS = [
+    (method.upper(), path)
+    for path, item in create_app(Settings.model_construct()).openapi()["paths"].items()
+    for method in item
+]
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_every_operation_has_a_request_and_an_answer(method, path):
+    asked = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))
+    assert any(
+        one.method == method and one.shown is not None and re.fullmatch(asked, one.template_path)
+        for text in sections().values()
+        for one in commands(text)
+    ), f"{method} {path}: docs/http.md and its pages show no request with an answer"
+
+
+@pytest.mark.parametrize(
+    ("title", "paths"),
+    [
+        ("http.md: A decision by hand", {"/env/step"}),
+        ("sessions.md: Snapshots and branches", {"/env/snapshot", "/env/restore", "/policy/snapshot"}),
+    ],
+)
+async def test_every_key_of_these_answers_is_named(title, paths):
+    text = sections()[title]
+    async with running_app(default_plug_boards()) as client:
+        answers = [answer for one, answer, _ in await played(client, text) if one.path in paths]
+    assert len(answers) >= len(paths)
     for answer in answers:
-        assert set(answer) <= set(re.findall(r"`(\w+)`", text)), "a key of the answer is not named"
-    assert [answer["metadata"]["decision_rewards"]["unique_delta"] for answer in answers] == [1, 0]
+        assert set(answer.json()) <= set(re.findall(r"[`\"](\w+)[`\"]", text))
 
 
-async def test_the_rollout_by_hand_finishes_and_is_acknowledged():
-    (post, wanted), (poll, _), (ack, ids) = requests(section("A rollout by hand"))
+async def test_the_second_of_two_equal_requests_says_that_it_is_a_replay():
     async with running_app(default_plug_boards()) as client:
-        assert (await client.post(post, json=wanted)).status_code == 202
-        (rollout,) = (await client.get(poll)).json()["rollouts"]
-        acked = (await client.post(ack, json=ids)).json()["acked"]
-    assert rollout["status"] == "finished"
-    assert acked == [rollout["rollout_id"]]
+        _, *steps = await played(client, sections()["http.md: Sent twice, done once"])
+    assert ["idempotency-replayed" in answer.headers for _, answer, _ in steps] == [False, True]
+
+
+async def test_a_refusal_shows_every_key_that_a_problem_can_have():
+    async with running_app(default_plug_boards()) as client:
+        ((_, answer, shown),) = await played(client, sections()["http.md: Errors"])
+    assert answer.json() == shown

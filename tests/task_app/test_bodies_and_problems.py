@@ -7,12 +7,23 @@ import pytest
 from shared_schemas.problem import Problem
 from tests.task_app.counting import PlannedPolicy, boards, running_app
 
+JSON = {"Content-Type": "application/json"}
+
 
 def problem(answer):
     assert answer.headers["content-type"] == "application/problem+json"
     one = Problem.model_validate_json(answer.content)
     assert one.status == answer.status_code
     return one
+
+
+@pytest.mark.parametrize("digits", [100, 4_300])
+async def test_a_long_number_is_shown_in_part(digits):
+    async with running_app() as client:
+        body = f'{{"env_name": "counting", "seed": {"9" * digits}}}'
+        one = problem(await client.post("/env/create", content=body, headers=JSON))
+    assert (one.status, one.where) == (422, "seed")
+    assert one.detail.endswith("; found " + "9" * 80 + "...")
 
 
 async def test_unknown_paths_and_methods_are_problems():

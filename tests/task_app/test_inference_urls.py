@@ -35,6 +35,22 @@ def test_a_base_url_is_completed_and_its_query_kept(given, full):
         "http://evil.example/?h=localhost",
         "http://evil.example#localhost",
         "http://0.0.0.0:1",
+        # Other spellings of loopback: an operator who lists none of them allows none of them.
+        "http://2130706433/",
+        "http://0x7f000001/",
+        "http://017700000001/",
+        "http://127.1/",
+        "http://[::ffff:127.0.0.1]/",
+        "http://[0:0:0:0:0:0:0:1]/",
+        "http://[::1%25eth0]/",
+        "http://localhost./",
+        "http://①27.0.0.1/",
+        # What another parser might take for a listed host.
+        "http://127.0.0.1\t.evil.example",
+        "http://127.0.0.1\\.evil.example",
+        "http://127.0.0.1%2eevil.example",
+        "http://evil.example#@127.0.0.1",
+        "http://evil.example?@127.0.0.1",
     ],
 )
 def test_a_host_that_is_not_listed_is_refused(given):
@@ -45,7 +61,8 @@ def test_a_host_that_is_not_listed_is_refused(given):
 @pytest.mark.parametrize(
     "given",
     ["", "localhost:1", "ftp://localhost", "file:///etc/passwd", "http://", "http://localhost:x", "http://[::1",
-     "http://localhost:0", " http://localhost", "http://user:secret@localhost"],
+     "http://localhost:0", " http://localhost", "http://user:secret@localhost", "http://[::1]evil.example/",
+     "http://127.0.0.1\\@evil.example", "http:127.0.0.1", "http://127.0.0.1:65536"],
 )  # fmt: skip
 def test_what_is_no_url_is_refused_without_repeating_it(given):
     with pytest.raises(InvalidRequest) as caught:

@@ -1,10 +1,13 @@
 """/info and /task_info: both known shapes at once."""
 
+import asyncio
+
 import pytest
 
 from task_app.plugins import default_plug_boards
 from task_app.settings import Settings
 from tests.task_app.counting import boards, running_app
+from tests.task_app.slow import Gates, slow_boards
 
 
 async def test_info_shows_the_service_its_limits_and_its_plug_ins():
@@ -12,10 +15,11 @@ async def test_info_shows_the_service_its_limits_and_its_plug_ins():
         info = (await client.get("/info")).json()
     assert set(info) >= {"service", "dataset", "rubrics", "inference", "capabilities", "limits"}
     assert info["service"]["base_url"] == "http://task-app"
-    assert info["service"]["endpoints"]["env"][0] == "/env/create"
+    assert "/env/create" in info["service"]["endpoints"]["env"]
+    assert {"env", "policy", "rollout", "branch", "run"} <= set(info["service"]["endpoints"])
     assert "base_url" in info["inference"]
     assert info["limits"]["max_rollouts_per_request"] == 77
-    assert set(info["limits"]) == set(Settings.model_fields) - {"api_keys"}
+    assert set(info["limits"]) == set(Settings.model_fields) - {"api_keys", "state_dir"}
     assert info["environments"]["counting"]["properties"]["length"]["default"] == 1_000
     assert info["capabilities"]["policies"] == ["openai", "planned"]
 
@@ -32,6 +36,7 @@ async def test_task_info_without_a_seed_describes_the_set():
     async with running_app() as client:
         taskset = (await client.get("/task_info")).json()["taskset"]
     assert (taskset["id"], taskset["seed_range"]) == ("counting_procedural", [0, 2**31 - 2])
+    assert taskset["config"] == {"length": 1_000}
 
 
 async def test_one_seed_gives_a_task_and_several_a_list():
@@ -44,6 +49,21 @@ async def test_one_seed_gives_a_task_and_several_a_list():
         "step 0",
     )
     assert [task["dataset"]["seed"] for task in several] == [4, 5, 6]
+
+
+async def test_a_task_whose_world_hangs_is_counted_among_the_plug_ins_that_do():
+    gates = Gates()
+    gates.reset.clear()
+    async with running_app(slow_boards(gates), plugin_stuck_after_s=0.01, max_plugin_threads=1) as client:
+        params = {"env_name": "slow", "seed": 1}
+        hanging = asyncio.create_task(client.get("/task_info", params=params))
+        while client._transport.app.state.services.threads.stuck == 0:
+            await asyncio.sleep(0)
+            assert not hanging.done()
+        refused = await client.get("/task_info", params=params)
+        gates.reset.set()
+        assert (await hanging).status_code == 200
+    assert (refused.status_code, refused.json()["code"]) == (429, "capacity_reached")
 
 
 @pytest.mark.parametrize(

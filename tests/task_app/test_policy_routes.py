@@ -6,6 +6,7 @@ import pytest
 
 from tests.task_app.counting import running_app
 from tests.task_app.fake_inference import calling, fake_inference, status, tokens
+from tests.task_app.slow import Gates, slow_boards
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
 CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
@@ -39,6 +40,24 @@ async def test_a_bound_policy_and_its_environment_play_together():
         second = (await asked(client, policy_id)).json()
         assert second["meta"]["decision_rewards"] == record
         assert second["meta"]["turn"] == 2
+
+
+async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
+    gates = Gates()
+    async with running_app(slow_boards(gates)) as client:
+        env_id = (await client.post("/env/create", json={"env_name": "slow"})).json()["env_id"]
+        policy_id = await policy_id_of(client, bound_env_id=env_id)
+        step = {"env_id": env_id, "tool_calls": CALLS}
+        gates.entered.clear()
+        stepping = asyncio.create_task(client.post("/env/step", json=step))
+        await asyncio.to_thread(gates.entered.wait, 10.0)
+        deciding = asyncio.create_task(asked(client, policy_id, dry_run=True))
+        for _ in range(100):
+            await asyncio.sleep(0)  # long enough for an answer, if it did not wait
+        gates.step.set()
+        assert (await stepping).status_code == 200
+        messages = (await deciding).json()["meta"]["messages"]
+    assert messages[-1]["content"] == "step 1 past=1"
 
 
 async def test_without_the_switches_meta_has_no_decision_rewards():
@@ -180,7 +199,7 @@ async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
         ),
         (
             {"policy_name": "openai", "config": {"inference_url": "http://evil.example", "model": "m"}},
-            "config",
+            "config.inference_url",
             422,
         ),
     ],

@@ -1,5 +1,6 @@
 """`python -m task_app` as a process of its own, over real sockets."""
 
+import json
 import os
 import signal
 import socket
@@ -81,7 +82,10 @@ def test_a_life_of_the_service():
 
 
 def test_a_stop_ends_a_running_rollout_and_answers_who_waits_for_it():
-    with socket.create_server(("127.0.0.1", 0)) as silent, task_app() as (process, client):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        task_app(TURNWISE_DRAIN_S="0.5") as (process, client),
+    ):
         config = {"inference_url": f"http://127.0.0.1:{silent.getsockname()[1]}", "model": "m"}
         policy = {"policy_name": "openai", "config": config}
         client.post("/rollouts", json={"rollouts": [crafter("slow", policy=policy)]})
@@ -96,7 +100,9 @@ def test_a_stop_ends_a_running_rollout_and_answers_who_waits_for_it():
             answer = poll.makefile("rb").read()
             assert process.wait(15) == 0
     assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert b'"unfinished":1' in answer
+    page = json.loads(answer.partition(b"\r\n\r\n")[2])
+    (ended,) = page["rollouts"]
+    assert (page["unfinished"], ended["status"], ended["failure"]["code"]) == (0, "cancelled", "cancelled")
 
 
 def _times(steps):
@@ -110,7 +116,7 @@ def test_the_service_ends_with_its_parent_and_its_log_has_a_line_an_event_and_no
         client.get("/info", headers={"X-API-Key": "nope"})
         _, log = process.communicate(timeout=15)  # closes its stdin
     assert process.returncode == 0
-    assert [line for line in log.splitlines() if "rollout_finished" in line and "rollout=a" in line]
+    assert [line for line in log.splitlines() if "rollout_finished" in line and "rollout_id=a" in line]
     assert KEY not in log
     assert "Traceback" not in log
 

@@ -9,12 +9,19 @@ from shared_schemas.problem import Problem
 from trainer_backend.errors import TaskAppError
 
 _INVALID = 422
+_ITS_OWN_FAULT = 500
 
 
 class CursorExpired(TaskAppError):
     """The task app was started anew since the cursor was given; what it had accepted is lost."""
 
     code = "cursor_expired"
+
+
+class TaskAppLost(TaskAppError):
+    """The task app does not answer, or only with errors of its own; others may, and it may come back."""
+
+    code = "task_app_lost"
 
 
 class Refused(TaskAppError):
@@ -52,6 +59,8 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
     """The error that an answer with an error status stands for; `sentence` tells it."""
     if isinstance(answer, dict) and answer.get("code") == CursorExpired.code:
         return CursorExpired(sentence)
+    if status >= _ITS_OWN_FAULT and not is_final(answer):
+        return TaskAppLost(sentence)
     if status != _INVALID:
         return TaskAppError(sentence)
     try:

@@ -17,10 +17,11 @@ from shared_schemas.rollouts import (
     RolloutRequest,
     RolloutsAccepted,
 )
-from trainer_backend.collect.answers import first_finding, is_final, json_in, refusal, told_by
+from trainer_backend.collect.answers import TaskAppLost, first_finding, is_final, json_in, refusal, told_by
 from trainer_backend.errors import TaskAppError
 
-_ATTEMPTS = 6
+# Few: a rollout can be had from another task app, and a lost one is looked for again.
+_ATTEMPTS = 4
 _SUBMIT_AT_ONCE = 64
 _ACK_AT_ONCE = 1024
 _LATER = (429, 502, 503, 504)
@@ -30,6 +31,26 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 class _Unreachable(Exception):
     """The request may be sent again: nothing answered, or the server said 'later'."""
+
+
+class _Limits(OpenBody):
+    max_concurrent_rollouts: int = Field(ge=1)
+
+
+class _Service(OpenBody):
+    instance_id: str
+
+
+class About(OpenBody):
+    """What a trainer wants to know of GET /info.
+
+    Attributes:
+        service: `instance_id` names the process: after a restart it is another.
+        limits: `max_concurrent_rollouts` is how many it runs at a time.
+    """
+
+    service: _Service
+    limits: _Limits
 
 
 class _Created(OpenBody):
@@ -43,17 +64,20 @@ class TaskAppClient:
         url: its address, such as http://127.0.0.1:8001
         api_key: sent as X-API-Key.
         timeout_s: deadline of one request, on top of the time that a long poll asks for.
+        name: `host:port` that the address was looked up by (`addresses.Address.name`), if it was.
     """
 
-    def __init__(self, url: str, api_key: SecretStr, *, timeout_s: float) -> None:
+    def __init__(self, url: str, api_key: SecretStr, *, timeout_s: float, name: str = "") -> None:
         self.url = url.rstrip("/")
         self.api_key = api_key
+        self.name = name
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            headers={"X-API-Key": self.api_key.get_secret_value()},
+            headers={"X-API-Key": self.api_key.get_secret_value()}
+            | ({"Host": self.name} if self.name else {}),
             connector=aiohttp.TCPConnector(limit=16),
         )
         return self
@@ -64,22 +88,29 @@ class TaskAppClient:
         if self._session is not None:
             await self._session.close()
 
-    async def task_info(self) -> dict[str, Any]:
-        """What this task app hosts; also the proof that it is up and that the key is right."""
-        answer = await self._call("GET", "/task_info")
-        return answer if isinstance(answer, dict) else {}
+    async def about(self, *, attempts: int = _ATTEMPTS) -> About:
+        """Which process this is, and its bounds; also the proof that it is up and that the key is right."""
+        return await self._answer(About, "GET", "/info", attempts=attempts)
 
-    async def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Ask for rollouts, in slices. Sending the same requests twice is harmless."""
+    async def submit(self, requests: Sequence[RolloutRequest]) -> str:
+        """Ask for rollouts, in slices. Sending the same requests twice is harmless.
+
+        Returns:
+            The instance_id of the process that accepted the last of them.
+        """
+        instance_id = ""
         for first in range(0, len(requests), _SUBMIT_AT_ONCE):
             batch = RolloutBatch(rollouts=tuple(requests[first : first + _SUBMIT_AT_ONCE]))
-            await self._answer(RolloutsAccepted, "POST", "/rollouts", body=_wire(batch))
+            accepted = await self._answer(RolloutsAccepted, "POST", "/rollouts", body=_wire(batch))
+            instance_id = accepted.instance_id
+        return instance_id
 
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
         """Everything that ended since `cursor`; waits up to `wait_s` for at least one.
 
         Raises:
             CursorExpired: the cursor is of a process that has ended; poll without one.
+            TaskAppLost: it does not answer, within the budget.
             TaskAppError: anything else that went wrong.
         """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
@@ -131,15 +162,16 @@ class TaskAppClient:
         body: Any = None,
         params: dict[str, str] | None = None,
         extra_s: float = 0.0,
+        attempts: int = _ATTEMPTS,
     ) -> Any:
         try:
             async for attempt in stamina.retry_context(
-                on=_Unreachable, attempts=_ATTEMPTS, timeout=self._timeout_s, wait_max=2.0
+                on=_Unreachable, attempts=attempts, timeout=self._timeout_s, wait_max=2.0
             ):
                 with attempt:
                     return await self._once(method, path, body, params, self._timeout_s + extra_s)
         except _Unreachable as error:
-            raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
+            raise TaskAppLost(f"{self.url}: {method} {path}: {error}") from error
         raise AssertionError("retry_context returns or raises")
 
     async def _once(
@@ -149,8 +181,9 @@ class TaskAppClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10.0)
         try:
             async with self._session.request(
-                method, self.url + path, json=body, params=params, timeout=timeout
-            ) as reply:
+                method, self.url + path, json=body, params=params, timeout=timeout,
+                server_hostname=self._certified,
+            ) as reply:  # fmt: skip
                 status, text = reply.status, await reply.text(errors="replace")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
@@ -166,6 +199,11 @@ class TaskAppClient:
         if answer is None:
             raise TaskAppError(f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}")
         return answer
+
+    @property
+    def _certified(self) -> str | None:
+        """Whom a certificate must be for, where that is not the host of the URL."""
+        return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None
 
 
 def _wire(batch: RolloutBatch) -> dict[str, Any]:

@@ -1,40 +1,46 @@
 """Collects planned rollouts from one or several task apps until each has ended.
 
 An episode that ended for a reason of the policy's is data. Only infrastructure fails a rollout; such a one
-is planned once more with the same seeds, then left out and counted.
+is planned once more with the same seeds, then left out and counted. A task app that does not answer any more
+is infrastructure too: what it had goes to the others (work.py), and back again it takes work again (lane.py).
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.plan import shared_out
-from trainer_backend.collect.share import Collection, Progress, Share, Tally
+from trainer_backend.collect.answers import TaskAppLost
+from trainer_backend.collect.apps import App, TaskApps
+from trainer_backend.collect.collection import Collection, Progress, Tally, joined
+from trainer_backend.collect.lane import Lane, first_of
+from trainer_backend.collect.work import Desk, Work
 from trainer_backend.errors import TaskAppError
 
 __all__ = ["Collection", "Collector", "Progress", "joined"]
 
-# For cancelling what runs at the task apps, when a collection ends early.
-_ABANDON_S = 5.0
+# For cancelling what runs at the task apps, when a collection ends. One that does not answer forgets by
+# itself, after its expiry time.
+_LAST_WORD_S = 5.0
 
 
 class Collector:
-    """Asks the task apps in `clients`; each gets its share of every group.
+    """Asks the task apps in `apps`: the fast ones for more, each for whole groups where that can be.
 
     Args:
         timeout_s: deadline of one collection.
         max_running: rollouts that may be submitted and unfinished at a time, over all task apps; None is all.
+        clock: seconds that only grow.
     """
 
     def __init__(
-        self, clients: Sequence[TaskAppClient], *, timeout_s: float, max_running: int | None = None
-    ) -> None:
-        if not clients:
+        self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        if not apps.members:
             raise ValueError("a collector needs at least one task app")
-        # With fewer places than task apps, some are not asked.
-        self._clients = tuple(clients)[:max_running]
+        self._apps, self._clock = apps, clock
         self._timeout_s, self._max_running = timeout_s, max_running
 
     async def collect(
@@ -45,64 +51,96 @@ class Collector:
         Whatever ends it early, a cancellation too: what still runs at the task apps is cancelled there.
 
         Raises:
-            TaskAppError: a task app is gone or refuses, or `timeout_s` has passed.
+            TaskAppLost: none of the task apps answers, and none has come back in time.
+            TaskAppError: a task app refuses, or `timeout_s` has passed.
         """
         if not requests:
             return Collection(())
         tally = Tally(len(requests), progress)
-        shares = self._shares(requests, tally)
+        work = Work(requests, places=self._max_running or len(requests), tally=tally, clock=self._clock)
+        crew = _Crew(self._apps, work)
         try:
-            await self._all(shares)
+            async with asyncio.timeout(self._timeout_s):
+                await crew.work_off()
+            await crew.each(Lane.tidy)
         except BaseException as error:
-            await _abandon(shares)
+            await crew.each(Lane.abandon)
             if isinstance(error, TimeoutError):
                 raise TaskAppError(
-                    f"{len(requests) - tally.ended} of {len(requests)} rollouts were not finished within "
-                    f"{self._timeout_s:g} s (services.iteration_timeout_s)"
+                    f"{tally.missing} within {self._timeout_s:g} s (services.iteration_timeout_s)"
                 ) from error
             raise
-        return tally.collection()
+        return tally.collection({desk.app.label: desk.figures() for desk in work.desks})
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
         """Let the task apps forget what is stored. Each app ignores ids that it does not know."""
         ids = [rollout.rollout_id for rollout in rollouts]
         if ids:
-            await asyncio.gather(*(client.ack(run_id, ids) for client in self._clients))
+            await asyncio.gather(*(self._ack(app, run_id, ids) for app in self._apps.members))
 
-    def _shares(self, requests: Sequence[RolloutRequest], tally: Tally) -> list[Share]:
-        apps = len(self._clients)
-        places = self._max_running or len(requests)
-        return [
-            Share(client, part, window=places // apps + (number < places % apps), tally=tally)
-            for number, (client, part) in enumerate(
-                zip(self._clients, shared_out(requests, apps), strict=True)
-            )
-            if part
-        ]
-
-    async def _all(self, shares: Sequence[Share]) -> None:
+    async def _ack(self, app: App, run_id: str, ids: Sequence[str]) -> None:
+        if app.lost is not None:
+            return
         try:
-            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
-                for share in shares:
-                    group.create_task(share.collect())
+            await app.client.ack(run_id, ids)
+        except TaskAppLost as error:
+            # What it keeps it forgets by itself, after its expiry time. The next collection looks for it.
+            app.lost = str(error)
+            self._apps.tell(f"task app lost: {error}")
+
+
+class _Crew:
+    """A lane for each task app, in one collection."""
+
+    def __init__(self, apps: TaskApps, work: Work) -> None:
+        self._apps, self._work = apps, work
+        self._changed = asyncio.Event()
+        self._lanes: list[Lane] = []
+
+    async def work_off(self) -> None:
+        """Until every rollout has ended, or no task app answers for too long."""
+        try:
+            async with asyncio.TaskGroup() as group:
+
+                def take_on(app: App) -> asyncio.Task[None]:
+                    desk = Desk(app)
+                    self._work.desks.append(desk)
+                    self._lanes.append(Lane(self._apps, desk, self._work, self._changed))
+                    return group.create_task(self._lanes[-1].run())
+
+                tasks = [take_on(app) for app in self._apps.members]
+                found = self._apps.keep_looking_up(lambda app: tasks.append(take_on(app)))
+                tasks += [group.create_task(found), group.create_task(self._refuse_to_wait_for_ever())]
+                self._work.deal()
+                await self._work.done.wait()
+                for task in tasks:
+                    task.cancel()
         except BaseExceptionGroup as errors:
-            # One is enough for the user; its own cause must not be replaced by the group.
-            first = errors.exceptions[0]
-            raise first from first.__cause__
+            first = first_of(errors)
+            raise first from first.__cause__  # which the group must not replace
 
+    async def each(self, last: Callable[[Lane], Awaitable[None]]) -> None:
+        """The last word to each task app, within a bound: what it is not told it finds out by itself."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                await asyncio.gather(*(last(lane) for lane in self._lanes))
 
-def joined(rounds: Sequence[Collection]) -> Collection:
-    """The collections of one iteration as one, in the order of its rounds."""
-    return Collection(
-        tuple(rollout for part in rounds for rollout in part.rollouts),
-        tuple(rollout for part in rounds for rollout in part.failed),
-        sum((part.failures for part in rounds), Counter()),
-    )
+    async def _refuse_to_wait_for_ever(self) -> None:
+        """
+        Raises:
+            TaskAppLost: none of the task apps has answered for `lost_wait_s`; with the last answer of each.
+        """
+        while True:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(None if self._any_answers else self._apps.lost_wait_s):
+                    await self._changed.wait()
+            except TimeoutError as error:
+                raise TaskAppLost(
+                    f"no task app answers, for {self._apps.lost_wait_s:g} s (services.task_app_wait_s): "
+                    f"{self._apps.answers()}; {self._work.tally.missing}"
+                ) from error
 
-
-async def _abandon(shares: Sequence[Share]) -> None:
-    try:
-        async with asyncio.timeout(_ABANDON_S):
-            await asyncio.gather(*(share.abandon() for share in shares))
-    except TimeoutError:
-        return  # the task app does not answer; it forgets by itself, after its expiry time
+    @property
+    def _any_answers(self) -> bool:
+        return any(lane.answers for lane in self._lanes)

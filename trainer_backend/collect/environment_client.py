@@ -8,6 +8,7 @@ import httpx
 from pydantic import SecretStr
 
 from shared_schemas.messages import ToolCall
+from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.errors import TaskAppError
 
 _NOT_FOUND = 404
@@ -17,20 +18,21 @@ class EnvironmentClient:
     """Use as an async context manager: it creates the environment, and terminates it at the end.
 
     Args:
-        url, api_key: of the task app.
+        url, api_key, name: of the task app, as its TaskAppClient has them.
         env_name, config, seed: what to create.
         timeout_s: deadline of one request.
     """
 
     def __init__(
         self, url: str, api_key: SecretStr, *, env_name: str, config: Mapping[str, Any], seed: int,
-        timeout_s: float,
+        timeout_s: float, name: str = "",
     ) -> None:  # fmt: skip
         self._url = url
         self._wanted = {"env_name": env_name, "config": dict(config), "seed": seed}
-        self._http = httpx.AsyncClient(
-            base_url=url, headers={"X-API-Key": api_key.get_secret_value()}, timeout=timeout_s
-        )
+        headers = {"X-API-Key": api_key.get_secret_value()} | ({"Host": name} if name else {})
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s)
+        # Whom a certificate must be for, where that is not the host of the URL.
+        self._extensions = {"sni_hostname": name.rpartition(":")[0]} if name else {}
         self._env_id = ""
 
     async def __aenter__(self) -> Self:
@@ -51,7 +53,11 @@ class EnvironmentClient:
             await self._http.aclose()
 
     async def step(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """Carry out one decision; the answer of POST /env/step."""
+        """Carry out one decision; the answer of POST /env/step.
+
+        Raises:
+            TaskAppLost: the task app does not answer, or with an error of its own; another one may.
+        """
         wire = [call.model_dump(mode="json") for call in calls]
         return await self._post("/env/step", {"env_id": self._env_id, "tool_calls": wire})
 
@@ -78,12 +84,14 @@ class EnvironmentClient:
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
-            return await self._http.request(method, path, **options)
+            return await self._http.request(method, path, extensions=self._extensions, **options)
         except httpx.HTTPError as error:
             told = str(error) or type(error).__name__
-            raise TaskAppError(f"{self._url}: {method} {path}: {told}") from error
+            raise TaskAppLost(f"{self._url}: {method} {path}: {told}") from error
 
     def _check(self, method: str, path: str, reply: httpx.Response) -> None:
         if reply.is_error:
             told = f"status {reply.status_code}: {reply.text[:200]}"
-            raise TaskAppError(f"{self._url}: {method} {path}: {told}")
+            raise (TaskAppLost if reply.is_server_error else TaskAppError)(
+                f"{self._url}: {method} {path}: {told}"
+            )

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
-from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, SeedStart
+from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, Start
 from trainer_backend.core.seeds import (
     cycled_worlds,
     derived_seed,
@@ -175,7 +175,7 @@ class Planner:
             iteration=iteration,
             group_id=f"{stage}/{iteration}/{group}",
             sibling=sibling,
-            start=SeedStart(seed=world),
+            start=Start(seed=world),
             env=EnvSpec(env_name=rollout.env_name, config=rollout.env_config),
             policy=policy,
             step_rewards=step_rewards or StepRewards(),
@@ -192,8 +192,3 @@ def retried(request: RolloutRequest) -> RolloutRequest:
     attempt = request.attempt + 1
     base = request.rollout_id.partition(":")[0]
     return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}:{attempt}"})
-
-
-def shared_out(requests: Sequence[RolloutRequest], parts: int) -> list[list[RolloutRequest]]:
-    """Deal requests to task apps in turn, so that each gets its share of every group."""
-    return [list(requests[part::parts]) for part in range(parts)]

@@ -4,13 +4,14 @@ Each task app makes the job's environment and a policy of every stage, and lets 
 name or config is told in the first second and by its TOML key, not after the minutes of a warm-up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
-from trainer_backend.collect.answers import Refused
+from trainer_backend.collect.answers import Refused, TaskAppLost
+from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import Planner
 from trainer_backend.errors import JobError
@@ -49,8 +50,8 @@ class _StagePolicy:
         return f"{self.config_key}.{path}" if path else self.config_key
 
 
-async def try_job(planner: Planner, clients: Sequence[TaskAppClient], *, from_scratch: bool) -> None:
-    """Have every task app make what the job will ask for.
+async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> None:
+    """Have every task app that answers make what the job will ask for.
 
     Args:
         planner: with the address that the gateway will have; nobody is asked there.
@@ -58,16 +59,23 @@ async def try_job(planner: Planner, clients: Sequence[TaskAppClient], *, from_sc
 
     Raises:
         JobError: a task app refuses a name or a config; it names the TOML key.
-        TaskAppError: a task app cannot be reached, or fails.
+        TaskAppError: none of the task apps can be reached any more, or one fails.
     """
     policies = _policies(planner, from_scratch=from_scratch)
     first = planner.training(1)[0]
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
-    for client in clients:
-        await _try(client, "env", world, _environment_key)
-        for stage in policies:
-            body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
-            await _try(client, "policy", body, stage.key_of)
+    for app in apps.members:
+        if app.lost is not None:
+            continue  # not there yet; it may come
+        try:
+            await _try(app.client, "env", world, _environment_key)
+            for stage in policies:
+                body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
+                await _try(app.client, "policy", body, stage.key_of)
+        except TaskAppLost as error:
+            app.lost = str(error)
+            apps.tell(f"task app lost: {error}")
+    apps.refuse_if_none_answers()
 
 
 def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:

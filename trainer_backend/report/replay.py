@@ -7,11 +7,13 @@ a replay that departs from it is refused, because its pictures would show anothe
 import asyncio
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared_schemas.trajectory import StepData, Trajectory
+from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.environment_client import EnvironmentClient
 from trainer_backend.errors import TaskAppError
@@ -45,11 +47,18 @@ def played_frames(job: JobConfig, episode: Trajectory, turns: Collection[int]) -
 
 async def _with_task_app(job: JobConfig, episode: Trajectory, turns: Collection[int]) -> list[Frame]:
     with tempfile.TemporaryDirectory() as folder:
-        async with task_apps(job, Path(folder) / "task_app.log") as clients:
-            return await replay(
-                clients[0], episode, turns,
-                config=job.rollout.env_config, timeout_s=job.services.request_timeout_s,
-            )  # fmt: skip
+        async with task_apps(job, Path(folder) / "task_app.log") as apps:
+            for client in apps[:-1]:
+                with suppress(TaskAppLost):  # the next one plays it from its beginning
+                    return await _replay(job, client, episode, turns)
+            return await _replay(job, apps[-1], episode, turns)
+
+
+async def _replay(
+    job: JobConfig, client: TaskAppClient, episode: Trajectory, turns: Collection[int]
+) -> list[Frame]:
+    timeout_s = job.services.request_timeout_s
+    return await replay(client, episode, turns, config=job.rollout.env_config, timeout_s=timeout_s)
 
 
 async def replay(
@@ -69,7 +78,7 @@ async def replay(
     frames = []
     async with EnvironmentClient(
         client.url, client.api_key, env_name=episode.env_name, config=config, seed=episode.seed,
-        timeout_s=timeout_s,
+        timeout_s=timeout_s, name=client.name,
     ) as environment:  # fmt: skip
         if 0 in wanted:
             frames.append(Frame(0, await environment.frame(FRAME_SIDE)))

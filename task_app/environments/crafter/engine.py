@@ -129,8 +129,13 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         others = cast("list[Being]", world.things[1:])  # before the player acts: a new plant waits a step
         player.update(world, action)
         px, py = player.x, player.y
+        west, east = px - UPDATE_RADIUS, px + UPDATE_RADIUS  # tells most of the far ones at once
         # A thing is moved by its own update only, so who is near can be settled before the first update.
-        near = [being for being in others if abs(being.x - px) + abs(being.y - py) < UPDATE_RADIUS]
+        near = [
+            being
+            for being in others
+            if west < being.x < east and abs(being.x - px) + abs(being.y - py) < UPDATE_RADIUS
+        ]
         for being in near:
             being.update(world, player)
         if self._step % BALANCE_EVERY == 0:

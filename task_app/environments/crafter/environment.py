@@ -1,6 +1,7 @@
 """Crafter as an `Environment`: the engine's numbers become texts and data, tool calls become env steps."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +12,8 @@ from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.environments.crafter import prompt
 from task_app.environments.crafter.calls import InvalidCall, read_actions
-from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
+from task_app.environments.crafter.engine import ACTIONS, RULES, CrafterEngine
+from task_app.environments.crafter.snapshot import pack, unpack
 from task_app.environments.crafter.text import compact_text, full_text
 from task_app.environments.crafter.view import LocalView
 from task_app.errors import EpisodeOver
@@ -20,6 +22,7 @@ from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolR
 # Below this daylight the game draws its picture dark and noisy (stock crafter's own limit).
 DARK_BELOW = 0.5
 VITALS = ("health", "food", "drink", "energy")
+_held = itemgetter(*(name for name in RULES.item_start if name not in VITALS))
 _ACTION_IDS = {name: index for index, name in enumerate(ACTIONS)}
 
 
@@ -37,16 +40,33 @@ class CrafterEnvironment:
     """One episode of Crafter. Equal seeds and calls give equal texts, data and rewards in any process."""
 
     name = "crafter"
+    quick_step = True
     outcome_definition = "number of different achievements unlocked in the episode (0 to 22)"
 
     def __init__(self, config: CrafterConfig | None = None) -> None:
         self.config = config or CrafterConfig()
         self._engine: CrafterEngine | None = None
+        self._told: tuple[float, Mapping[str, Any]] = (0.0, prompt.NO_NEWS)
 
     def reset(self, seed: int) -> Observation:
         self._engine = CrafterEngine(seed, length=self.config.length)
         self._engine.reset()
         return self._observe(0.0, prompt.NO_NEWS)
+
+    def snapshot(self) -> bytes:
+        """About 8 KB; raises EpisodeOver when no episode was started."""
+        reward, news = self._told
+        return pack(self._started_engine(), reward=reward, news=news)
+
+    def restore(self, state: bytes) -> Observation:
+        engine, reward, news = unpack(state)
+        if engine.length != self.config.length:
+            raise ValueError(
+                f"the snapshot's episode is {engine.length} env steps long, this environment's "
+                f"config.length is {self.config.length}"
+            )
+        self._engine = engine
+        return self._observe(reward, news)
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         engine = self._running_engine()
@@ -83,20 +103,22 @@ class CrafterEnvironment:
             EpisodeOver: no episode was started.
             ValueError: a side shorter than 9 pixels.
         """
-        if self._engine is None:
-            raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        return self._engine.frame(width, height)
+        return self._started_engine().frame(width, height)
 
     def outcome_reward(self) -> float:
         """Unique achievements so far; 0 before the first reset."""
         return float(sum(count > 0 for count in self._engine.achievements.values())) if self._engine else 0.0
 
-    def _running_engine(self) -> CrafterEngine:
+    def _started_engine(self) -> CrafterEngine:
         if self._engine is None:
             raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
-        if self._engine.over:
-            raise EpisodeOver()
         return self._engine
+
+    def _running_engine(self) -> CrafterEngine:
+        engine = self._started_engine()
+        if engine.over:
+            raise EpisodeOver()
+        return engine
 
     def _plan(self, calls: Sequence[ToolRequest], invalid_reason: str | None) -> tuple[list[str], str | None]:
         if invalid_reason is not None:
@@ -108,6 +130,7 @@ class CrafterEnvironment:
 
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
         assert self._engine is not None
+        self._told = (reward, news)
         data = observation_data(
             self._engine.view(),
             step=self._engine.step_count,
@@ -129,12 +152,12 @@ class _Before:
 
     def __init__(self, engine: CrafterEngine) -> None:
         self._health = engine.inventory["health"]
-        self._unlocked = {name for name, count in engine.achievements.items() if count}
+        self._counts = dict(engine.achievements)
 
     def news(self, engine: CrafterEngine, *, changed: bool, invalid: str | None) -> dict[str, Any]:
-        unlocked = {name for name, count in engine.achievements.items() if count} - self._unlocked
+        counts = engine.achievements
         return {
-            "unlocked": sorted(unlocked),
+            "unlocked": sorted([name for name in counts if counts[name] and not self._counts[name]]),
             "health_change": int(engine.inventory["health"] - self._health),
             "no_effect": not changed,
             "invalid": invalid,
@@ -157,9 +180,10 @@ def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bo
 def _doings(engine: CrafterEngine) -> tuple[Any, ...]:
     """What an action can change. Without the vitals, which change by themselves; with the counters, which
     tell of a drink at nine or of a tenth stone, and with the health of what is being hit."""
-    held = tuple(count for name, count in engine.inventory.items() if name not in VITALS)
     counts = tuple(engine.achievements.values())
-    return engine.position, engine.facing, engine.sleeping, held, counts, engine.faced_health
+    return (
+        engine.position, engine.facing, engine.sleeping, _held(engine.inventory), counts, engine.faced_health
+    )  # fmt: skip
 
 
 def observation_data(
@@ -167,18 +191,18 @@ def observation_data(
 ) -> dict[str, Any]:
     """`Observation.data`: JSON-able, and never more than the 9x7 view and the status bar show."""
     return {
-        "rows": [list(row) for row in view.rows],
-        "facing": [int(value) for value in view.facing],
+        "rows": [*map(list, view.rows)],
+        "facing": [*view.facing],
         "target": view.target,
         "near": _near(view),
-        "inventory": {name: int(count) for name, count in view.inventory.items()},
-        "position": [int(value) for value in view.position],
-        "sleeping": bool(view.sleeping),
-        "daylight": round(float(view.daylight), 3),
-        "dark": bool(view.daylight < DARK_BELOW),
+        "inventory": dict(view.inventory),
+        "position": [*view.position],
+        "sleeping": view.sleeping,
+        "daylight": round(view.daylight, 3),
+        "dark": view.daylight < DARK_BELOW,
         "step": step,
         "max_steps": max_steps,
-        "achievements": sorted(name for name, count in counts.items() if count),
+        "achievements": sorted([name for name, count in counts.items() if count]),
         "news": dict(news),
     }
 
@@ -188,5 +212,5 @@ def _near(view: LocalView) -> list[str]:
     # Crafter finds nothing there on the world's left and top edge (a quirk that the engine keeps).
     if 0 in view.position:
         return []
-    around = {name for row in view.materials[2:5] for name in row[3:6]}
-    return [name for name in ("table", "furnace") if name in around]
+    around = [row[3:6] for row in view.materials[2:5]]
+    return [name for name in ("table", "furnace") if any(name in row for row in around)]

@@ -1,111 +1,145 @@
-"""A game as JSON-able data, and back: to store it, send it, or start siblings from the same moment.
+"""A game as bytes, and back: to store it, send it, or start siblings from the same moment.
 
-Never pickle: a snapshot may come from outside, so everything in it is checked before a game is built. About
-5 KB, most of it the generator's 624 words, which do not compress.
+Never pickle: a snapshot may come from outside, so everything in it is checked before a game is built. It is
+a line of JSON, then the ground (a byte a cell), then the generator's 624 words (little-endian, 32 bits).
 """
 
-import base64
-import binascii
-import zlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
 
+from task_app.complaints import most_telling
 from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import AREA, CHUNK_COUNT, DIRECTIONS, MATERIAL_COUNT
 from task_app.environments.crafter.objects import BEINGS
 from task_app.environments.crafter.rules import ACHIEVEMENTS, RULES
 from task_app.environments.crafter.state import HIDDEN, MT_WORDS, GameState
 from task_app.environments.crafter.world import ARROW
+from task_app.errors import encodable
 
+FORMAT = 1
+GROUND_BYTES = AREA * AREA
+WORDS_BYTES = 4 * MT_WORDS
 Coordinate = Annotated[int, Field(ge=0, lt=AREA)]
 Small = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Counter = Annotated[float, Field(ge=-(2**31), lt=2**31)]
+Steps = Annotated[int, Field(ge=0, lt=2**31)]
+_MATERIALS = bytes(range(1, MATERIAL_COUNT))
 # kind, x, y, health and what `Being.extra` adds
 THING_LENGTHS = {kind: 4 + len(being(0, 0).extra()) for kind, being in BEINGS.items()}
 
 
-class Snapshot(BaseModel):
-    """The wire form of a game; fields as in `GameState` unless said otherwise.
-
-    `ground` is base64 of zlib of one byte a cell, `words` base64 of 624 little-endian 32-bit words.
-    """
-
+class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    format: Literal[1] = 1
+
+class News(_Part):
+    """What the last decision brought, as the next prompt tells it."""
+
+    unlocked: list[Literal[ACHIEVEMENTS]]  # type: ignore[valid-type]  # the names that the installed game has
+    health_change: Small
+    no_effect: bool
+    invalid: str | None = Field(max_length=100_000)
+
+
+class Head(_Part):
+    """The line of JSON; fields as in `GameState` unless said otherwise.
+
+    `reward` (of the last env step) and `news` are what an observation tells beside the state of the game.
+    """
+
+    format: Literal[1]
     seed: int
-    length: int
-    step: int = Field(ge=0)
+    length: Steps
+    step: Steps
     last_health: Small
-    ground: str = Field(max_length=16_384)
-    things: list[list[Small]] = Field(max_length=AREA * AREA)
+    things: list[list[Small]] = Field(max_length=GROUND_BYTES)
     chunks: list[Annotated[int, Field(ge=0, lt=CHUNK_COUNT)]] = Field(max_length=CHUNK_COUNT)
-    words: str = Field(max_length=4096)
     word_position: int = Field(ge=0, le=MT_WORDS)
     place: tuple[Coordinate, Coordinate]
     facing: tuple[int, int]
     inventory: dict[str, Annotated[int, Field(ge=0, le=99)]]
-    achievements: dict[str, Annotated[int, Field(ge=0)]]
+    achievements: dict[str, Steps]
     sleeping: bool
     hidden: list[Counter] = Field(min_length=len(HIDDEN), max_length=len(HIDDEN))
+    reward: Counter
+    news: News
 
 
-def to_state(engine: CrafterEngine) -> dict[str, Any]:
-    """The game of `engine` as plain JSON-able data.
+def pack(engine: CrafterEngine, *, reward: float, news: Mapping[str, Any]) -> bytes:
+    """The game of `engine`, and what its last observation told beside it.
 
     Raises:
         NotReset: there is no game yet.
     """
     state = engine.capture()
-    return {
-        "format": 1,
+    head = {
+        "format": FORMAT,
         "seed": engine.seed_value,
         "length": engine.length,
         "step": engine.step_count,
         "last_health": engine.last_health,
-        "ground": base64.b64encode(zlib.compress(state.ground, 1)).decode(),
-        "things": [list(thing) for thing in state.things],
-        "chunks": list(state.chunks),
-        "words": base64.b64encode(state.words.astype("<u4").tobytes()).decode(),
+        "things": state.things,
+        "chunks": state.chunks,
         "word_position": state.word_position,
-        "place": list(state.place),
-        "facing": list(state.facing),
+        "place": state.place,
+        "facing": state.facing,
         "inventory": state.inventory,
         "achievements": state.achievements,
         "sleeping": state.sleeping,
-        "hidden": list(state.hidden),
+        # They are halves while asleep, and else ints: written alike, equal games are equal bytes.
+        "hidden": list(map(float, state.hidden)),
+        "reward": reward,
+        # Half a character in a refused call becomes "?", as wherever the service writes one down.
+        "news": {**news, "invalid": encodable(news["invalid"]) if news["invalid"] else None},
     }
+    return to_json(head) + b"\n" + state.ground + state.words.astype("<u4").tobytes()
 
 
-def from_state(data: dict[str, Any]) -> CrafterEngine:
-    """An engine that goes on exactly like the one that `to_state` was given.
+def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
+    """An engine that goes on exactly like the one that `pack` was given, its last reward, and its news.
 
     Raises:
         ValueError: the data is no snapshot, or one of an impossible game; the message says where.
     """
-    snapshot = Snapshot.model_validate(data)
-    _check_names("inventory", snapshot.inventory, tuple(RULES.item_max))
-    _check_names("achievements", snapshot.achievements, ACHIEVEMENTS)
-    if snapshot.facing not in DIRECTIONS:
-        raise ValueError(f"snapshot.facing is {snapshot.facing}; known: {DIRECTIONS}")
+    line, _, rest = data.partition(b"\n")
+    head = _head(line)
+    if len(rest) != GROUND_BYTES + WORDS_BYTES:
+        expected = f"{GROUND_BYTES} bytes of ground and {WORDS_BYTES} of generator"
+        raise ValueError(f"snapshot holds {len(rest)} bytes after its first line; expected {expected}")
+    _check_names("inventory", head.inventory, tuple(RULES.item_max))
+    _check_names("achievements", head.achievements, ACHIEVEMENTS)
+    if head.facing not in DIRECTIONS:
+        raise ValueError(f"snapshot.facing is {head.facing}; known: {DIRECTIONS}")
     state = GameState(
-        ground=_ground(snapshot.ground),
-        things=_things(snapshot),
-        chunks=tuple(snapshot.chunks),
-        words=_words(snapshot.words),
-        word_position=snapshot.word_position,
-        place=snapshot.place,
-        facing=snapshot.facing,
+        ground=_ground(rest[:GROUND_BYTES]),
+        things=_things(head),
+        chunks=tuple(head.chunks),
+        words=_words(rest[GROUND_BYTES:]),
+        word_position=head.word_position,
+        place=head.place,
+        facing=head.facing,
         # In the order of the rules: the picture shows items in the order of this dict.
-        inventory={name: snapshot.inventory[name] for name in RULES.item_max},
-        achievements={name: snapshot.achievements[name] for name in ACHIEVEMENTS},
-        sleeping=snapshot.sleeping,
-        hidden=tuple(snapshot.hidden),
+        inventory={name: head.inventory[name] for name in RULES.item_max},
+        achievements={name: head.achievements[name] for name in ACHIEVEMENTS},
+        sleeping=head.sleeping,
+        hidden=tuple(head.hidden),
     )
-    fresh = CrafterEngine(snapshot.seed, length=snapshot.length)
-    return fresh.restored(state, snapshot.step, snapshot.last_health)
+    engine = CrafterEngine(head.seed, length=head.length).restored(state, head.step, head.last_health)
+    return engine, head.reward, head.news.model_dump()
+
+
+def _head(line: bytes) -> Head:
+    try:
+        return Head.model_validate_json(line)
+    except ValidationError as exc:
+        error = most_telling(exc.errors(include_url=False))
+        place = ".".join(("snapshot", *map(str, error["loc"])))
+        raise ValueError(f"{place}: {error['msg']}") from exc
 
 
 def _check_names(field: str, found: dict[str, int], known: tuple[str, ...]) -> None:
@@ -114,35 +148,19 @@ def _check_names(field: str, found: dict[str, int], known: tuple[str, ...]) -> N
         raise ValueError(f"snapshot.{field} has missing or unknown names: {', '.join(odd)[:200]}")
 
 
-def _decoded(field: str, text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"snapshot.{field} is not base64: {error}") from error
-
-
-def _ground(text: str) -> bytes:
-    """Decompress no more than a world holds: a small string must not become gigabytes."""
-    packed = zlib.decompressobj()
-    try:
-        ground = packed.decompress(_decoded("ground", text), AREA * AREA + 1)
-    except zlib.error as error:
-        raise ValueError(f"snapshot.ground does not decompress: {error}") from error
-    if len(ground) != AREA * AREA or not 1 <= min(ground) <= max(ground) < MATERIAL_COUNT:
-        raise ValueError(f"snapshot.ground must hold {AREA * AREA} materials 1 .. {MATERIAL_COUNT - 1}")
+def _ground(ground: bytes) -> bytes:
+    if ground.translate(None, _MATERIALS):
+        raise ValueError(f"snapshot's ground must hold materials 1 .. {MATERIAL_COUNT - 1}")
     return ground
 
 
-def _words(text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    raw = _decoded("words", text)
-    if len(raw) != 4 * MT_WORDS:
-        raise ValueError(f"snapshot.words must hold {MT_WORDS} words of 4 bytes, got {len(raw)} bytes")
+def _words(raw: bytes) -> npt.NDArray[np.uint32]:
     return np.frombuffer(raw, "<u4").astype(np.uint32)
 
 
-def _things(snapshot: Snapshot) -> tuple[tuple[int, ...], ...]:
-    taken = {snapshot.place}
-    for number, thing in enumerate(snapshot.things):
+def _things(head: Head) -> tuple[tuple[int, ...], ...]:
+    taken = {head.place}
+    for number, thing in enumerate(head.things):
         where = f"snapshot.things[{number}]"
         if len(thing) < 4 or THING_LENGTHS.get(thing[0]) != len(thing):
             raise ValueError(f"{where} is {thing[:8]}; known kinds and their lengths: {THING_LENGTHS}")
@@ -152,4 +170,4 @@ def _things(snapshot: Snapshot) -> tuple[tuple[int, ...], ...]:
         if kind == ARROW and tuple(extra) not in DIRECTIONS:
             raise ValueError(f"{where} is an arrow flying {extra}; known: {DIRECTIONS}")
         taken.add((x, y))
-    return tuple(tuple(thing) for thing in snapshot.things)
+    return tuple(tuple(thing) for thing in head.things)

@@ -1,7 +1,7 @@
 """What a player sees: the 9x7 cells around them, row by row as on the screen."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from task_app.environments.crafter.grid import MATERIAL_NAMES, STRIDE, VOID_NAME
 from task_app.environments.crafter.player import Player
@@ -11,11 +11,11 @@ COLUMNS, ROWS = 9, 7
 VOID = VOID_NAME
 # From the player's cell to the top left cell of the view.
 _TOP_LEFT = -(ROWS // 2) * STRIDE - COLUMNS // 2
+_name_of = MATERIAL_NAMES.__getitem__
 _ROW_STARTS = tuple(_TOP_LEFT + row * STRIDE for row in range(ROWS))
 
 
-@dataclass(frozen=True, slots=True)
-class LocalView:
+class LocalView(NamedTuple):
     """The picture in words, and the status bar below it; never more than a person at the screen knows.
 
     Attributes:
@@ -46,7 +46,7 @@ def local_view(world: World, player: Player) -> LocalView:
     rows, materials = [], []
     for offset in _ROW_STARTS:
         start = player.cell + offset
-        ground = tuple([MATERIAL_NAMES[number] for number in world.materials[start : start + COLUMNS]])
+        ground = tuple(map(_name_of, world.materials[start : start + COLUMNS]))
         things = world.at[start : start + COLUMNS]
         materials.append(ground)
         if any(things):

@@ -1,7 +1,7 @@
 """A task app's rollout routes on a real port, that can be told to misbehave."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -10,13 +10,15 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from trainer_backend.collect.client import TaskAppClient
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-def request_of(number: int) -> RolloutRequest:
+
+def request_of(number: int, *, group: int = 0) -> RolloutRequest:
     return RolloutRequest.model_validate(
         {
             "rollout_id": f"run/train/1/0/{number}",
             "run_id": "run",
-            "group_id": "train/1/0",
+            "group_id": f"train/1/{group}",
             "sibling": number,
             "start": {"seed": number},
             "env": {"env_name": "crafter"},
@@ -26,9 +28,12 @@ def request_of(number: int) -> RolloutRequest:
 
 
 class ScriptedTaskApp:
-    """Speaks the rollout routes. `fails` maps rollout ids to how often they fail before they finish."""
+    """Speaks the rollout routes. `fails` says how often rollout ids fail before they finish; while it is
+    `down`, every answer is an error of its own."""
 
-    def __init__(self, fails: dict[str, int] | None = None) -> None:
+    def __init__(self, fails: dict[str, int] | None = None, *, instance: str = "i") -> None:
+        self.instance = instance
+        self.down = False
         self.fails = dict(fails or {})
         self.ended: list[Rollout] = []
         self.acked: list[str] = []
@@ -38,13 +43,25 @@ class ScriptedTaskApp:
         self.nonsense = False
 
     def app(self) -> web.Application:
-        app = web.Application()
+        @web.middleware
+        async def unless_down(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self.down:
+                return web.json_response({"detail": "out of order"}, status=500)
+            return await handler(request)
+
+        app = web.Application(middlewares=[unless_down])
+        app.router.add_get("/info", self.info)
         app.router.add_post("/rollouts", self.accept)
         app.router.add_get("/rollouts", self.page)
         app.router.add_post("/rollouts/ack", self.ack)
         app.router.add_post("/env/create", self.create)
         app.router.add_delete("/rollouts/{rollout_id:.*}", self.cancel)
         return app
+
+    async def info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"service": {"instance_id": self.instance}, "limits": {"max_concurrent_rollouts": 64}}
+        )
 
     async def accept(self, request: web.Request) -> web.Response:
         if self.answer_first_with:
@@ -54,7 +71,7 @@ class ScriptedTaskApp:
             self.keys.append(item["policy"]["inference_key"])
             self.ended.append(self._ended(RolloutRequest.model_validate(item)))
         ids = [item["rollout_id"] for item in body["rollouts"]]
-        return web.json_response({"accepted": ids, "known": [], "instance_id": "i"}, status=202)
+        return web.json_response({"accepted": ids, "known": [], "instance_id": self.instance}, status=202)
 
     def _ended(self, item: RolloutRequest) -> Rollout:
         base = item.rollout_id.partition(":")[0]
@@ -65,7 +82,7 @@ class ScriptedTaskApp:
             **item.model_dump(
                 include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}
             ),
-            instance_id="i",
+            instance_id=self.instance,
             status="failed" if failed else "finished",
             failure=RolloutFailure(code="inference_unavailable", detail="gone") if failed else None,
         )
@@ -75,8 +92,10 @@ class ScriptedTaskApp:
             return web.Response(text="<html>what?</html>")
         first = int(request.query.get("cursor") or 0)
         found = [json.loads(item.model_dump_json()) for item in self.ended[first : first + 3]]
-        page = {"rollouts": found, "cursor": str(first + len(found)), "unfinished": 0, "instance_id": "i"}
-        return web.json_response(page)
+        cursor = str(first + len(found))
+        return web.json_response(
+            {"rollouts": found, "cursor": cursor, "unfinished": 0, "instance_id": self.instance}
+        )
 
     async def ack(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -92,14 +111,16 @@ class ScriptedTaskApp:
 
 
 @asynccontextmanager
-async def served(task_app: ScriptedTaskApp, *, timeout_s: float = 10.0) -> AsyncIterator[TaskAppClient]:
+async def served(
+    task_app: ScriptedTaskApp, *, timeout_s: float = 10.0, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[TaskAppClient]:
     runner = web.AppRunner(task_app.app(), shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, host, port)
     await site.start()
-    port = runner.addresses[0][1]
+    url = f"http://{host}:{runner.addresses[0][1]}"
     try:
-        async with TaskAppClient(f"http://127.0.0.1:{port}", SecretStr("k"), timeout_s=timeout_s) as client:
+        async with TaskAppClient(url, SecretStr("k"), timeout_s=timeout_s) as client:
             yield client
     finally:
         await runner.cleanup()

@@ -2,13 +2,13 @@
 
 import asyncio
 import socket
-from typing import Any
 
 import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.collector import Collector
 from trainer_backend.errors import TaskAppError
@@ -17,7 +17,7 @@ from trainer_backend.errors import TaskAppError
 async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
     async with served(ScriptedTaskApp()) as client:
         seen: list[tuple[int, int]] = []
-        found = await Collector([client], timeout_s=30).collect(
+        found = await Collector(TaskApps.of([client]), timeout_s=30).collect(
             [request_of(number) for number in (4, 0, 3, 1, 2)], lambda done, total: seen.append((done, total))
         )
     assert [rollout.sibling for rollout in found.rollouts] == [0, 1, 2, 3, 4]
@@ -27,7 +27,9 @@ async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
 async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
     async with served(task_app) as client:
-        found = await Collector([client], timeout_s=30).collect([request_of(number) for number in range(3)])
+        found = await Collector(TaskApps.of([client]), timeout_s=30).collect(
+            [request_of(number) for number in range(3)]
+        )
     assert [rollout.rollout_id for rollout in found.rollouts] == ["run/train/1/0/0", "run/train/1/0/1:1"]
     assert [rollout.rollout_id for rollout in found.failed] == ["run/train/1/0/2:1"]
     assert found.failures == {"inference_unavailable": 3}
@@ -36,7 +38,7 @@ async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
 async def test_two_task_apps_share_the_work():
     first, second = ScriptedTaskApp(), ScriptedTaskApp()
     async with served(first) as a, served(second) as b:
-        collector = Collector([a, b], timeout_s=30)
+        collector = Collector(TaskApps.of([a, b]), timeout_s=30)
         found = await collector.collect([request_of(number) for number in range(5)])
         await collector.ack("run", found.rollouts)
     assert (len(first.ended), len(second.ended), len(found.rollouts)) == (3, 2, 5)
@@ -132,7 +134,7 @@ async def test_a_task_app_that_is_not_there_is_an_error_and_no_hang():
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         async with TaskAppClient(url, SecretStr("k"), timeout_s=1.0) as client:
             with pytest.raises(TaskAppError, match=url):
-                await client.task_info()
+                await client.about()
 
 
 async def test_what_never_ends_runs_into_the_deadline_and_says_how_much_was_missing():
@@ -143,11 +145,11 @@ async def test_what_never_ends_runs_into_the_deadline_and_says_how_much_was_miss
 
     async with served(Silent()) as client:
         with pytest.raises(TaskAppError, match="2 of 2 rollouts were not finished within"):
-            await Collector([client], timeout_s=0.3).collect([request_of(0), request_of(1)])
+            await Collector(TaskApps.of([client]), timeout_s=0.3).collect([request_of(0), request_of(1)])
 
 
 async def test_an_empty_plan_asks_nobody():
-    client: Any = object()
-    assert (await Collector([client], timeout_s=1).collect([])).rollouts == ()
+    client = TaskAppClient("http://127.0.0.1:9", SecretStr("k"), timeout_s=1)  # never opened
+    assert (await Collector(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
     with pytest.raises(ValueError, match="at least one task app"):
-        Collector([], timeout_s=1)
+        Collector(TaskApps.of([]), timeout_s=1)

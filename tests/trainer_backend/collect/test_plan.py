@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from trainer_backend.collect.plan import Inference, Planner, retried, shared_out
+from trainer_backend.collect.plan import Inference, Planner, retried
 from trainer_backend.core.seeds import (
     HELD_OUT_FROM,
     cycled_worlds,
@@ -97,13 +97,6 @@ def test_a_retry_keeps_every_seed_and_takes_another_id():
     third = retried(second)
     assert (second.rollout_id, third.rollout_id) == (first.rollout_id + ":1", first.rollout_id + ":2")
     assert second.model_copy(update={"rollout_id": first.rollout_id, "attempt": 0}) == first
-
-
-def test_every_task_app_gets_its_share():
-    requests = planner().training(1)
-    shares = shared_out(requests, 2)
-    assert [len(share) for share in shares] == [3, 3]
-    assert sorted(r.rollout_id for share in shares for r in share) == sorted(r.rollout_id for r in requests)
 
 
 def worlds(requests) -> list[int]:

@@ -1,0 +1,247 @@
+"""Requests per CPU and steps per second over HTTP, beside FastAPI's hello and OpenEnv's server.
+
+    python bench/http_batch.py [--peer-python /path/to/venv/bin/python] [--rounds 5]
+
+    null     CPU of the server for POST /env/step, an environment that does nothing / a FastAPI hello   <= 1.6
+    single   16 clients: steps/s of POST /env/step / 16 of OpenEnv's own, the same environment          >= 1.4
+    batch    one client: steps/s of POST /env/step_many, 10 actions each in two decisions,
+             / OpenEnv + stock crafter                                                                  >= 20
+    ones     the same, ten decisions of one action, each with an observation of its own; printed, no bound
+
+The peer needs a Python with openenv-core, crafter and structlog; without one its figures are skipped.
+Our clients are bare asyncio. Such clients on OpenEnv's sockets are printed too: they are faster than its own.
+Sides alternate, and the best round of either is compared: what else runs on the machine only ever adds. The
+server's CPU a step, from /proc (Linux only), is printed beside.
+Exit code 1 when a figure is missed.
+"""
+
+import argparse
+import asyncio
+import secrets
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from http_rates import HOST, Play, Rate, Server, running, timed
+from raw_clients import HttpConnection, WebSocketConnection
+
+HERE = Path(__file__).parent
+CLIENTS, STEPS, BATCH, REQUESTS = 16, 100, 10, 500
+# Walks about and looks around: no food is needed within STEPS, and deaths are rare.
+ACTIONS = ("move_left", "do", "move_up", "noop", "move_right", "do", "move_down", "noop")
+
+
+def step(env_id: str, index: int, actions: int = 1) -> dict[str, object]:
+    """A decision of so many actions, from the one with this index on."""
+    named = [ACTIONS[number % len(ACTIONS)] for number in range(index, index + actions)]
+    return {"env_id": env_id, "tool_calls": [{"tool": "interact_many", "args": {"actions": named}}]}
+
+
+async def requests(server: Server, path: str, body: object) -> Rate:
+    """REQUESTS of the same, from CLIENTS connections at once."""
+    async with AsyncExitStack() as stack:
+
+        def one(connection: HttpConnection) -> Play:
+            async def play() -> int:
+                request = connection.encoded(path, body)
+                for _ in range(REQUESTS):
+                    status, reply = await connection.send(request)
+                    assert status == 200, reply
+                return REQUESTS
+
+            return play
+
+        opened = [HttpConnection(HOST, server.port, key=server.key) for _ in range(CLIENTS)]
+        return await timed(server, [one(await stack.enter_async_context(each)) for each in opened])
+
+
+async def null_ratio(ours: Server, rounds: int) -> float:
+    async with HttpConnection(HOST, ours.port, key=ours.key) as connection:
+        env_id = (await connection.post("/env/create", {"env_name": "null"}))["env_id"]
+    body = {"env_id": env_id, "tool_calls": [{"tool": "noop", "args": {}}]}
+    mine, hers = [], []
+    async with running(sys.executable, str(HERE / "peers/fastapi_hello.py")) as hello:
+        for _ in range(rounds):
+            hers.append((await requests(hello, "/", None)).cpu_us)
+            mine.append((await requests(ours, "/env/step", body)).cpu_us)
+    here, there = min(mine), min(hers)
+    print(f"null environment: {here:.0f} us of CPU a request, FastAPI hello {there:.0f}", flush=True)
+    return here / there
+
+
+async def ours_single(server: Server) -> Rate:
+    """CLIENTS sessions, each on a connection of its own, STEPS requests each."""
+
+    def one(connection: HttpConnection, env_id: str) -> Play:
+        async def play() -> int:
+            done = 0
+            for index in range(STEPS):
+                status, _ = await connection.send(connection.encoded("/env/step", step(env_id, index)))
+                done += status == 200
+            return done
+
+        return play
+
+    return await _with_sessions(server, one, one_by_one=False)
+
+
+async def ours_batch(server: Server, *, a_decision: int) -> Rate:
+    """The same sessions one after the other, BATCH actions a request, so many of them a decision."""
+
+    def one(connection: HttpConnection, env_id: str) -> Play:
+        async def play() -> int:
+            done = 0
+            for start in range(0, STEPS, BATCH):
+                steps = [step(env_id, start + at, a_decision) for at in range(0, BATCH, a_decision)]
+                _, reply = await connection.send(connection.encoded("/env/step_many", {"steps": steps}))
+                done += a_decision * reply.count(b'"status":200')
+            return done
+
+        return play
+
+    return await _with_sessions(server, one, one_by_one=True)
+
+
+async def _with_sessions(
+    server: Server, one: Callable[[HttpConnection, str], Play], *, one_by_one: bool
+) -> Rate:
+    """Worlds are made before the clock starts, and forgotten after it stops."""
+    async with AsyncExitStack() as stack:
+        plays, made = [], []
+        for seed in range(CLIENTS):
+            connection = HttpConnection(HOST, server.port, key=server.key)
+            await stack.enter_async_context(connection)
+            created = await connection.post("/env/create", {"env_name": "crafter", "seed": seed})
+            made.append((connection, created["env_id"]))
+            plays.append(one(connection, created["env_id"]))
+
+        async def in_turn() -> int:
+            return sum([await play() for play in plays])
+
+        rate = await timed(server, [in_turn] if one_by_one else plays)
+        for connection, env_id in made:
+            await connection.post("/env/terminate", {"env_id": env_id})
+        return rate
+
+
+async def openenv(server: Server, clients: int) -> Rate:
+    """STEPS steps over each of so many WebSockets."""
+
+    def one(connection: WebSocketConnection) -> Play:
+        async def play() -> int:
+            for index in range(STEPS):
+                action = {"actions": [ACTIONS[index % len(ACTIONS)]]}
+                reply = await connection.send(connection.encoded({"type": "step", "data": action}))
+                assert b'"error"' not in reply[:40], reply
+                if b'"done":true' in reply.replace(b" ", b""):
+                    return index + 1
+            return STEPS
+
+        return play
+
+    async with AsyncExitStack() as stack:
+        connections = []
+        for seed in range(clients):
+            connection = WebSocketConnection(HOST, server.port, path="/ws")
+            await stack.enter_async_context(connection)
+            await connection.send(connection.encoded({"type": "reset", "data": {"seed": seed}}))
+            connections.append(connection)
+        rate = await timed(server, [one(connection) for connection in connections])
+        for connection in connections:
+            await connection.last(connection.encoded({"type": "close"}))
+        return rate
+
+
+async def own_clients(python: str, server: Server, clients: int) -> float:
+    """Steps per second of OpenEnv's own client library, in a process of its own."""
+    process = await asyncio.create_subprocess_exec(
+        python, str(HERE / "peers/openenv_clients.py"), str(server.port), str(clients), str(STEPS),
+        ",".join(ACTIONS), stdout=subprocess.PIPE,
+    )  # fmt: skip
+    told, _ = await process.communicate()
+    return float(told)
+
+
+async def beside_openenv(
+    python: str, kind: str, ours: Callable[[], Awaitable[Rate]], clients: int, rounds: int
+) -> tuple[float, float, float]:
+    """Our steps per second over those of OpenEnv's own clients and of bare ones; its CPU a step over ours."""
+    mine, theirs, library = [], [], []
+    # OpenEnv logs a traceback for every socket that is closed.
+    command = (python, str(HERE / "peers/openenv_crafter.py"), kind)
+    async with running(*command, errors=subprocess.DEVNULL) as peer:
+        for _ in range(rounds):
+            library.append(await own_clients(python, peer, clients))
+            theirs.append(await openenv(peer, clients))
+            mine.append(await ours())
+    found = []
+    for name, rates in ((ours.__name__, mine), (f"OpenEnv, {kind}", theirs)):
+        per_s = max(rate.per_s for rate in rates)
+        cpu_us = min(rate.cpu_us for rate in rates)
+        print(f"{name}: {per_s:.0f} steps/s, {cpu_us:.0f} us of CPU a step", flush=True)
+        found.append((per_s, cpu_us))
+    own = max(library)
+    print(f"OpenEnv, {kind}, its own clients: {own:.0f} steps/s", flush=True)
+    return found[0][0] / own, found[0][0] / found[1][0], found[1][1] / found[0][1]
+
+
+async def measure(options: argparse.Namespace) -> int:
+    figures: list[tuple[str, float, bool]] = []
+    plugins = str(HERE / "peers/null_environment.py")
+    command = (sys.executable, "-m", "task_app", "--plugins", plugins, "--port")
+    async with running(*command, key=secrets.token_urlsafe(16)) as ours:
+
+        async def single() -> Rate:
+            return await ours_single(ours)
+
+        async def batch() -> Rate:
+            return await ours_batch(ours, a_decision=5)
+
+        async def ones() -> Rate:
+            return await ours_batch(ours, a_decision=1)
+
+        ratio = await null_ratio(ours, options.rounds)
+        figures.append(
+            ("CPU of a null-environment request / FastAPI hello (at most 1.6)", ratio, ratio <= 1.6)
+        )
+        if missing := why_no_peer(options.peer_python):
+            print(f"skipped: single and batch beside OpenEnv; {missing}")
+        else:
+            bounds = ((single, "ours", CLIENTS, 1.4), (batch, "stock", 1, 20.0), (ones, "stock", 1, 0.0))
+            for play, kind, clients, least in bounds:
+                ratio, bare, cpu = await beside_openenv(
+                    options.peer_python, kind, play, clients, options.rounds
+                )
+                beside = f"at least {least:g}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
+                told = f"{play.__name__} / OpenEnv + {kind} crafter ({beside})"
+                figures.append((told, ratio, ratio >= least))
+    for name, ratio, holds in figures:
+        print(f"x{ratio:.2f} {name}{'' if holds else '  MISSED'}")
+    return int(not all(holds for _, _, holds in figures))
+
+
+def why_no_peer(python: str) -> str:
+    """Why that Python cannot run the peer; empty when it can."""
+    try:
+        done = subprocess.run(
+            [python, "-c", "import openenv.core.env_server.http_server, crafter, structlog"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError as exc:
+        return f"{python}: {exc.strerror}"
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended"])[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The task app's routes beside their peers.")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="a Python with openenv-core and crafter"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    return asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""A server in a process of its own, and how fast and at what cost of CPU it answers (bench/http_batch.py)."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HOST = "127.0.0.1"
+
+Play = Callable[[], Awaitable[int]]
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    pid: int
+    key: str = ""
+
+    def cpu_s(self) -> float:
+        """Of all its threads; in nanoseconds there, where /proc/PID/stat counts hundredths of a second."""
+        spent_ns = 0
+        for task in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
+            # A thread that made a world may end at any moment.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                spent_ns += int(task.read_text().split()[0])
+        return spent_ns / 1e9
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What was done in one window of time."""
+
+    count: int
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def per_s(self) -> float:
+        return self.count / self.wall_s
+
+    @property
+    def cpu_us(self) -> float:
+        return 1e6 * self.cpu_s / self.count
+
+
+async def timed(server: Server, plays: Sequence[Play]) -> Rate:
+    """Play all at once; each says how much it did."""
+    cpu_s, wall_s = server.cpu_s(), time.perf_counter()
+    counts = await asyncio.gather(*(play() for play in plays))
+    return Rate(sum(counts), time.perf_counter() - wall_s, server.cpu_s() - cpu_s)
+
+
+@asynccontextmanager
+async def running(*command: str, key: str = "", errors: int | None = None) -> AsyncIterator[Server]:
+    """A server process on a free port, which stands last in its command."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        port: int = sock.getsockname()[1]
+    root = {"PYTHONPATH": str(ROOT), "TURNWISE_LOG_LEVEL": "warning", "ENVIRONMENT_API_KEY": key}
+    process = await asyncio.create_subprocess_exec(
+        *command, str(port), env={**os.environ, **root}, stdout=subprocess.DEVNULL, stderr=errors
+    )
+    try:
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(HOST, port)
+                break
+            except OSError:
+                assert process.returncode is None, f"{command} ended with {process.returncode}"
+                await asyncio.sleep(0.1)
+        writer.close()
+        yield Server(port, process.pid, key)
+    finally:
+        process.terminate()
+        await process.wait()

@@ -1,0 +1,93 @@
+"""The peer of bench/http_batch.py: Crafter behind OpenEnv's own server, run by a Python that has it.
+
+    python bench/peers/openenv_crafter.py {stock|ours} PORT
+
+`stock` is the crafter package as it comes (its picture is always drawn; the reply carries inventory and
+achievements), `ours` the task app's own environment with the whole observation that our routes send.
+"""
+
+import sys
+from typing import Any
+
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+from pydantic import Field
+
+
+class CrafterAction(Action):
+    actions: list[str]
+
+
+class CrafterObservation(Observation):
+    text: str = ""
+    data: dict[str, Any] = Field(default_factory=dict)
+    achievements_counts: dict[str, int] = Field(default_factory=dict)
+
+
+class Stock(Environment):
+    """One `crafter.Env`."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = State()
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> CrafterObservation:
+        import crafter
+
+        self._env = crafter.Env(seed=seed)
+        self._env.reset()
+        self._ids = {name: index for index, name in enumerate(self._env.action_names)}
+        return CrafterObservation(text="started")
+
+    def step(self, action: CrafterAction, timeout_s: float | None = None, **_: Any) -> CrafterObservation:
+        for name in action.actions:
+            _, reward, done, info = self._env.step(self._ids[name])
+        return CrafterObservation(
+            done=done,
+            reward=float(reward),
+            data={"inventory": info["inventory"]},
+            achievements_counts=info["achievements"],
+        )
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+
+class Ours(Stock):
+    """The task app's environment."""
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> CrafterObservation:
+        from task_app.environments.crafter.environment import CrafterEnvironment
+
+        self._env = CrafterEnvironment()
+        return self._shown(self._env.reset(seed or 0), 0.0, False)
+
+    def step(self, action: CrafterAction, timeout_s: float | None = None, **_: Any) -> CrafterObservation:
+        from task_app.protocols import ToolRequest
+
+        outcome = self._env.step((ToolRequest("interact_many", {"actions": action.actions}, ""),))
+        return self._shown(
+            outcome.observation, sum(outcome.env_rewards), outcome.terminated or outcome.truncated
+        )
+
+    def _shown(self, observation: Any, reward: float, done: bool) -> CrafterObservation:
+        return CrafterObservation(
+            text=observation.text,
+            data=dict(observation.data),
+            achievements_counts=dict(observation.achievements_counts),
+            reward=reward,
+            done=done,
+        )
+
+
+if __name__ == "__main__":
+    kind = {"stock": Stock, "ours": Ours}[sys.argv[1]]
+    app = create_fastapi_app(kind, CrafterAction, CrafterObservation, max_concurrent_envs=64)
+    uvicorn.run(
+        app, host="127.0.0.1", port=int(sys.argv[2]), loop="uvloop", http="httptools", log_level="error"
+    )

@@ -1,0 +1,241 @@
+"""Soak: a task app under mixed load for a long time, its clients killed at random, and at the end itself.
+
+    python bench/study_soak.py [--quick] [--seconds 600]        (make study-soak)
+
+Client processes (bench/soak_client.py) play Crafter sessions against a model of their own, snapshot and
+restore them, run rollouts, hang up in the middle of requests and send them twice; one of them is killed every
+few seconds. In the last fifth the task app too is killed with SIGKILL, again and again, and started on the
+same --state-dir. Then: no step was lost or doubled, no answer differed, every abandoned session has expired,
+memory was flat. bench/results/soak.json says so with the figures; exit code 1 when one does not hold.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+CLIENTS = 3
+# Of the time: with clients killed alone; the rest with the task app killed too.
+STEADY = 0.8
+# Memory in the last third of the steady part, against the middle third: a leak would add to every second.
+FLAT = 1.1
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long, and how much fits."""
+
+    seconds: float
+    idle_s: float
+    max_sessions: int
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "TURNWISE_SESSION_IDLE_S": str(self.idle_s),
+            "TURNWISE_SWEEP_EVERY_S": "0.5",
+            "TURNWISE_MAX_SESSIONS": str(self.max_sessions),
+            "TURNWISE_IDEMPOTENCY_S": "20",
+            "TURNWISE_LOG_LEVEL": "warning",
+        }
+
+
+QUICK = Size(seconds=20.0, idle_s=4.0, max_sessions=60)
+
+
+@dataclass
+class Found:
+    """What the study has seen so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    steps_ms: list[float] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+
+    def took(self, process: subprocess.Popen[str]) -> None:
+        """The last words of a client that ended by itself."""
+        printed, _ = process.communicate()
+        if process.returncode not in (0, 1):
+            self.wrong.append(f"a client ended with {process.returncode}")
+            return
+        told = json.loads(printed)
+        self.counts.update(told["counts"])
+        self.wrong += told["wrong"]
+        self.steps_ms += told["steps_ms"]
+
+
+class App:
+    """The task app as a process that may be killed and started again at the same address."""
+
+    def __init__(self, folder: Path | None, settings: Mapping[str, str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._folder = folder
+        self._environ = {
+            **os.environ,
+            "ENVIRONMENT_API_KEY": secrets.token_hex(16),
+            "PYTHONPATH": str(ROOT),
+            **settings,
+        }
+        self.process = self._started()
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return self._environ
+
+    def resident_bytes(self) -> int:
+        text = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(text) * os.sysconf("SC_PAGE_SIZE")
+
+    def restart(self) -> None:
+        """SIGKILL, and a new one on what the old one left."""
+        self.process.kill()
+        self.process.wait()
+        self.process = self._started()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+    def _started(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "task_app", "--port", str(self.port)]
+        command += ["--state-dir", str(self._folder)] if self._folder is not None else []
+        process = subprocess.Popen(command, cwd=ROOT, env=self._environ, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        if not process.stdout.readline().startswith("listening on"):
+            raise SystemExit("the task app did not start")
+        return process
+
+
+def study(size: Size, *, seed: int) -> dict[str, Any]:
+    """Run it; the results."""
+    chance, found = random.Random(seed), Found()
+    with tempfile.TemporaryDirectory() as folder:
+        app = App(Path(folder) / "state", size.settings())
+        try:
+            load(app, found, chance, seconds=STEADY * size.seconds, restarts=False)
+            steady_ms = sorted(found.steps_ms)
+            load(app, found, chance, seconds=(1 - STEADY) * size.seconds, restarts=True)
+            left = abandoned(app, Path(folder) / "state", size)
+        finally:
+            app.stop()
+    return results(size, found, steady_ms, left)
+
+
+def load(app: App, found: Found, chance: random.Random, *, seconds: float, restarts: bool) -> None:
+    """Clients at work for so long; one is killed every second or two, and with `restarts` the app as well."""
+    until_s = time.monotonic() + seconds
+    clients = [client(app, chance, until_s) for _ in range(CLIENTS)]
+    while time.monotonic() < until_s:
+        time.sleep(min(chance.uniform(1.0, 2.0), max(0.1, until_s - time.monotonic())))
+        if not restarts:
+            found.memory.append((time.monotonic(), app.resident_bytes()))
+        elif time.monotonic() < until_s:
+            app.restart()
+            found.counts["app_killed"] += 1
+        if time.monotonic() < until_s - 2.0 and chance.random() < 0.7:
+            number = chance.randrange(CLIENTS)
+            clients[number].send_signal(signal.SIGKILL)
+            clients[number].communicate()
+            found.counts["clients_killed"] += 1
+            clients[number] = client(app, chance, until_s)
+    for process in clients:
+        found.took(process)
+
+
+def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[str]:
+    seconds = max(0.5, until_s - time.monotonic())
+    command = [sys.executable, str(ROOT / "bench" / "soak_client.py"), app.url]
+    command += ["--seed", str(chance.getrandbits(32)), "--seconds", str(seconds)]
+    command += ["--idle-s", app.environ["TURNWISE_SESSION_IDLE_S"]]
+    return subprocess.Popen(command, cwd=ROOT, env=app.environ, stdout=subprocess.PIPE, text=True)
+
+
+def abandoned(app: App, folder: Path, size: Size) -> dict[str, Any]:
+    """What is left of sessions when nobody has used them for longer than they may idle."""
+    key = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
+    files = sorted(folder.glob("env_*"))
+    before, until_s = len(files), time.monotonic() + 4 * size.idle_s + 10.0
+    while files and time.monotonic() < until_s:
+        time.sleep(0.5)
+        files = sorted(folder.glob("env_*"))
+    body = {"env_name": "crafter", "config": {"text": "compact"}}
+    with httpx.Client(base_url=app.url, headers=key, timeout=60.0) as http:
+        fits = sum(http.post("/env/create", json=body).status_code == 200 for _ in range(size.max_sessions))
+    return {"at_the_end": before, "after_idle_expiry": len(files), "new_sessions_that_fit": fits}
+
+
+def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, Any]) -> dict[str, Any]:
+    """The figures, and whether what has to hold holds."""
+    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    begun_s = found.memory[0][0]
+    third = (found.memory[-1][0] - begun_s) / 3
+    middle = [size for at_s, size in found.memory if third <= at_s - begun_s < 2 * third]
+    last = [size for at_s, size in found.memory if at_s - begun_s >= 2 * third]
+    growth = statistics.median(last) / statistics.median(middle)
+    return {
+        "study": "soak",
+        "seconds": size.seconds,
+        "machine": machine,
+        "counts": dict(found.counts),
+        "step_ms": {
+            "p50": quantile(steady_ms, 0.5),
+            "p99": quantile(steady_ms, 0.99),
+            "steps": len(steady_ms),
+        },
+        "memory_mb": {"middle": statistics.median(middle) / 1e6, "last": statistics.median(last) / 1e6},
+        "memory_growth": growth,
+        "sessions": left,
+        "wrong": found.wrong[:20],
+        "holds": {
+            "no step lost or doubled, no answer differs": not found.wrong,
+            "no session leaked": left["after_idle_expiry"] == 0
+            and left["new_sessions_that_fit"] == size.max_sessions,
+            "memory flat": growth <= FLAT,
+        },
+    }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) if ordered else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="of load")
+    parser.add_argument("--quick", action="store_true", help="20 seconds of load; memory is not judged")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "soak.json")
+    options = parser.parse_args(arguments)
+    full = Size(seconds=options.seconds, idle_s=5.0, max_sessions=400)
+    found = study(QUICK if options.quick else full, seed=options.seed)
+    if options.quick:
+        # So few seconds are all warm-up.
+        del found["holds"]["memory flat"]
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return 0 if all(found["holds"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""OpenEnv's MCP door: JSON-RPC by POST /openenv/{env_name}/mcp, and in frames {"type": "mcp"} of a socket.
+
+Its `MCPToolClient` makes a session here, joins it by a socket for reset and state, and calls tools here:
+`openenv/session/create`, `openenv/session/close`, `tools/list`, `tools/call`. A call is a decision.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request
+from starlette.responses import Response
+
+from shared_schemas.rollouts import Name
+from task_app.dialects.openenv_session import OpenEnvSession
+from task_app.dialects.openenv_wire import OpenEnvReset
+from task_app.errors import CriticalError, InvalidRequest, TaskAppError, UnknownId, encodable
+from task_app.routes.wire import ReplyJSON
+from task_app.services import Services, services_of
+
+router = APIRouter(prefix="/openenv/{env_name}", tags=["openenv"])
+
+METHODS = ("openenv/session/create", "openenv/session/close", "tools/list", "tools/call")
+_SERVER, _INVALID_REQUEST, _NO_METHOD, _PARAMS, _INTERNAL = -32000, -32600, -32601, -32602, -32603
+
+
+@router.post("/mcp")
+async def mcp(request: Request, env_name: Name, message: Annotated[dict[str, Any], Body()]) -> Response:
+    """One JSON-RPC request. What is wrong with it is told in JSON-RPC's way, with status 200."""
+    return ReplyJSON(await rpc(services_of(request), env_name, message, session=None))
+
+
+async def rpc(
+    services: Services, env_name: str, message: Mapping[str, Any], *, session: OpenEnvSession | None
+) -> dict[str, Any]:
+    """The response to a request.
+
+    Args:
+        session: that of the socket which brought it; else `params.session_id` names one.
+    """
+    answer: dict[str, Any] = {"jsonrpc": "2.0", "id": message.get("id")}
+    method, params = message.get("method"), message.get("params", {})
+    try:
+        if not isinstance(method, str) or not isinstance(params, dict):
+            raise InvalidRequest("expected {jsonrpc, id, method, params}", where="method", code="no_request")
+        if method not in METHODS:
+            known = ", ".join(METHODS)
+            raise InvalidRequest(
+                f"no method {method[:80]!r}; known: {known}", where="method", code="no_method"
+            )
+        return answer | {"result": await _result(services, env_name, method, params, session)}
+    except TaskAppError as exc:
+        return answer | {"error": _error(exc)}
+
+
+async def _result(
+    services: Services, env_name: str, method: str, params: dict[str, Any], session: OpenEnvSession | None
+) -> dict[str, Any]:
+    if method == "openenv/session/create":
+        found = session or await OpenEnvSession.start(services, env_name, OpenEnvReset())
+        return {"session_id": found.session_id}
+    if method == "tools/list" and session is None and "session_id" not in params:
+        return {"tools": OpenEnvSession.tools_of(services.boards.environment(env_name, {}))}
+    found = session or OpenEnvSession.of(services, env_name, str(params.get("session_id", "")))
+    if method == "openenv/session/close":
+        found.end()
+        return {"session_id": found.session_id, "closed": True}
+    if method == "tools/list":
+        return {"tools": OpenEnvSession.tools_of(found.session.environment)}
+    return await _called(found, params)
+
+
+async def _called(session: OpenEnvSession, params: dict[str, Any]) -> dict[str, Any]:
+    """A CallToolObservation. Our `data` stays out: the client would take it for the result of the tool."""
+    action = {
+        "type": "call_tool",
+        "tool_name": params.get("name"),
+        "arguments": params.get("arguments", {}),
+    }
+    step = await session.step(action, where="params", ignored=[])
+    seen = step["observation"]
+    shown = {name: seen[name] for name in ("tool_name", "result", "text", "achievements_status")}
+    return shown | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}
+
+
+def _error(error: TaskAppError) -> dict[str, Any]:
+    if isinstance(error, CriticalError):
+        return {"code": _INTERNAL, "message": "a plug-in of this task app failed; its log says how"}
+    codes = {"no_request": _INVALID_REQUEST, "no_method": _NO_METHOD}
+    code = _PARAMS if isinstance(error, InvalidRequest | UnknownId) else _SERVER
+    told = encodable(error.detail)
+    return {
+        "code": codes.get(error.code, code),
+        "message": f"{told} ({error.hint})" if error.hint else told,
+        "data": {"problem": error.code, "where": error.where},
+    }

@@ -1,0 +1,139 @@
+"""Pure: OpenEnv's messages (openenv 0.10) <-> our tool calls, observations and errors.
+
+An OpenEnv `step` is one decision. Its action is any of
+
+    {"tool_name": "interact_many", "arguments": {...}}   also with "type": "call_tool", as MCP clients send
+    {"tool_calls": [...]}                                 several calls of one decision, as POST /env/step
+    {"actions": ["move_left", ...]}                       the arguments alone, where only one tool is on offer
+    {"type": "list_tools"}                                answers the tools; no decision is taken
+
+Source: openenv/core/env_server/types.py, serialization.py and http_server.py of openenv 0.10.0.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from shared_schemas.messages import ToolSpec
+from shared_schemas.rollouts import Seed
+from task_app.actions import requests_from_wire
+from task_app.errors import InvalidRequest
+from task_app.protocols import DecisionOutcome, Observation, ToolRequest
+from task_app.routes.bodies import ForeignBody
+from task_app.routes.wire import observation_json, step_json
+from task_app.sessions import EnvironmentSession
+
+NO_EPISODE: Mapping[str, Any] = {"episode_id": None, "step_count": 0}
+_NAMES = ("tool_name", "tool", "name", "function")
+
+
+class OpenEnvReset(ForeignBody):
+    """What `reset` may carry. A key that nothing here reads is named in the answer's `metadata.ignored`."""
+
+    seed: Seed | None = Field(default=None, description="the seed of before when absent; 0 at first")
+    episode_id: str | None = Field(default=None, max_length=255)
+    config: dict[str, Any] | None = Field(default=None, description="of the environment; builds a new one")
+
+
+def is_list_tools(action: Mapping[str, Any]) -> bool:
+    return action.get("type") == "list_tools"
+
+
+def read_action(
+    action: Mapping[str, Any], tools: Sequence[ToolSpec], *, at_most: int, where: str
+) -> tuple[ToolRequest, ...]:
+    """The tool calls of an action.
+
+    Raises:
+        InvalidRequest: it is none of the forms above, or holds more than `at_most` calls.
+    """
+    calls = _calls_of({name: value for name, value in action.items() if name != "metadata"}, tools)
+    if calls is None:
+        offered = ", ".join(tool.function.name for tool in tools)
+        raise InvalidRequest(
+            f"the action names no tool; give tool_name and arguments, or tool_calls; tools: {offered}",
+            where=where,
+        )
+    if len(calls) > at_most:
+        raise InvalidRequest(f"{len(calls)} tool calls in one decision; at most {at_most}", where=where)
+    try:
+        return requests_from_wire(calls)
+    except ValueError as exc:
+        raise InvalidRequest(str(exc), where=where) from exc
+
+
+def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapping[str, Any]] | None:
+    listed = action.get("tool_calls")
+    if isinstance(listed, list) and all(isinstance(call, dict) for call in listed):
+        return listed
+    if any(name in action for name in _NAMES):
+        return [action]
+    if len(tools) == 1 and action.keys() <= tools[0].function.parameters.get("properties", {}).keys():
+        return [{"name": tools[0].function.name, "arguments": dict(action)}]
+    return None
+
+
+def reset_data(observation: Observation, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` of the answer to a reset; nothing was earned yet, so `reward` is null, as OpenEnv has it."""
+    return _data(observation_json(observation), None, False, metadata)
+
+
+def step_data(
+    session: EnvironmentSession,
+    before: Observation,
+    outcome: DecisionOutcome,
+    *,
+    called: str | None,
+    metadata: Mapping[str, Any],
+) -> dict[str, Any]:
+    """`data` of the answer to a step: `reward` is the sum over the env steps of the decision.
+
+    Args:
+        called: tool of a `call_tool` action, whose clients read `tool_name` and `result` back.
+        metadata: what every answer of the episode says.
+    """
+    step = step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
+    shown = dict(step["observation"])
+    if called is not None:
+        shown |= {"tool_name": called, "result": outcome.result}
+    told = {name: step[name] for name in ("terminated", "truncated", "env_rewards", "step_idx")}
+    return _data(
+        shown, step["reward"], step["done"], {**metadata, **told, **step["info"], **step["metadata"]}
+    )
+
+
+def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    """The tools in MCP's words."""
+    return [
+        {
+            "name": tool.function.name,
+            "description": tool.function.description,
+            "input_schema": tool.function.parameters,
+        }
+        for tool in tools
+    ]
+
+
+def tools_data(tools: Sequence[ToolSpec], *, done: bool, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` of the answer to `list_tools`."""
+    return _data({"tools": tools_json(tools)}, None, done, metadata)
+
+
+def state_data(session: EnvironmentSession, *, episode_id: str) -> dict[str, Any]:
+    """OpenEnv's `step_count` counts `step` messages, which are decisions; env steps stand beside it."""
+    return {
+        "episode_id": episode_id,
+        "step_count": session.turn,
+        "env_steps": session.step_idx,
+        "seed": session.seed,
+        "done": session.over,
+    }
+
+
+def _data(
+    observation: dict[str, Any], reward: float | None, done: bool, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Metadata stands twice, as OpenEnv's own server has it: typed clients read the inner one."""
+    inner = {**observation, "metadata": dict(metadata)}
+    return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}

@@ -1,0 +1,109 @@
+"""The session routes with the id in the path: POST /env/{env_id}/step is POST /env/step, and so on.
+
+The handlers are the same. /env/{env_name}/step and /terminate have the same form, so these are told from them
+by what an id looks like, and the OpenAPI document, which knows no such difference, lists only those.
+"""
+
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Path, Request
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.responses import Response
+
+from task_app.errors import InvalidRequest, clipped
+from task_app.routes import env, policy, snapshots, steps
+from task_app.routes.bodies import ForeignBody
+
+router = APIRouter()
+
+ENV_ID = "env_[0-9a-f]{16}"
+POLICY_ID = "policy_[0-9a-f]{16}"
+
+
+class _EnvId(StringConvertor):
+    regex = ENV_ID
+
+
+class _PolicyId(StringConvertor):
+    regex = POLICY_ID
+
+
+register_url_convertor("env_id", _EnvId())
+register_url_convertor("policy_id", _PolicyId())
+
+EnvIdInPath = Annotated[str, Path(pattern=f"^{ENV_ID}$")]
+PolicyIdInPath = Annotated[str, Path(pattern=f"^{POLICY_ID}$")]
+
+
+M = TypeVar("M", bound=ForeignBody)
+
+
+class Nothing(ForeignBody):
+    """The path says it all."""
+
+
+@router.post("/env/{env_id:env_id}/step", include_in_schema=False)
+async def step(request: Request, env_id: EnvIdInPath, body: steps.EnvDecision) -> Response:
+    """POST /env/step."""
+    return await steps.step(request, _named(steps.EnvStep, body, env_id=env_id))
+
+
+@router.post("/env/{env_id:env_id}/reset", tags=["env"])
+async def reset(request: Request, env_id: EnvIdInPath, body: env.EnvWorld | None = None) -> Response:
+    """POST /env/reset."""
+    return await env.reset(request, _named(env.EnvReset, body, env_id=env_id))
+
+
+@router.post("/env/{env_id:env_id}/terminate", include_in_schema=False)
+async def terminate(request: Request, env_id: EnvIdInPath, body: Nothing | None = None) -> dict[str, bool]:
+    """POST /env/terminate."""
+    return await env.terminate(request, _named(env.EnvTerminate, body, env_id=env_id))
+
+
+@router.post("/env/{env_id:env_id}/snapshot", tags=["snapshots"])
+async def snapshot(request: Request, env_id: EnvIdInPath, body: Nothing | None = None) -> Response:
+    """POST /env/snapshot."""
+    return await snapshots.snapshot_environment(request, _named(snapshots.EnvSnapshot, body, env_id=env_id))
+
+
+@router.post("/policy/{policy_id:policy_id}/step", tags=["policy"])
+async def policy_step(
+    request: Request, policy_id: PolicyIdInPath, body: policy.PolicyQuestion | None = None
+) -> Response:
+    """POST /policy/step."""
+    return await policy.step(request, _named(policy.PolicyStep, body, policy_id=policy_id))
+
+
+@router.post("/policy/{policy_id:policy_id}/snapshot", tags=["snapshots"])
+async def policy_snapshot(
+    request: Request, policy_id: PolicyIdInPath, body: Nothing | None = None
+) -> Response:
+    """POST /policy/snapshot."""
+    return await snapshots.snapshot_policy(
+        request, _named(snapshots.PolicySnapshot, body, policy_id=policy_id)
+    )
+
+
+@router.post("/policy/{policy_id:policy_id}/terminate", tags=["policy"])
+async def policy_terminate(
+    request: Request, policy_id: PolicyIdInPath, body: Nothing | None = None
+) -> dict[str, bool]:
+    """POST /policy/terminate."""
+    return await policy.terminate(request, _named(policy.PolicyTerminate, body, policy_id=policy_id))
+
+
+def _named(model: type[M], body: ForeignBody | None, **in_path: str) -> M:
+    """The body with the id of the path.
+
+    Raises:
+        InvalidRequest: it holds another id too: one of them would be dropped in silence.
+    """
+    body = body or Nothing()
+    for key, allowed in in_path.items():
+        found = (body.model_extra or {}).get(key, allowed)
+        if found != allowed:
+            raise InvalidRequest(
+                f"{key} is {clipped(repr(found))} in the body and {allowed!r} in the path; name it once",
+                where=key,
+            )
+    return model(**{name: getattr(body, name) for name in type(body).model_fields}, **in_path)

@@ -1,0 +1,23 @@
+"""GET /metrics: what a Prometheus scraper reads."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from task_app.services import services_of
+
+router = APIRouter(tags=["service"])
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Counts, latencies and what is held, in Prometheus' text format (docs/operations.md)."""
+    # Here, because most task apps are never scraped, and a trainer's embedded one should start fast.
+    from task_app.exposition import page
+
+    found = page(
+        services_of(request),
+        version=request.app.version,
+        sockets=request.app.state.openenv_sockets.open,
+        accept=request.headers.get("accept", ""),
+    )
+    return Response(found.body, media_type=found.media_type)

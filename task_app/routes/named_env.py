@@ -1,0 +1,87 @@
+"""/env/{env_name}/...: an environment stepped under its name, as evaluation scripts of Crafter task apps do.
+
+Thin: the sessions are those of /env/create, and either kind of route may be used with them.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from shared_schemas.rollouts import Seed
+from task_app.errors import InvalidRequest, UnknownId
+from task_app.legacy_calls import legacy_calls
+from task_app.legacy_names import environment_name
+from task_app.routes.bodies import EnvId, ForeignBody
+from task_app.routes.env import EnvCreate, created
+from task_app.routes.steps import decide
+from task_app.routes.wire import ReplyJSON
+from task_app.services import Services, services_of
+from task_app.sessions import EnvironmentSession
+
+router = APIRouter(prefix="/env/{env_name}", tags=["env"])
+
+EnvName = Annotated[str, Path(min_length=1, max_length=200, description="`crafter`, or `CrafterClassic`")]
+
+
+class NamedInitialize(ForeignBody):
+    seed: Seed = 0
+    config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
+    world_config: dict[str, Any] | str | None = Field(
+        default=None, description="a difficulty; ignored, and a warning says so"
+    )
+
+
+class NamedStep(ForeignBody):
+    env_id: EnvId
+    action: dict[str, Any] = Field(
+        description="{tool_calls: [...]} or {actions: [...]}; also the tool `interact`, and actions by number"
+    )
+
+
+class NamedTerminate(ForeignBody):
+    env_id: EnvId
+
+
+@router.post("/initialize")
+async def initialize(request: Request, env_name: EnvName, body: NamedInitialize) -> Response:
+    """POST /env/create by another name."""
+    name = environment_name(env_name, services_of(request).boards, where="env_name")
+    config, warnings = dict(body.config), []
+    if config.pop("difficulty", None) is not None or body.world_config is not None:
+        warnings.append("the difficulty is ignored; worlds differ by their seed alone")
+    made = await created(services_of(request), EnvCreate(env_name=name, config=config, seed=body.seed))
+    return ReplyJSON(made | {"warnings": warnings})
+
+
+@router.post("/step")
+async def step(request: Request, env_name: EnvName, body: NamedStep) -> Response:
+    """POST /env/step; calls in an older spelling are read as calls of the tool on offer."""
+    services = services_of(request)
+    session = _session(services, env_name, body.env_id)
+    try:
+        calls = legacy_calls(body.action, session.environment.tools())
+    except ValueError as exc:
+        raise InvalidRequest(str(exc), where="action") from exc
+    return ReplyJSON(await decide(services, session, calls, where="action."))
+
+
+@router.post("/terminate")
+async def terminate(request: Request, env_name: EnvName, body: NamedTerminate) -> dict[str, bool]:
+    """Forget the environment."""
+    services = services_of(request)
+    _session(services, env_name, body.env_id)
+    services.environments.remove(body.env_id, where="env_id")
+    return {"ok": True}
+
+
+def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSession:
+    """The session, if it is one of this name."""
+    name = environment_name(env_name, services.boards, where="env_name")
+    session = services.environments.get(env_id, where="env_id")
+    if session.spec.env_name != name:
+        raise UnknownId(
+            f"{name} environment", env_id, where="env_id", hint=f"it is {session.spec.env_name!r}"
+        )
+    return session

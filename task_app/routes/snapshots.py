@@ -1,0 +1,173 @@
+"""/env/snapshot, /env/restore, /policy/snapshot, /policy/restore: a session by value, and a new one from it.
+
+A snapshot travels in the answer; the task app also holds it for a while under `snapshot_id`. Nothing is
+written to disk, so the `path` that other task apps tell is null here.
+"""
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import InferenceKey
+from task_app.errors import InvalidRequest, UnknownId
+from task_app.routes.bodies import EnvId, ForeignBody
+from task_app.routes.wire import ReplyJSON, observation_json
+from task_app.services import Services, services_of
+from task_app.session_snapshots import (
+    FROM_SNAPSHOT,
+    environment_session,
+    open_environment,
+    open_policy,
+    policy_session,
+    seal_environment,
+    seal_policy,
+    take_environment,
+    take_policy,
+)
+from task_app.sessions import PolicySession
+from task_app.snapshots import from_text, to_text
+from task_app.switches import agreed_step_rewards
+
+router = APIRouter(tags=["snapshots"])
+
+PATH_NOTE = "path is null: no file is written; keep `snapshot`, or use `snapshot_id` here while it is held"
+
+
+class EnvSnapshot(ForeignBody):
+    env_id: EnvId
+
+
+class PolicySnapshot(ForeignBody):
+    policy_id: str = Field(min_length=1, max_length=200)
+
+
+class Restore(ForeignBody):
+    """One of the two: by value from anywhere, or by the id of one that is still held here."""
+
+    snapshot: str | None = Field(default=None, description="as /env/snapshot or /policy/snapshot answered it")
+    snapshot_id: str | None = Field(default=None, max_length=200)
+
+
+class PolicyRestore(Restore):
+    inference_key: InferenceKey | None = Field(default=None, description="no snapshot holds the old one")
+    bound_env_id: str | None = Field(
+        default=None, max_length=200, description="the environment of before when absent"
+    )
+
+
+@router.post("/env/snapshot")
+async def snapshot_environment(request: Request, body: EnvSnapshot) -> Response:
+    """Everything that the session's future depends on; the session itself goes on as it is."""
+    services = services_of(request)
+    session = services.environments.get(body.env_id, where="env_id")
+    async with session.lock:
+        taken = take_environment(session, services.boards, where="env_id")
+    data = seal_environment(taken, at_most_bytes=services.settings.max_snapshot_bytes)
+    facts = taken.facts
+    info = {"env_name": facts.env.env_name, "seed": facts.seed, "turn": facts.turn}
+    return _kept(services, data, rl_run_id=facts.rl_run_id, more={"step_idx": facts.step_idx, "info": info})
+
+
+@router.post("/env/restore")
+async def restore_environment(request: Request, body: Restore) -> Response:
+    """A new session that goes on from there: same observations, rewards and prompts for the same calls."""
+    services = services_of(request)
+    services.environments.check_capacity()
+    data = _given(services, body)
+    taken = open_environment(data, at_most_bytes=services.settings.max_snapshot_bytes)
+    session = await services.threads.run("environment.restore", environment_session, taken, services.boards)
+    env_id = services.environments.add(session)
+    tools = [tool.model_dump(mode="json") for tool in session.environment.tools()]
+    return ReplyJSON(
+        {
+            "env_id": env_id,
+            "observation": observation_json(session.observation),
+            "info": {"seed": session.seed, "turn": session.turn, "done": session.over, "tools": tools},
+            "step_idx": session.step_idx,
+            "metadata": session.metadata.model_dump(mode="json", exclude_none=True),
+        }
+    )
+
+
+@router.post("/policy/snapshot")
+async def snapshot_policy(request: Request, body: PolicySnapshot) -> Response:
+    """The policy with its generator, memory and count of decisions; its inference_key stays here."""
+    services = services_of(request)
+    session = services.policies.get(body.policy_id, where="policy_id")
+    async with session.lock:
+        facts = take_policy(session, where="policy_id")
+    data = seal_policy(facts, at_most_bytes=services.settings.max_snapshot_bytes)
+    info = {"policy_name": facts.policy.policy_name, "turn": facts.turn, "bound_env_id": facts.bound_env_id}
+    return _kept(services, data, rl_run_id=facts.rl_run_id, more={"info": info})
+
+
+@router.post("/policy/restore")
+async def restore_policy(request: Request, body: PolicyRestore) -> dict[str, str | int | None]:
+    """A new policy that decides on from there, bound as before unless `bound_env_id` says otherwise."""
+    services = services_of(request)
+    services.policies.check_capacity()
+    data = _given(services, body)
+    facts = open_policy(data, at_most_bytes=services.settings.max_snapshot_bytes)
+    context = services.policy_context(inference_key=body.inference_key)
+    session = policy_session(facts, services.boards, context)
+    bound_env_id = body.bound_env_id or facts.bound_env_id
+    policy_id = add_policy(services, session, bound_env_id=bound_env_id, switches=facts.step_rewards)
+    return {"policy_id": policy_id, "bound_env_id": bound_env_id, "turn": session.turn}
+
+
+def add_policy(
+    services: Services, session: PolicySession, *, bound_env_id: str | None, switches: StepRewards | None
+) -> str:
+    """Keep a restored policy, bound to the environment with the switches that it brought to its last one.
+
+    Raises:
+        UnknownId: there is no such environment here.
+        InvalidRequest: the environment has other switches.
+    """
+    if bound_env_id is None:
+        return services.policies.add(session)
+    environment = services.environments.find(bound_env_id)
+    if environment is None:
+        hint = "name the environment to bind to as bound_env_id"
+        raise UnknownId("env", bound_env_id, where="bound_env_id", hint=hint)
+    if switches is not None:
+        agreed_step_rewards(environment.switches | {FROM_SNAPSHOT: switches})
+    session.bound_env_id, session.switches = bound_env_id, switches
+    policy_id = services.policies.add(session)
+    if switches is not None:
+        environment.switches[policy_id] = switches
+    return policy_id
+
+
+def _kept(services: Services, data: bytes, *, rl_run_id: str | None, more: dict[str, Any]) -> Response:
+    """Hold the snapshot under a new id, and answer with both."""
+    snapshot_id = f"snapshot_{secrets.token_hex(8)}"
+    held = services.snapshots.put(snapshot_id, data)
+    answer = {
+        "snapshot_id": snapshot_id if held else None,
+        "snapshot": to_text(data),
+        "size": len(data),
+        "rl_run_id": rl_run_id,
+        "path": None,
+        "notes": [PATH_NOTE] if held else [PATH_NOTE, "snapshot_id is null: it is too large to be held"],
+    }
+    return ReplyJSON(answer | more)
+
+
+def _given(services: Services, body: Restore) -> bytes:
+    """The snapshot that a request names or brings."""
+    if (body.snapshot is None) == (body.snapshot_id is None):
+        raise InvalidRequest("give either snapshot or snapshot_id", where="snapshot")
+    if body.snapshot is not None:
+        return from_text(body.snapshot, where="snapshot")
+    assert body.snapshot_id is not None, "one of the two is there"
+    data = services.snapshots.get(body.snapshot_id)
+    if data is None:
+        most = services.settings.max_snapshots_held
+        hint = f"only {most} are held, and none over a restart; restore it by value, as 'snapshot'"
+        raise UnknownId("snapshot", body.snapshot_id, where="snapshot_id", hint=hint)
+    return data

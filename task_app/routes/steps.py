@@ -1,0 +1,121 @@
+"""POST /env/step and /env/step_many: decisions of environments that callers step."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from shared_schemas.base import Body
+from task_app.actions import requests_from_wire
+from task_app.errors import InvalidRequest, TaskAppError
+from task_app.protocols import DecisionOutcome, Observation, ToolRequest
+from task_app.routes.bodies import EnvId, ForeignBody
+from task_app.routes.problems import problem_of
+from task_app.routes.wire import ReplyJSON, step_json
+from task_app.services import Services, services_of
+from task_app.sessions import EnvironmentSession
+
+router = APIRouter(prefix="/env", tags=["env"])
+
+# Env steps between two looks at the other requests: about three milliseconds of Crafter.
+SLICE_ENV_STEPS = 50
+
+
+class EnvDecision(ForeignBody):
+    tool_calls: tuple[dict[str, Any], ...] = Field(
+        description="OpenAI's form, or {tool | tool_name, args | arguments}; one decision"
+    )
+
+
+class EnvStep(EnvDecision):
+    env_id: EnvId
+
+
+class EnvStepMany(Body):
+    """Decisions of one or many environments, carried out in this order."""
+
+    steps: tuple[EnvStep, ...] = Field(min_length=1)
+
+
+@router.post("/step")
+async def step(request: Request, body: EnvStep) -> Response:
+    """Carry out the calls of one decision. A refused call runs one noop and says why in `info`."""
+    services = services_of(request)
+    session = services.environments.get(body.env_id, where="env_id")
+    return ReplyJSON(await decide(services, session, body.tool_calls))
+
+
+@router.post("/step_many")
+async def step_many(request: Request, body: EnvStepMany) -> Response:
+    """Carry out many decisions. Each answers for itself: `{"status": 200, ...}` as /env/step does, or
+    `{"status": 4xx, "problem": ...}`; a refused one takes no step and stops none of the others."""
+    services = services_of(request)
+    found, most = len(body.steps), services.settings.max_steps_per_request
+    if found > most:
+        raise InvalidRequest(f"{found} steps in one request; at most {most}", where="steps")
+    results: list[dict[str, Any]] = []
+    since_yield = 0
+    for index, one in enumerate(body.steps):
+        results.append(await _item(services, one, index))
+        since_yield += len(results[-1].get("env_rewards", ()))
+        if since_yield >= SLICE_ENV_STEPS:
+            since_yield = 0
+            await asyncio.sleep(0)
+    return ReplyJSON({"results": results})
+
+
+async def decide(
+    services: Services,
+    session: EnvironmentSession,
+    tool_calls: Sequence[Mapping[str, Any]],
+    *,
+    where: str = "",
+) -> dict[str, Any]:
+    """One decision of a session; the answer of /env/step.
+
+    Raises:
+        InvalidRequest: too many calls, or one that names no tool; `where` is put before the body path.
+        EpisodeOver: the episode has ended.
+    """
+    requests = _requests(tool_calls, at_most=services.settings.max_calls_per_step, where=where)
+    return _told(session, *await session.step(requests))
+
+
+def decide_at_once(
+    services: Services, session: EnvironmentSession, tool_calls: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The same of a session that `steps_at_once`; raises the same."""
+    requests = _requests(tool_calls, at_most=services.settings.max_calls_per_step, where="")
+    return _told(session, *session.take(requests))
+
+
+def _told(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
+    return step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
+
+
+async def _item(services: Services, one: EnvStep, index: int) -> dict[str, Any]:
+    where = f"steps.{index}."
+    try:
+        session = services.environments.get(one.env_id, where=where + "env_id")
+        answer = await decide(services, session, one.tool_calls, where=where)
+    except TaskAppError as exc:
+        exc.where = exc.where or where.rstrip(".")
+        problem = problem_of(exc).model_dump(mode="json", exclude_none=True)
+        return {"env_id": one.env_id, "status": exc.status, "problem": problem}
+    return {"env_id": one.env_id, "status": 200, **answer}
+
+
+def _requests(
+    tool_calls: Sequence[Mapping[str, Any]], *, at_most: int, where: str
+) -> tuple[ToolRequest, ...]:
+    if len(tool_calls) > at_most:
+        raise InvalidRequest(
+            f"{len(tool_calls)} tool calls in one decision; at most {at_most}", where=where + "tool_calls"
+        )
+    try:
+        return requests_from_wire(tool_calls)
+    except ValueError as exc:
+        raise InvalidRequest(str(exc), where=where + "tool_calls") from exc

@@ -1,0 +1,72 @@
+"""The files of docs/plugins.md, as a reader would save them: they load, keep the contract, and play."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from task_app.operator_plugins import with_plugins
+from task_app.plugins import default_plug_boards
+from task_app.testing import EnvironmentContract
+from tests.task_app.counting import rollout, running_app
+from tests.task_app.playing import post
+from tests.task_app.rollout_client import accept, all_of
+
+PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+CHECKS = [name for name in dir(EnvironmentContract) if name.startswith("test_")]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The blocks that begin with their file's name, saved under it."""
+    named = [re.match(r'"""(\w+\.py):', block) for block in BLOCKS]
+    for block, name in zip(BLOCKS, named, strict=True):
+        if name:
+            (tmp_path / name.group(1)).write_text(block, encoding="utf-8")
+    found = sorted(tmp_path.glob("*.py"))
+    assert [path.name for path in found] == ["guess.py", "halver.py", "safe.py"]
+    return found
+
+
+def test_a_plug_in_fits_on_40_lines():
+    for block in BLOCKS:
+        code = [line for line in block.splitlines() if line.strip()]
+        assert len(code) <= 40, f"{code[0]}: {len(code)} lines"
+
+
+@pytest.mark.parametrize("name", ["guess", "safe"])
+@pytest.mark.parametrize("check", CHECKS)
+def test_an_environment_of_the_page_keeps_the_contract(check, name, files):
+    module = with_plugins(default_plug_boards(), files).environments[name]
+
+    class OfThePage(EnvironmentContract):
+        def make(self):
+            return module.build(module.config())
+
+    getattr(OfThePage(), check)()
+
+
+async def test_the_policy_of_the_page_finds_every_number_of_100_within_7_guesses(files):
+    # 2 ** 7 = 128 > 100
+    spec = {"env": {"env_name": "guess"}, "policy": {"policy_name": "halver"}, "limits": {"max_decisions": 7}}
+    async with running_app(with_plugins(default_plug_boards(), files)) as client:
+        await accept(client, *(rollout(str(seed), start={"seed": seed}, **spec) for seed in range(30)))
+        ended = await all_of(client, 30)
+    assert {one.trajectory.outcome_reward for one in ended.values()} == {1.0}
+
+
+async def test_both_tools_of_the_page_open_the_safe(files):
+    # the number of seed 3 is 4: random.Random(3).randint(1, 9)
+    decisions = [("pull", {}), ("turn", {}), ("turn", {"by": 4}), ("pull", {})]
+    async with running_app(with_plugins(default_plug_boards(), files)) as client:
+        env_id = (await post(client, "/env/create", env_name="safe", seed=3))["env_id"]
+        answers = [
+            await post(client, "/env/step", env_id=env_id, tool_calls=[{"tool": tool, "args": args}])
+            for tool, args in decisions
+        ]
+    done = [answer["info"]["executed_actions"] for answer in answers]
+    assert done == [["pull"], ["noop"], ["turn"], ["pull"]]
+    assert [(answer["reward"], answer["terminated"]) for answer in answers] == [(0.0, False)] * 3 + [
+        (1.0, True)
+    ]

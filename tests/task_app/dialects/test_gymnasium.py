@@ -1,0 +1,122 @@
+"""Crafter as a gymnasium.Env: gymnasium's own checker, and the same game as over HTTP."""
+
+import warnings
+
+import pytest
+
+gymnasium = pytest.importorskip("gymnasium", reason="the extra `gym` is not installed")
+
+from gymnasium.utils.env_checker import check_env  # noqa: E402
+
+from task_app.dialects.gymnasium_env import TurnwiseEnv  # noqa: E402
+from task_app.errors import EpisodeOver, UnknownName  # noqa: E402
+from tests.task_app.counting import CountingEnvironment  # noqa: E402
+
+CRAFTER = "task_app.dialects.gymnasium_env:Turnwise/Crafter-v0"
+WOOD = ["move_right", "move_right", "move_right", "do"]
+
+
+def test_gymnasiums_checker_finds_nothing_to_complain_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(gymnasium.make(CRAFTER).unwrapped)
+        check_env(gymnasium.make(CRAFTER, config={"text": "compact"}, render_mode="rgb_array").unwrapped)
+
+
+def test_a_decision_earns_what_the_service_says_it_earns():
+    # seed 17: a tree stands four cells to the right (docs/http.md)
+    env = gymnasium.make(CRAFTER)
+    _, start = env.reset(seed=17)
+    observation, reward, terminated, truncated, info = env.step(WOOD)
+    assert (start["seed"], reward, terminated, truncated) == (17, 1.0, False, False)
+    assert info["decision_rewards"] == {
+        "turn": 1, "ach_delta": 1, "unique_delta": 1, "all": ["collect_wood"], "unique": ["collect_wood"],
+    }  # fmt: skip
+    assert info["executed_actions"] == WOOD
+    assert (info["outcome_reward"], info["achievements_counts"]["collect_wood"]) == (1.0, 1)
+    assert "wood:1" in observation["text"]
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        {"name": "interact_many", "arguments": {"actions": WOOD}},
+        {"tool": "interact_many", "args": {"actions": WOOD}},
+        [{"name": "interact_many", "arguments": {"actions": WOOD}}],
+        tuple(WOOD),
+    ],
+)
+def test_every_form_of_an_action_is_the_same_decision(action):
+    env = TurnwiseEnv("crafter")
+    env.reset(seed=17)
+    assert env.action_space.contains(action)
+    assert env.step(action)[4]["executed_actions"] == WOOD
+
+
+def test_an_action_that_the_environment_refuses_costs_a_noop_and_says_why():
+    env = TurnwiseEnv("crafter")
+    env.reset(seed=17)
+    info = env.step(["fly"])[4]
+    assert info["executed_actions"] == ["noop"]
+    assert "unknown action 'fly'" in info["invalid_reason"]
+
+
+@pytest.mark.parametrize("action", [3, "noop", [1], ["noop", {"name": "interact_many"}], {"arguments": {}}])
+def test_what_is_no_action_is_refused_before_anything_runs(action):
+    env = TurnwiseEnv("crafter")
+    env.reset(seed=17)
+    assert not env.action_space.contains(action)
+    with pytest.raises(ValueError):
+        env.step(action)
+    assert env.step(["noop"])[4]["turn"] == 1
+
+
+def test_a_seed_is_the_worlds_and_later_resets_draw_from_it():
+    env = TurnwiseEnv("crafter")
+    worlds = [env.reset(seed=5)[1]["seed"], env.reset()[1]["seed"], env.reset()[1]["seed"]]
+    again = [env.reset(seed=5)[1]["seed"], env.reset()[1]["seed"], env.reset()[1]["seed"]]
+    assert worlds == again
+    assert worlds[0] == 5
+    assert len(set(worlds)) == 3
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31 - 1])
+def test_a_seed_that_no_world_has_is_refused(seed):
+    with pytest.raises(ValueError, match="seed"):
+        TurnwiseEnv("crafter").reset(seed=seed)
+
+
+def test_options_are_refused_and_not_dropped():
+    with pytest.raises(ValueError, match="text"):
+        TurnwiseEnv("crafter").reset(options={"text": "compact"})
+
+
+def test_an_environment_of_ones_own_needs_no_plug_board():
+    env = TurnwiseEnv(CountingEnvironment(), render_mode="ansi")
+    env.reset(seed=1)
+    call = {"name": "add", "arguments": {"names": ["a", "a", "end"]}}
+    _, reward, terminated, _, info = env.step(call)
+    assert (reward, terminated) == (1.0, True)
+    assert info["decision_rewards"]["unique_delta"] == 1
+    assert env.render() == "step 3"
+    with pytest.raises(EpisodeOver):
+        env.step(call)
+    with pytest.raises(ValueError, match="give a call"):
+        env.step(["a"])
+
+
+def test_pictures_are_drawn_where_there_are_any():
+    env = TurnwiseEnv("crafter", render_mode="rgb_array")
+    env.reset(seed=1)
+    assert env.render().shape == (288, 288, 3)
+    with pytest.raises(ValueError, match="draws no pictures"):
+        TurnwiseEnv(CountingEnvironment(), render_mode="rgb_array")
+    with pytest.raises(UnknownName):
+        TurnwiseEnv("craftr")
+
+
+def test_vectors_of_it_step_together():
+    envs = gymnasium.make_vec(CRAFTER, num_envs=2, vectorization_mode="sync")
+    envs.reset(seed=[17, 17])
+    _, rewards, *_ = envs.step((WOOD, ["noop"]))
+    assert rewards.tolist() == [1.0, 0.0]

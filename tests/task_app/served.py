@@ -1,0 +1,33 @@
+"""A task app behind a real socket, on the test's own event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from task_app.app import create_app
+from task_app.plugins import PlugBoards
+from task_app.server import Server, address_of, bound_socket
+from task_app.settings import Settings
+from tests.task_app.counting import KEY, boards
+
+
+@asynccontextmanager
+async def served_app(
+    plug_boards: PlugBoards | None = None, *, drain_s: float = 0.0, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Server]]:
+    """A client that sends the key, and the server to stop."""
+    app = create_app(Settings(api_keys=(KEY,), drain_s=drain_s, **settings), boards=plug_boards or boards())
+    sock = bound_socket("127.0.0.1", 0)
+    ready = asyncio.Event()
+    server = Server(app, on_ready=ready.set)
+    # Not serve(), which would take over pytest's signals.
+    serving = asyncio.create_task(server._serve([sock]))
+    await ready.wait()
+    headers = {"X-API-Key": KEY}
+    async with httpx.AsyncClient(base_url=address_of(sock), headers=headers, timeout=20.0) as client:
+        yield client, server
+    server.should_exit = True
+    await serving

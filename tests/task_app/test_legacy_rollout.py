@@ -1,0 +1,286 @@
+"""POST /rollout: one call, the whole trajectory back."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.task_app.counting import KEY, PlannedPolicy, add, boards, running_app
+from tests.task_app.fake_inference import calling, fake_inference, status, tokens
+from tests.task_app.rollout_client import waiting_boards
+from tests.task_app.test_env_routes import calls, created, stepped
+
+ON = {"enabled": True, "mode": "decision_stepwise", "indicator_lambda": 0.5}
+TEXT = {"type": "text", "content": "I walk"}
+
+
+def body(*, decisions=2, policy=None, env=None, **rest):
+    return {
+        "run_id": "run",
+        "env": {"env_name": "counting", "seed": 1, **(env or {})},
+        "policy": policy or {"policy_name": "planned"},
+        "ops": ["agent", "env"] * decisions,
+        "on_done": "terminate",
+        **rest,
+    }
+
+
+async def played(client, **changes):
+    answer = await client.post("/rollout", json=body(**changes))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def with_policy(*moves):
+    return boards(scripted=lambda: PlannedPolicy(*moves))
+
+
+SCRIPTED = {"policy_name": "scripted"}
+
+
+async def test_a_rollout_comes_back_whole():
+    async with running_app(with_policy(add("a", "x"), add("a", "b"))) as client:
+        policy = {**SCRIPTED, "config": {"step_rewards": ON}}
+        answer = await played(client, policy=policy, record={"return_trace": True})
+    (trajectory,) = answer["trajectories"]
+    first, second = trajectory["steps"]
+    assert first["obs"]["text"] == "step 0"
+    assert first["tool_calls"] == [{"tool_name": "add", "arguments": {"names": ["a", "x"]}}]
+    assert (first["reward"], first["done"], second["done"], second["truncated"]) == (1.0, False, True, True)
+    assert second["info"]["achievements_added"] == ["b"]
+    assert second["info"]["meta"]["decision_rewards"] == {
+        "turn": 2, "ach_delta": 2, "unique_delta": 1, "all": ["a", "b"], "unique": ["b"]
+    }  # fmt: skip
+    assert second["info"]["stepwise"]["reward"] == 1.5
+    assert trajectory["final"]["observation"]["achievements_status"] == {"a": True, "b": True}
+    assert "rollout_status" not in trajectory["final"]
+    assert trajectory["decision_samples"][1] == {
+        "decision_index": 2, "indicator": 1, "r_i": 1.5,
+        "actions": [{"tool": "add", "args": {"names": ["a", "b"]}}],
+    }  # fmt: skip
+    assert answer["metrics"] == {
+        "episode_returns": [2.0], "mean_return": 2.0, "num_steps": 2, "num_episodes": 1,
+        "outcome_score": 2.0, "events_score": 3.0, "details": answer["metrics"]["details"],
+    }  # fmt: skip
+    assert answer["metrics"]["details"]["stepwise"]["final_achievements"] == ["a", "b"]
+    assert [one["turn"] for one in answer["trace"]["decision_rewards"]] == [0, 1], "from 0 there"
+    assert (answer["aborted"], answer["ops_executed"], answer["warnings"]) == (False, 4, [])
+
+
+async def test_without_the_switches_there_is_no_stepwise_block():
+    async with running_app() as client:
+        answer = await played(client)
+    assert "stepwise" not in answer["metrics"]["details"]
+    assert "decision_samples" not in answer["trajectories"][0]
+    assert "decision_rewards" not in answer["trajectories"][0]["steps"][0]["info"]["meta"]
+    assert (answer["trace"], answer["metrics"]["events_score"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("move", "told"),
+    [
+        (TEXT, "partial_no_tool_calls"),
+        ({"type": "tool_call", "name": "sub", "arguments": {}}, "partial_invalid_action"),
+    ],
+)
+async def test_a_refused_decision_is_the_last_and_stands_there_with_its_reason(move, told):
+    async with running_app(with_policy(add("a"), move, add("b"))) as client:
+        answer = await played(client, decisions=5, policy=SCRIPTED)
+    (trajectory,) = answer["trajectories"]
+    last = trajectory["steps"][-1]
+    assert (len(trajectory["steps"]), last["done"]) == (2, True)
+    assert last["info"]["reason"] in told
+    final = trajectory["final"]
+    assert (final["rollout_status"], final["at_op"], final["stop_reason"]) == (told, 4, "invalid_action")
+    assert final["error"] == last["info"]["error"]
+
+
+async def test_a_model_that_cannot_be_asked_is_a_soft_failure_with_the_steps_so_far():
+    refused = status(400, {"error": {"message": "no"}})
+    async with fake_inference(calling("a"), refused) as server, running_app() as client:
+        config = {"inference_url": f"{server.url}?cid=7", "model": "m"}
+        policy = {"policy_name": "crafter", "config": config}
+        answer = await played(client, decisions=5, policy=policy, mode="rl")
+    (trajectory,) = answer["trajectories"]
+    assert trajectory["length"] == 1
+    assert trajectory["final"]["rollout_status"] == "partial_policy_error"
+    assert "refused" in trajectory["final"]["error"]
+    assert server.bodies[0]["tool_choice"] == "required"
+    assert answer["trace_correlation_id"] == "7"
+    assert answer["pipeline_metadata"]["trace_correlation_id"] == trajectory["trace_correlation_id"] == "7"
+    assert "?cid=7" in answer["pipeline_metadata"]["inference_url"]
+    assert "?cid=7" in trajectory["steps"][0]["info"]["meta"]["inference_url"]
+
+
+async def test_a_broken_environment_is_no_soft_failure():
+    async with running_app(with_policy(add("boom"))) as client:
+        answer = await client.post("/rollout", json=body(policy=SCRIPTED))
+    assert (answer.status_code, answer.json()["code"]) == (500, "critical_error")
+
+
+async def test_max_time_s_ends_a_slow_policy_and_also_a_wait_for_a_place():
+    policies, plug_boards = waiting_boards(2)
+    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
+        waiting = {"policy_name": "waiting"}
+        slow = asyncio.create_task(
+            client.post("/rollout", json=body(policy=waiting, safety={"max_time_s": 0.3}, run_id="one"))
+        )
+        await policies[0].asked.wait()
+        queued = await played(client, policy=waiting, safety={"max_time_s": 0.05}, run_id="two")
+        ran = (await slow).json()
+        assert (await client.get("/run/status/two")).json()["rollouts"]["cancelled"] == 1
+    assert not policies[1].asked.is_set()
+    for answer in (queued, ran):
+        (trajectory,) = answer["trajectories"]
+        assert trajectory["final"]["rollout_status"] == "partial_max_time"
+        assert (trajectory["length"], answer["aborted"]) == (0, False)
+
+
+async def test_on_done_reset_plays_on_in_a_new_episode_of_the_same_world():
+    async with running_app(with_policy(add("a"), add("b", "end"), add("a"), add("a"))) as client:
+        policy = {**SCRIPTED, "config": {"step_rewards": ON}}
+        answer = await played(client, decisions=4, policy=policy, on_done="reset")
+    first, second = answer["trajectories"]
+    assert [len(one["steps"]) for one in (first, second)] == [2, 2]
+    assert first["steps"][-1]["terminated"]
+    assert second["steps"][0]["info"]["achievements_added"] == ["a"], "first time in its episode"
+    assert second["steps"][0]["info"]["meta"]["decision_rewards"]["turn"] == 1
+    assert answer["metrics"]["episode_returns"] == [2.0, 1.0]
+    assert (answer["metrics"]["num_episodes"], answer["metrics"]["mean_return"]) == (2, 1.5)
+    assert "2 episodes of seed 1 were played" in answer["warnings"][0]
+
+
+async def test_a_living_environment_and_a_living_policy_go_on_where_they_stand():
+    async with running_app(with_policy(add("b"))) as client:
+        env_id = (await created(client, config={"step_rewards": ON}))["env_id"]
+        await stepped(client, env_id, calls("a"))
+        made = await client.post("/policy/create", json={"policy_name": "scripted"})
+        answer = await played(
+            client,
+            env={"env_name": None, "env_id": env_id, "seed": 5},
+            policy={"policy_id": made.json()["policy_id"]},
+        )
+        after = (await stepped(client, env_id, calls("b"))).json()
+    (trajectory,) = answer["trajectories"]
+    assert trajectory["steps"][0]["obs"]["achievements_counts"] == {"a": 1, "b": 0}
+    assert trajectory["steps"][0]["info"]["meta"]["decision_rewards"]["unique"] == ["b"]
+    assert after["info"]["turn"] == 4
+    assert after["observation"]["achievements_counts"] == {"a": 1, "b": 3}
+    assert any("env.seed is ignored" in warning for warning in answer["warnings"])
+
+
+async def test_a_living_environment_that_ended_is_started_anew_or_left():
+    async with running_app(with_policy(add("end"))) as client:
+        env_id = (await created(client))["env_id"]
+        changes = {"env": {"env_name": None, "env_id": env_id, "seed": None}, "policy": SCRIPTED}
+        answer = await played(client, **changes, on_done="reset")
+        assert "started anew" in answer["warnings"][0]
+        answer = await played(client, **changes)
+        assert answer["trajectories"][0]["steps"][0]["terminated"]
+        over = await client.post("/rollout", json=body(**changes))
+    assert (over.status_code, over.json()["code"]) == (409, "episode_over")
+
+
+async def test_a_session_that_another_rollout_uses_is_busy():
+    (policy,), plug_boards = waiting_boards(1)
+    async with running_app(plug_boards) as client:
+        env_id = (await created(client))["env_id"]
+        changes = {"env": {"env_name": None, "env_id": env_id, "seed": None}}
+        first = asyncio.create_task(
+            client.post("/rollout", json=body(**changes, policy={"policy_name": "waiting"}))
+        )
+        await policy.asked.wait()
+        second = await client.post("/rollout", json=body(**changes))
+        policy.go.set()
+        assert (await first).json()["metrics"]["num_steps"] == 2
+    assert (second.status_code, second.json()["where"]) == (503, "env.env_id")
+
+
+@pytest.mark.parametrize(("part", "where"), [("env_id", "env.env_id"), ("policy_id", "policy.policy_id")])
+async def test_an_unknown_session_is_a_404(part, where):
+    changes = (
+        {"env": {"env_name": None, "env_id": "x", "seed": None}}
+        if part == "env_id"
+        else {"policy": {"policy_id": "x"}}
+    )
+    async with running_app() as client:
+        answer = await client.post("/rollout", json=body(**changes))
+    assert (answer.status_code, answer.json()["where"]) == (404, where)
+
+
+async def test_record_is_obeyed_and_what_is_not_there_is_told():
+    record = {
+        "trajectories": False, "logprobs": True, "value": True,
+        "return_trace": True, "trace_format": "structured",
+    }  # fmt: skip
+    async with running_app() as client:
+        answer = await played(client, record=record)
+    assert answer["trajectories"] == []
+    assert answer["metrics"]["num_steps"] == 2
+    assert len(answer["trace"]["event_history"]) == 2
+    told = " ".join(answer["warnings"])
+    assert all(words in told for words in ("record.logprobs", "record.value", "same as full"))
+
+
+async def test_exact_tokens_come_back_where_they_are_asked_for():
+    async with fake_inference(calling("a", **tokens([1, 2], 0, [3, 4]))) as server, running_app() as client:
+        config = {"inference_url": server.url, "model": "m"}
+        policy = {"policy_name": "crafter-react", "config": config}
+        answer = await played(client, decisions=1, policy=policy, record={"logprobs": True})
+    (step,) = answer["trajectories"][0]["steps"]
+    assert step["logprob"] == -1.0
+    assert step["info"]["meta"]["policy_logprobs"]["token_ids"] == [3, 4]
+    assert answer["warnings"] == []
+
+
+WAITING = json.dumps(body(policy={"policy_name": "waiting"})).encode()
+JSON = {"content-type": "application/json"}
+
+
+async def asked(app, gone, **headers):
+    """POST /rollout from a client that is gone when the test says so; what it was sent."""
+    messages, sent = [{"type": "http.request", "body": WAITING, "more_body": False}], []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    told = {"x-api-key": KEY, **JSON, **headers}
+    raw = [(name.encode(), value.encode()) for name, value in told.items()]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "headers": raw,
+        "path": "/rollout", "raw_path": b"/rollout", "query_string": b"", "root_path": "", "scheme": "http",
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return sent
+
+
+async def test_a_client_that_goes_away_gives_its_place_back():
+    (policy,), plug_boards = waiting_boards(1)
+    async with running_app(plug_boards) as client:
+        gone = asyncio.Event()
+        playing = asyncio.create_task(asked(client._transport.app, gone))
+        await policy.asked.wait()
+        gone.set()
+        await playing
+        counts = (await client.get("/run/status/run")).json()["rollouts"]
+    assert counts == {"unfinished": 0, "finished": 0, "failed": 0, "cancelled": 1}
+
+
+async def test_a_client_with_an_idempotency_key_may_go_away_and_come_back_for_the_answer():
+    (policy,), plug_boards = waiting_boards(1)
+    async with running_app(plug_boards) as client:
+        gone, key = asyncio.Event(), {"idempotency-key": "once"}
+        playing = asyncio.create_task(asked(client._transport.app, gone, **key))
+        await policy.asked.wait()
+        gone.set()
+        policy.go.set()
+        (start, *_) = await playing
+        again = await client.post("/rollout", content=WAITING, headers={**key, **JSON})
+        counts = (await client.get("/run/status/run")).json()["rollouts"]
+    assert (start["status"], again.status_code, counts["finished"]) == (200, 200, 1)

@@ -1,0 +1,56 @@
+"""/openapi.json is a valid OpenAPI document, and says of every route what it needs."""
+
+import jsonschema
+import pytest
+from openapi_spec_validator import validate
+
+from task_app.errors import HeadTooLarge, MalformedRequest, TaskAppError
+from task_app.openapi import ERRORS
+from task_app.plugins import default_plug_boards
+from tests.task_app.counting import running_app
+
+
+@pytest.fixture
+async def document():
+    async with running_app(default_plug_boards()) as client:
+        return (await client.get("/openapi.json")).json()
+
+
+async def test_the_document_is_valid(document):
+    validate(document)
+
+
+async def test_every_operation_has_a_name_of_its_own_a_sentence_and_a_key(document):
+    operations = [
+        (path, method, operation)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    ]
+    assert len(operations) > 20
+    names = [operation["operationId"] for _, _, operation in operations]
+    assert len(set(names)) == len(names)
+    for path, method, operation in operations:
+        assert operation.get("summary") or operation.get("description"), (method, path)
+        assert operation["security"] or path in ("/", "/health"), (method, path)
+
+
+async def test_the_schemas_of_bodies_are_json_schemas(document):
+    for name, schema in document["components"]["schemas"].items():
+        jsonschema.Draft202012Validator.check_schema(schema), name
+
+
+async def test_the_openenv_document_of_one_environment_is_valid_too():
+    async with running_app(default_plug_boards()) as client:
+        validate((await client.get("/openenv/crafter/openapi.json")).json())
+
+
+async def test_every_operation_lists_every_error_that_a_route_can_answer(document):
+    def tree(kind):
+        return {kind, *(one for child in kind.__subclasses__() for one in tree(child))}
+
+    # these two are refused before there is a path
+    statuses = {kind.status for kind in tree(TaskAppError) - {HeadTooLarge, MalformedRequest}}
+    assert set(ERRORS) == statuses
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            assert {str(status) for status in statuses} <= set(operation["responses"]), (method, path)

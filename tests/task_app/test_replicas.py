@@ -1,0 +1,130 @@
+"""`--replicas N`: real processes on ports of their own, kept running; what they log is waited for."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.task_app.counting import KEY
+
+COMMAND = [sys.executable, "-m", "task_app"]
+
+
+class Supervisor:
+    """A started one: its URLs, and its log line by line."""
+
+    def __init__(self, process):
+        self.process = process
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        self.urls = tomllib.loads(line)["task_url"]
+        self.ready = {}
+        while len(self.ready) < len(self.urls):
+            self.next_ready()
+
+    def log_line(self, words):
+        for line in self.process.stderr:
+            if words in line:
+                return line
+        raise AssertionError(f"the log ended without {words!r}")
+
+    def next_ready(self):
+        """The replica that is ready next, as the log says."""
+        line = self.log_line("replica_ready")
+        index, pid = (int(re.search(rf"{name}=(\d+)", line)[1]) for name in ("replica", "pid"))
+        self.ready[index] = pid
+        return index
+
+    def get(self, index, path):
+        return httpx.get(self.urls[index] + path, headers={"X-API-Key": KEY}, timeout=20)
+
+
+@contextmanager
+def supervised(*arguments):
+    process = subprocess.Popen(
+        [*COMMAND, "--exit-with-parent", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "ENVIRONMENT_API_KEY": KEY},
+        text=True,
+    )
+    with process:
+        try:
+            yield Supervisor(process)
+        finally:
+            process.stdin.close()  # its replicas end with it, whatever became of the test
+            process.wait(30)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_replica_that_is_killed_is_started_again_on_its_port_and_a_stop_ends_all(tmp_path):
+    with supervised("--replicas", "2", "--port", "0", "--state-dir", str(tmp_path)) as supervisor:
+        first, second = (supervisor.get(index, "/info").json()["service"] for index in (0, 1))
+        assert first["instance_id"] != second["instance_id"]
+        assert sorted(folder.name for folder in tmp_path.iterdir()) == ["replica-0", "replica-1"]
+
+        killed = supervisor.ready[1]
+        os.kill(killed, signal.SIGKILL)
+        ended = supervisor.log_line("replica_ended")
+        assert f"url={supervisor.urls[1]}" in ended
+        assert "exit_code=-9" in ended
+        assert supervisor.next_ready() == 1
+        assert supervisor.ready[1] != killed
+        assert supervisor.get(1, "/health").json()["authorized"] is True
+        assert supervisor.get(0, "/info").json()["service"]["instance_id"] == first["instance_id"]
+
+        supervisor.process.send_signal(signal.SIGTERM)
+        assert supervisor.process.wait(30) == 0
+        assert not any(is_alive(pid) for pid in supervisor.ready.values())
+
+
+def test_replicas_take_consecutive_ports():
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        try:
+            other.bind(("127.0.0.1", port + 1))
+        except (OSError, OverflowError):
+            pytest.skip("the port behind a free one is taken")
+    with supervised("--replicas", "2", "--port", str(port)) as supervisor:
+        assert supervisor.urls == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--replicas", "0"], "'0' is no number of replicas; allowed: 1 to 256"),
+        (["--replicas", "2", "--port", "65535"], "2 replicas from port 65535 on go beyond port 65535"),
+        (["--replicas", "2", "--port", "0", "--plugins", "no_such.py"], "no_such.py"),
+    ],
+)
+def test_what_cannot_start_says_why_and_exits_with_2(arguments, told):
+    ended = subprocess.run(
+        [*COMMAND, *arguments],
+        env={**os.environ, "ENVIRONMENT_API_KEY": KEY},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert told in ended.stderr
+    assert ended.stdout == ""
+    assert "Traceback" not in ended.stderr

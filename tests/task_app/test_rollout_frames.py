@@ -1,0 +1,151 @@
+"""GET /rollouts/{rollout_id}/frames: an episode as a GIF, by playing it again."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageSequence
+
+from task_app.environments.crafter.environment import CrafterEnvironment
+from task_app.errors import RequestDeadline
+from task_app.pictures import animated_gif
+from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
+from task_app.replaying import Replay
+from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
+from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
+
+CRAFTER = {
+    "start": {"seed": 17},
+    "env": {"env_name": "crafter", "config": {"text": "compact", "max_actions": 4}},
+    "policy": {"policy_name": "crafter_teacher", "config": {"max_actions": 4}},
+    "limits": {"max_decisions": 6},
+}
+
+
+class PicturedCounting(CountingEnvironment):
+    """Its picture is the brighter, the more env steps ran: 30 a step."""
+
+    def frame(self, width, height):
+        return np.full((height, width, 3), 30 * self._steps, np.uint8)
+
+
+class Forgetful(PicturedCounting):
+    """Every episode of a process is another one, as no environment may be."""
+
+    episodes = 0
+
+    def reset(self, seed):
+        Forgetful.episodes += 1
+        return super().reset(seed)
+
+    def _count(self, name):
+        return super()._count(name) + Forgetful.episodes
+
+
+def pictured(kind=PicturedCounting):
+    default = default_plug_boards()
+    environments = {"counting": EnvironmentPlugin(CountingConfig, kind), **default.environments}
+    return PlugBoards(environments, {**default.policies, "planned": boards().policies["planned"]})
+
+
+async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start():
+    async with running_app(default_plug_boards()) as client:
+        await accept(client, rollout("a/b", **CRAFTER))
+        await all_of(client, 1)
+        answer = await client.get("/rollouts/a/b/frames", params={"side": 90, "frame_s": 0.25})
+        last = await client.get("/rollouts/a/b/frames", params={"turn": 6})
+    gif = Image.open(io.BytesIO(answer.content))
+    assert (answer.headers["content-type"], answer.headers["x-frames-every"]) == ("image/gif", "1")
+    assert (gif.size, gif.n_frames, gif.info["duration"], gif.info["loop"]) == ((90, 90), 7, 250, 0)
+    assert Image.open(io.BytesIO(last.content)).size == (144, 144)
+
+
+async def test_a_turn_is_the_picture_that_the_environment_showed_then():
+    async with running_app(default_plug_boards()) as client:
+        await accept(client, rollout("a", **CRAFTER))
+        steps = (await all_of(client, 1))["a"].trajectory.steps
+        drawn = (await client.get("/rollouts/a/frames", params={"turn": 3})).content
+        env_id = (await client.post("/env/create", json={"env_name": "crafter", "seed": 17})).json()["env_id"]
+        for step in steps[:3]:
+            calls = [call.model_dump() for call in step.tool_calls]
+            await client.post("/env/step", json={"env_id": env_id, "tool_calls": calls})
+        same = (await client.get(f"/env/{env_id}/frame", params={"width": 144, "height": 144})).content
+    assert drawn == same
+
+
+async def test_a_long_episode_shows_every_nth_decision_and_the_last():
+    # 7 decisions are 8 pictures; of at most 4: the start, 3, 6 and the last, 7
+    async with running_app(pictured(), max_frames=4) as client:
+        await accept(client, rollout("a", limits={"max_decisions": 7}))
+        await all_of(client, 1)
+        answer = await client.get("/rollouts/a/frames")
+    gif = Image.open(io.BytesIO(answer.content))
+    shown = [np.asarray(frame.convert("RGB"))[0, 0, 0] for frame in ImageSequence.Iterator(gif)]
+    assert answer.headers["x-frames-every"] == "3"
+    assert shown == [30 * turn for turn in (0, 3, 6, 7)]
+
+
+async def test_refused_calls_are_replayed_too():
+    # the planned policy calls a tool that Crafter does not have
+    async with running_app(pictured()) as client:
+        await accept(client, rollout("a", env=CRAFTER["env"]))
+        steps = (await all_of(client, 1))["a"].trajectory.steps
+        assert all(step.step_info.invalid_reason for step in steps)
+        assert (await client.get("/rollouts/a/frames")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "where"),
+    [({"turn": 3}, 422, "turn"), ({"side": 4096}, 422, "side"), ({"frame_s": 0}, 422, "frame_s")],
+)
+async def test_bad_questions_are_told_what_is_wrong(query, status, where):
+    async with running_app(pictured()) as client:
+        await accept(client, rollout("a"))
+        await all_of(client, 1)
+        answer = await client.get("/rollouts/a/frames", params=query)
+    assert (answer.status_code, answer.json()["where"]) == (status, where)
+
+
+async def test_what_has_not_finished_or_cannot_be_drawn_has_no_frames():
+    _, plug_boards = waiting_boards(1)
+    async with running_app(plug_boards) as client:
+        await accept(client, rollout("done"), rollout("open", **WAITING))
+        await client.get("/rollouts", params={"run_id": "r", "wait_s": 20})
+        answers = [await client.get(f"/rollouts/{name}/frames") for name in ("done", "open", "none")]
+    assert [answer.status_code for answer in answers] == [404, 409, 404]
+    assert answers[0].json()["hint"] == "environment 'counting' draws none"
+    assert "is running" in answers[1].json()["detail"]
+
+
+async def test_a_replay_that_departs_from_the_record_is_refused():
+    async with running_app(pictured(Forgetful)) as client:
+        await accept(client, rollout("a"))
+        await all_of(client, 1)
+        answer = await client.get("/rollouts/a/frames")
+    assert (answer.status_code, answer.json()["code"]) == (409, "replay_departs")
+
+
+async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
+    async with running_app(pictured()) as client:
+        await accept(client, rollout("a/frames"))
+        await all_of(client, 1)
+        state = (await client.get("/rollouts/a/frames")).json()
+        gif = await client.get("/rollouts/a/frames/frames")
+    assert (state["rollout_id"], state["status"]) == ("a/frames", "finished")
+    assert gif.headers["content-type"] == "image/gif"
+
+
+async def test_a_replay_ends_when_its_time_is_over():
+    async with running_app(default_plug_boards()) as client:
+        await accept(client, rollout("a", **CRAFTER))
+        trajectory = (await all_of(client, 1))["a"].trajectory
+    replay = Replay(CrafterEnvironment(), trajectory, 17)
+    ticks = iter(range(100))
+    with pytest.raises(RequestDeadline, match="decision 3"):
+        replay.pictures([6], 18, until_s=1.0, clock=lambda: next(ticks))
+    assert len(replay.pictures([0, 6], 18, until_s=1.0, clock=lambda: 0.0)) == 2
+
+
+def test_a_gif_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        animated_gif([], frame_s=0.1)

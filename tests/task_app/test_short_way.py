@@ -1,0 +1,130 @@
+"""The short way of /env/step answers byte for byte as the long one, and takes what it leaves as it came."""
+
+import asyncio
+import json
+
+import pytest
+
+from task_app.plugins import EnvironmentPlugin, PlugBoards
+from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, running_app
+from tests.task_app.test_env_routes import ON, calls, created
+
+JSON = {"Content-Type": "application/json"}
+
+
+class QuickEnvironment(CountingEnvironment):
+    """The counting environment, which needs no thread."""
+
+    quick_step = True
+
+
+def quick_boards() -> PlugBoards:
+    plugged = boards()
+    return PlugBoards(
+        {**plugged.environments, "quick": EnvironmentPlugin(CountingConfig, QuickEnvironment)},
+        plugged.policies,
+    )
+
+
+def body_of(env_id, tool_calls, **more):
+    return json.dumps({"env_id": env_id, "tool_calls": tool_calls, **more}).encode()
+
+
+DECISIONS = [
+    calls("a"),
+    calls("a", "b", "x"),
+    [],
+    [{"tool": "nothing"}],
+    [{"function": {"name": "add", "arguments": '{"names": ["a"]}'}}],
+    [{"function": {"name": "add", "arguments": "no JSON"}}],
+    [{"tool": "add", "args": {"names": ["ä \U0001f600"]}}],
+    [{"args": {}}],
+    [{"tool": 7}],
+    [{"tool": "add", "args": {"names": []}}] * 17,
+    calls("boom"),
+    calls("end"),
+    calls("a"),
+]
+
+
+@pytest.mark.parametrize("switches", [{}, {"step_rewards": ON}])
+async def test_both_ways_give_the_same_answers_decision_by_decision(switches):
+    # An Idempotency-Key sends a request the long way.
+    async with running_app(quick_boards()) as client:
+        short = (await created(client, env_name="quick", config=switches))["env_id"]
+        long = (await created(client, env_name="quick", config=switches))["env_id"]
+        for number, decision in enumerate(DECISIONS):
+            here = await client.post("/env/step", content=body_of(short, decision), headers=JSON)
+            there = await client.post(
+                "/env/step", content=body_of(long, decision), headers={**JSON, "Idempotency-Key": str(number)}
+            )
+            assert (here.status_code, here.content) == (there.status_code, there.content), decision
+            assert here.headers["content-type"] == there.headers["content-type"]
+            assert here.headers.get("retry-after") == there.headers.get("retry-after")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"env_id": "%s"}',
+        b'{"env_id": 7, "tool_calls": []}',
+        b'{"env_id": "", "tool_calls": []}',
+        b'{"env_id": "nobody", "tool_calls": []}',
+        b'{"env_id": "%s", "tool_calls": {}}',
+        b'{"env_id": "%s", "tool_calls": [7]}',
+        b'{"env_id": "%s", "tool_call": []}',
+        b'{"env_id": "%s", "tool_calls": [], "parent_env_id": "x"}',
+        b'{"env_id": "%s", "tool_calls": [{"tool": "add", "args": {"names": ["\\ud800"]}}]}',
+        b'{"env_id": "%s", "tool_calls": [{"tool": "add", "args": {"names": [], "n": NaN}}]}',
+        b'{"env_id": "%s", "tool_calls": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"env_id": "' + b"x" * 201 + b'", "tool_calls": []}',
+    ],
+)
+async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(content):
+    async with running_app(quick_boards()) as client:
+        told = []
+        for headers in ({}, {"Idempotency-Key": "k"}):
+            env_id = (await created(client, env_name="quick"))["env_id"]
+            answer = await client.post(
+                "/env/step", content=content.replace(b"%s", env_id.encode()), headers={**JSON, **headers}
+            )
+            told.append((answer.status_code, answer.text.replace(env_id, "ID")))
+    assert told[0] == told[1]
+
+
+async def test_a_body_that_comes_in_pieces_is_put_together():
+    async with running_app(quick_boards()) as client:
+        env_id = (await created(client, env_name="quick"))["env_id"]
+        whole = body_of(env_id, calls("a"))
+
+        async def pieces():
+            yield whole[:10]
+            yield whole[10:]
+
+        answer = await client.post("/env/step", content=pieces(), headers=JSON)
+    assert (answer.status_code, answer.json()["step_idx"]) == (200, 1)
+
+
+async def test_a_session_that_is_held_is_waited_for_and_others_go_on():
+    async with running_app(quick_boards()) as client:
+        held, other = [(await created(client, env_name="quick"))["env_id"] for _ in range(2)]
+        session = client._transport.app.state.services.environments.find(held)
+        async with session.lock:
+            waiting = asyncio.create_task(
+                client.post("/env/step", content=body_of(held, calls("a")), headers=JSON)
+            )
+            answer = await client.post("/env/step", content=body_of(other, calls("a")), headers=JSON)
+            assert (answer.status_code, waiting.done(), session.step_idx) == (200, False, 0)
+        assert ((await waiting).status_code, session.step_idx) == (200, 1)
+
+
+async def test_metrics_count_both_ways_under_the_same_route():
+    async with running_app(quick_boards()) as client:
+        env_id = (await created(client, env_name="quick"))["env_id"]
+        for headers in ({}, {"Idempotency-Key": "k"}):
+            await client.post("/env/step", content=body_of(env_id, calls("a")), headers={**JSON, **headers})
+        text = (await client.get("/metrics")).text
+    assert 'turnwise_http_requests_total{method="POST",route="/env/step",status="200"} 2.0' in text

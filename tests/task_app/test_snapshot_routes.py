@@ -1,0 +1,279 @@
+"""/env/snapshot, /env/restore, /policy/snapshot, /policy/restore: the same future, anywhere."""
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from task_app.plugins import default_plug_boards
+from task_app.snapshots import Contents, open_envelope, seal, to_text
+from tests.task_app.counting import boards, running_app
+from tests.task_app.fake_inference import calling, fake_inference, tokens
+from tests.task_app.playing import ON, TO_THE_TREE, act, decision, new_env, new_policy, post, refused, step
+
+ROOT = Path(__file__).parents[2]
+LATER = (["move_down", "move_right", "do"], ["fly"], ["do", "noop", "sleep"], ["move_left"] * 8)
+MOST = 1 << 20
+
+
+async def future(client, env_id):
+    """What the session does from here on: every answer, and every prompt that a model would get."""
+    policy_id = await new_policy(client, bound_env_id=env_id)
+    told = []
+    for actions in LATER:
+        _, meta = await decision(client, policy_id, dry_run=True)
+        told.append((meta["messages"], meta.get("decision_rewards"), await step(client, env_id, *actions)))
+    return told
+
+
+@pytest.mark.parametrize("config", [{}, {"text": "compact", "step_rewards": ON}])
+async def test_a_restored_session_has_the_future_of_the_original(config):
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client, **config)
+        await step(client, env_id, *TO_THE_TREE)
+        await step(client, env_id, "fly")
+        taken = await post(client, "/env/snapshot", env_id=env_id)
+        by_id = await post(client, "/env/restore", snapshot_id=taken["snapshot_id"])
+        original = await future(client, env_id)
+        assert await future(client, by_id["env_id"]) == original, "and its parent's steps are not its own"
+    async with running_app(default_plug_boards()) as client:
+        by_value = await post(client, "/env/restore", snapshot=taken["snapshot"])
+        assert await future(client, by_value["env_id"]) == original
+    first = original[0][2]["info"]
+    assert first["turn"] == 3
+    assert original[0][2]["step_idx"] == 4 + 1 + 3
+
+
+async def test_a_restored_session_shows_what_was_shown_last():
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client, step_rewards=ON)
+        before = await step(client, env_id, *TO_THE_TREE)
+        taken = await post(client, "/env/snapshot", env_id=env_id)
+        answer = await post(client, "/env/restore", snapshot=taken["snapshot"])
+    assert answer["observation"] == before["observation"]
+    assert answer["metadata"] == before["metadata"]
+    assert (answer["step_idx"], answer["info"]["turn"], answer["info"]["seed"]) == (4, 1, 17)
+    assert (taken["step_idx"], taken["info"]) == (4, {"env_name": "crafter", "seed": 17, "turn": 1})
+
+
+async def test_the_future_is_the_same_in_another_process():
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client, seed=5)
+        await step(client, env_id, "move_left", "do", "noop")
+        taken = await post(client, "/env/snapshot", env_id=env_id)
+        here = [await step(client, env_id, *actions) for actions in LATER]
+    code = (
+        "import asyncio, json, sys\n"
+        "from task_app.plugins import default_plug_boards\n"
+        "from tests.task_app.counting import running_app\n"
+        "from tests.task_app.playing import post, step\n"
+        "async def main():\n"
+        "    taken, later = json.load(sys.stdin)\n"
+        "    async with running_app(default_plug_boards()) as client:\n"
+        "        env_id = (await post(client, '/env/restore', snapshot=taken))['env_id']\n"
+        "        print(json.dumps([await step(client, env_id, *actions) for actions in later]))\n"
+        "asyncio.run(main())\n"
+    )
+    there = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", code],
+        input=json.dumps([taken["snapshot"], LATER]), capture_output=True, text=True, check=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77"},
+    )  # fmt: skip
+    assert json.loads(there.stdout.splitlines()[-1]) == here
+
+
+async def test_the_answer_has_the_fields_that_others_know_and_says_what_path_is():
+    async with running_app(default_plug_boards()) as client:
+        made = await post(client, "/env/create", env_name="crafter", rl_run_id="run-7")
+        taken = await post(client, "/env/snapshot", env_id=made["env_id"])
+        again = await post(client, "/env/restore", snapshot=taken["snapshot"])
+        retaken = await post(client, "/env/snapshot", env_id=again["env_id"])
+    assert taken["path"] is None
+    assert "path is null" in taken["notes"][0]
+    assert taken["rl_run_id"] == retaken["rl_run_id"] == "run-7"
+    assert taken["size"] == len(taken["snapshot"]) * 3 // 4 - taken["snapshot"].count("=")
+    assert taken["size"] < 6_000
+    assert retaken["snapshot"] == taken["snapshot"], "equal sessions have equal snapshots"
+
+
+async def test_only_so_many_are_held_by_id_and_a_value_is_never_too_old():
+    async with running_app(default_plug_boards(), max_snapshots_held=1) as client:
+        env_id = await new_env(client)
+        first, second = [await post(client, "/env/snapshot", env_id=env_id) for _ in range(2)]
+        status, code, where, told = await refused(client, "/env/restore", snapshot_id=first["snapshot_id"])
+        assert (status, code, where) == (404, "unknown_id", "snapshot_id")
+        assert "only 1 are held" in told
+        await post(client, "/env/restore", snapshot_id=second["snapshot_id"])
+        await post(client, "/env/restore", snapshot=first["snapshot"])
+    async with running_app(default_plug_boards(), max_snapshots_bytes=1_024) as client:
+        taken = await post(client, "/env/snapshot", env_id=await new_env(client))
+        assert taken["snapshot_id"] is None
+        assert taken["notes"][1] == "snapshot_id is null: it is too large to be held"
+
+
+async def test_a_full_server_restores_nothing_and_says_when_to_come_again():
+    async with running_app(default_plug_boards(), max_sessions=1) as client:
+        env_id = await new_env(client)
+        taken = await post(client, "/env/snapshot", env_id=env_id)
+        answer = await client.post("/env/restore", json={"snapshot": taken["snapshot"]})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        await post(client, "/env/terminate", env_id=env_id)
+        await post(client, "/env/restore", snapshot=taken["snapshot"])
+
+
+def changed(snapshot: bytes, **head) -> str:
+    """The snapshot with other facts in its head, and a good checksum."""
+    found = open_envelope("environment", snapshot, at_most_bytes=MOST)
+    return to_text(seal("environment", Contents({**found.head, **head}, found.state), at_most_bytes=MOST))
+
+
+async def test_what_cannot_be_restored_is_refused_in_words():
+    async with running_app(default_plug_boards()) as client:
+        text = (await post(client, "/env/snapshot", env_id=await new_env(client)))["snapshot"]
+        policy = (await post(client, "/policy/snapshot", policy_id=await new_policy(client)))["snapshot"]
+        data = base64.b64decode(text)
+        long = {"env_name": "crafter", "config": {"length": 7}}
+        for body, code, told in (
+            ({}, "invalid_request", "give either snapshot or snapshot_id"),
+            ({"snapshot": text, "snapshot_id": "s"}, "invalid_request", "give either"),
+            ({"snapshto": text}, "invalid_request", "Did you mean 'snapshot'?"),
+            ({"snapshot": "*"}, "snapshot_refused", "not base64"),
+            ({"snapshot": text[:400]}, "snapshot_refused", "cut short"),
+            ({"snapshot": to_text(data[:-9])}, "snapshot_refused", "cut short"),
+            ({"snapshot": policy}, "snapshot_refused", "/policy/restore takes it"),
+            ({"snapshot": changed(data, turn=-1)}, "snapshot_refused", "snapshot.turn"),
+            ({"snapshot": changed(data, seed="x")}, "snapshot_refused", "snapshot.seed"),
+            ({"snapshot": changed(data, turns=1)}, "snapshot_refused", "Did you mean 'turn'?"),
+            ({"snapshot": changed(data, env={"env_name": "maze"})}, "unknown_name", "known: crafter"),
+            ({"snapshot": changed(data, env=long)}, "snapshot_refused", "config.length is 7"),
+        ):
+            status, found, where, sentence = await refused(client, "/env/restore", **body)
+            assert (status, found) == (422, code), sentence
+            assert told in sentence
+            assert where is not None
+        assert (await refused(client, "/policy/restore", snapshot=text))[3].endswith("/env/restore takes it")
+
+
+async def test_another_task_app_without_the_environment_says_so():
+    async with running_app(default_plug_boards()) as client:
+        text = (await post(client, "/env/snapshot", env_id=await new_env(client)))["snapshot"]
+    async with running_app() as client:
+        answer = await refused(client, "/env/restore", snapshot=text)
+    assert answer[:3] == (422, "unknown_name", "snapshot.env.env_name")
+
+
+async def test_a_plug_in_that_cannot_tell_its_state_is_named():
+    async with running_app() as client:
+        made = await post(client, "/env/create", env_name="counting")
+        for path, body in (
+            ("/env/snapshot", {"env_id": made["env_id"]}),
+            ("/branch", {"env_ids": [made["env_id"]]}),
+            ("/policy/snapshot", {"policy_id": await new_policy(client, "planned")}),
+        ):
+            status, code, _, told = await refused(client, path, **body)
+            assert (status, code) == (422, "not_restorable")
+            assert "has no snapshot() and restore()" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("random", {"seed": 3}),
+        ("crafter_teacher", {"memory": True, "epsilon": 0.5}),
+        ("crafter_teacher", {}),
+    ],
+)
+async def test_a_restored_policy_decides_like_the_original(name, config):
+    async def played(client, policy_id, env_id):
+        told = []
+        for _ in range(6):
+            calls, meta = await decision(client, policy_id)
+            told.append((calls, meta, await post(client, "/env/step", env_id=env_id, tool_calls=calls)))
+        return told
+
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client)
+        policy_id = await new_policy(client, name, bound_env_id=env_id, config={**config, "step_rewards": ON})
+        await played(client, policy_id, env_id)
+        env = await post(client, "/env/snapshot", env_id=env_id)
+        policy = await post(client, "/policy/snapshot", policy_id=policy_id)
+        assert policy["info"] == {"policy_name": name, "turn": 6, "bound_env_id": env_id}
+        original = await played(client, policy_id, env_id)
+    async with running_app(default_plug_boards()) as client:
+        twin = (await post(client, "/env/restore", snapshot=env["snapshot"]))["env_id"]
+        told = await refused(client, "/policy/restore", snapshot=policy["snapshot"])
+        assert told[:3] == (404, "unknown_id", "bound_env_id")
+        made = await post(client, "/policy/restore", snapshot=policy["snapshot"], bound_env_id=twin)
+        assert (made["turn"], made["bound_env_id"]) == (6, twin)
+        assert await played(client, made["policy_id"], twin) == original
+    assert original[0][1]["turn"] == 7
+    assert original[0][1]["decision_rewards"]["turn"] == 6
+
+
+async def test_a_restored_policy_brings_its_switches_to_its_environment():
+    async with running_app(default_plug_boards()) as client:
+        env_id, other, third = [await new_env(client) for _ in range(3)]
+        policy_id = await new_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
+        taken = await post(client, "/policy/snapshot", policy_id=policy_id)
+        assert "decision_rewards" not in (await step(client, other, "noop"))["metadata"]
+        await post(client, "/policy/restore", snapshot=taken["snapshot"], bound_env_id=other)
+        assert "decision_rewards" in (await step(client, other, "noop"))["metadata"]
+        sparse = {"enabled": True, "mode": "env_sparse"}
+        await new_policy(client, bound_env_id=third, config={"step_rewards": sparse})
+        body = {"snapshot": taken["snapshot"], "bound_env_id": third}
+        assert (await refused(client, "/policy/restore", **body))[:2] == (422, "invalid_request")
+
+
+async def test_a_model_goes_on_with_its_next_seed_and_no_key_is_in_its_snapshot():
+    key = "a-secret-inference-key"
+    first = tokens([1, 2], 0, [3])
+    messages = [{"role": "user", "content": "?"}]
+    async with fake_inference(calling("a", **first)) as server, running_app(boards()) as client:
+        config = {"inference_url": server.url, "model": "m", "seed": 9}
+        policy_id = await new_policy(client, "openai", config=config, inference_key=key)
+        await decision(client, policy_id, observation={"messages": messages})
+        taken = await post(client, "/policy/snapshot", policy_id=policy_id)
+        await decision(client, policy_id, observation={"messages": messages})
+        body = {"snapshot": taken["snapshot"], "inference_key": "another-inference-key"}
+        twin = (await post(client, "/policy/restore", **body))["policy_id"]
+        await decision(client, twin, observation={"messages": messages})
+        asked = list(zip(server.bodies, server.headers, strict=True))
+    found = open_envelope("policy", base64.b64decode(taken["snapshot"]), at_most_bytes=MOST)
+    assert key not in json.dumps(found.head)
+    (one, _), (two, old), (three, new) = asked
+    assert one["seed"] != two["seed"] == three["seed"], "the second decision's seed, both times"
+    assert three["return_token_ids"] is True, "its conversation is new to the gateway"
+    assert old["x-turnwise-rollout"] != new["x-turnwise-rollout"]
+    assert (old["authorization"], new["authorization"]) == (f"Bearer {key}", "Bearer another-inference-key")
+
+
+async def test_an_unbound_policy_keeps_the_environment_that_words_its_prompts():
+    async with running_app(default_plug_boards()) as client:
+        env = {"env_name": "crafter", "config": {"max_actions": 3}}
+        policy_id = await new_policy(client, env=env, config={"seed": 1})
+        taken = await post(client, "/policy/snapshot", policy_id=policy_id)
+        twin = (await post(client, "/policy/restore", snapshot_id=taken["snapshot_id"]))["policy_id"]
+        seen = {"observation": {"text": "you see grass", "data": {}}}
+        assert await decision(client, twin, **seen) == await decision(client, policy_id, **seen)
+        assert await decision(client, twin, dry_run=True, **seen) == await decision(
+            client, policy_id, dry_run=True, **seen
+        )
+
+
+async def test_a_session_that_ended_is_restored_ended():
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client, length=2)
+        assert (await step(client, env_id, "noop", "noop"))["done"]
+        taken = await post(client, "/env/snapshot", env_id=env_id)
+        made = await post(client, "/env/restore", snapshot=taken["snapshot"])
+        assert made["info"]["done"] is True
+        body = {"env_id": made["env_id"], "tool_calls": act("noop")}
+        assert (await refused(client, "/env/step", **body))[:2] == (409, "episode_over")
+        await post(client, "/env/reset", env_id=made["env_id"])
+        assert not (await step(client, made["env_id"], "noop"))["done"]

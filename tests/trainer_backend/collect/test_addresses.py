@@ -1,0 +1,140 @@
+"""What an entry of services.task_url stands for, and who of them is asked."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import pytest
+from pydantic import SecretStr
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from trainer_backend.collect.addresses import Address, looked_up
+from trainer_backend.collect.answers import TaskAppLost
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.collector import Collector
+from trainer_backend.errors import JobError, TaskAppError
+
+KEY = SecretStr("k")
+
+
+class Names:
+    """A resolver: what it answers can be changed, and `asked` is set whenever it answers."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses: Sequence[str] | OSError = addresses
+        self.asked: list[tuple[str, int]] = []
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append((host, port))
+        if isinstance(self.addresses, OSError):
+            raise self.addresses
+        return self.addresses
+
+
+async def test_a_name_is_all_of_its_addresses_and_a_url_is_itself():
+    names = Names("10.0.0.1", "fd00::2")
+    assert await looked_up("dns+http://apps:8001", names) == [
+        Address("http://10.0.0.1:8001", "apps:8001"),
+        Address("http://[fd00::2]:8001", "apps:8001"),
+    ]
+    assert await looked_up("dns+https://apps", names) == [
+        Address("https://10.0.0.1:443", "apps:443"),
+        Address("https://[fd00::2]:443", "apps:443"),
+    ]
+    assert await looked_up("http://apps:8001/", names) == [Address("http://apps:8001")]
+    assert names.asked == [("apps", 8001), ("apps", 443)]
+
+
+async def test_a_name_that_nobody_knows_is_a_sentence():
+    names = Names()
+    names.addresses = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    with pytest.raises(TaskAppError, match=r"dns\+http://apps:8001: the name 'apps' was not found: Name or"):
+        await looked_up("dns+http://apps:8001", names)
+    with pytest.raises(TaskAppLost, match=r"no task app answers: dns\+http://apps:8001"):
+        async with TaskApps(["dns+http://apps:8001"], KEY, timeout_s=1, resolve=names, tell=str):
+            raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("task-app:8001", "is 'task-app:8001', which is no address of a task app: write http://host:port"),
+        ("dns:http://apps:8001", "is 'dns:http://apps:8001', which is no address of a task app"),
+        ("http://", "is 'http://', which is no address of a task app"),
+        ("http://[::1:8001", "is 'http://[::1:8001', which is no address of a task app"),
+        (" http://a:1", "is ' http://a:1', which is no address of a task app"),
+        ("http://me:secret@a:1", "holds a user name or password; the key belongs in the environment"),
+        ("dns+http://a:1/behind", "is 'dns+http://a:1/behind': the addresses of a name have no path"),
+    ],
+)
+def test_an_address_that_is_none_is_told_when_the_job_is_read(url, told):
+    with pytest.raises(JobError) as caught:
+        tiny_job(services__task_url=["http://fine:1", url])
+    assert f"task_url {told}" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_address_that_comes_twice_is_told():
+    with pytest.raises(JobError, match="task_url names http://a:1 twice"):
+        tiny_job(services__task_url=["http://a:1", "http://a:1/"])
+
+
+async def test_a_task_app_that_has_two_addresses_is_asked_once():
+    told: list[str] = []
+    async with served(ScriptedTaskApp(instance="same")) as client:
+        other = client.url.replace("127.0.0.1", "localhost")
+        async with TaskApps([client.url, other], KEY, timeout_s=5, tell=told.append) as apps:
+            assert [app.client.url for app in apps.members] == [client.url]
+    assert told == [f"{other} is the task app at {client.url}; it is asked once"]
+
+
+async def test_one_of_two_may_be_missing_at_the_start_and_a_wrong_key_may_not():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        async with (
+            served(ScriptedTaskApp()) as client,
+            TaskApps([gone, client.url], KEY, timeout_s=0.5) as apps,
+        ):
+            assert [item.url for item in apps] == [client.url]
+            assert apps.answers().startswith(f"{gone}: GET /info: ")
+
+
+class Waiting(ScriptedTaskApp):
+    """Ends nothing before its gate is opened."""
+
+    def __init__(self, *, instance: str) -> None:
+        super().__init__(instance=instance)
+        self.gate = asyncio.Event()
+
+    async def page(self, request):
+        await self.gate.wait()
+        return await super().page(request)
+
+
+async def test_an_address_that_a_name_gets_later_takes_work_and_one_that_it_loses_takes_none():
+    first, second = Waiting(instance="first"), ScriptedTaskApp(instance="second")
+    names, joined = Names("127.0.0.1"), asyncio.Event()
+
+    def tell(sentence: str) -> None:
+        if sentence.startswith("task app answers: http://127.0.0.2:"):
+            joined.set()
+
+    async with served(first) as client:
+        port = int(client.url.rpartition(":")[2])
+        async with (
+            served(second, host="127.0.0.2", port=port),
+            TaskApps(
+                [f"dns+http://apps:{port}"], KEY,
+                timeout_s=5, resolve=names, look_up_every_s=0.01, tell=tell,
+            ) as apps,
+        ):  # fmt: skip
+            plan = [request_of(number, group=number) for number in range(6)]
+            collector = Collector(apps, timeout_s=30, max_running=2)
+            collecting = asyncio.ensure_future(collector.collect(plan))
+            names.addresses = ["127.0.0.2"]
+            await joined.wait()
+            first.gate.set()
+            found = await collecting
+    assert [item.instance_id for item in found.rollouts] == ["first"] * 2 + ["second"] * 4

@@ -1,0 +1,290 @@
+"""Task apps that stop answering, and come back: no rollout is lost, none counts twice."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from aiohttp import web
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from trainer_backend.collect.answers import TaskAppLost
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.collection import Collection
+from trainer_backend.collect.collector import Collector
+
+
+def plan(count: int) -> list[RolloutRequest]:
+    """A group each, so that they are dealt out in turn."""
+    return [request_of(number, group=number) for number in range(count)]
+
+
+def ids(numbers: Sequence[int]) -> list[str]:
+    return [f"run/train/1/0/{number}" for number in numbers]
+
+
+def siblings(found: Collection) -> list[int]:
+    return sorted(rollout.sibling for rollout in found.rollouts)
+
+
+class Gated(ScriptedTaskApp):
+    """Ends nothing before its gate is opened; a rollout that is cancelled before never ends."""
+
+    def __init__(self, *, instance: str = "gated") -> None:
+        super().__init__(instance=instance)
+        self.gate = asyncio.Event()
+        self.accepted = asyncio.Event()
+        self.noticed = asyncio.Condition()
+
+    async def accept(self, request: web.Request) -> web.Response:
+        answer = await super().accept(request)
+        self.accepted.set()
+        async with self.noticed:
+            self.noticed.notify_all()
+        return answer
+
+    async def page(self, request: web.Request) -> web.Response:
+        await self.gate.wait()
+        self.ended = [item for item in self.ended if item.rollout_id not in self.cancelled]
+        return await super().page(request)
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        answer = await super().cancel(request)
+        async with self.noticed:
+            self.noticed.notify_all()
+        return answer
+
+
+async def collected(
+    clients: Sequence[TaskAppClient], requests: Sequence[RolloutRequest], **options: object
+) -> Collection:
+    apps = TaskApps.of(clients, lost_wait_s=30)
+    return await Collector(apps, timeout_s=30).collect(requests)
+
+
+async def test_what_a_lost_task_app_had_goes_to_the_others_under_the_same_ids():
+    class Broken(ScriptedTaskApp):
+        async def page(self, request: web.Request) -> web.Response:
+            self.down = True
+            return web.json_response({"detail": "out of order"}, status=500)
+
+    broken, other = Broken(instance="broken"), ScriptedTaskApp(instance="other")
+    async with served(broken) as a, served(other) as b:
+        found = await collected([a, b], plan(4))
+    assert siblings(found) == [0, 1, 2, 3]
+    assert [item.rollout_id for item in broken.ended] == ids([0, 2])
+    assert sorted(item.rollout_id for item in other.ended) == ids([0, 1, 2, 3])
+    assert {item.instance_id for item in found.rollouts} == {"other"}
+    assert found.failures == {"task_app_lost": 2}
+    lost, kept = (found.apps[client.url.removeprefix("http://")] for client in (a, b))
+    assert (lost.finished, lost.lost, lost.outages, lost.answers) == (0, 2, 1, False)
+    assert (kept.finished, kept.lost, kept.outages, kept.answers) == (4, 0, 0, True)
+
+
+async def test_a_rollout_that_was_finished_on_the_lost_app_and_given_to_another_counts_once():
+    class ShortlyGone(ScriptedTaskApp):
+        """Its first page is lost on the way; when it answers again, it still has the results."""
+
+        def __init__(self) -> None:
+            super().__init__(instance="back")
+            self.pages = 0
+
+        async def page(self, request: web.Request) -> web.Response:
+            self.pages += 1
+            if self.pages == 1:
+                return web.json_response({"detail": "out of order"}, status=500)
+            async with other.noticed:  # it is back after the other one has taken its rollouts
+                await other.noticed.wait_for(lambda: len(other.ended) == 4)
+            return await super().page(request)
+
+    first, other = ShortlyGone(), Gated(instance="other")
+    async with served(first) as a, served(other) as b:
+        collecting = asyncio.ensure_future(collected([a, b], plan(4)))
+        async with other.noticed:
+            await other.noticed.wait_for(lambda: len(other.cancelled) == 2)
+        other.gate.set()
+        found = await collecting
+    assert siblings(found) == [0, 1, 2, 3]
+    assert {item.rollout_id: item.instance_id for item in found.rollouts} == dict(
+        zip(ids([0, 1, 2, 3]), ["back", "other"] * 2, strict=True)
+    )
+    assert set(other.cancelled) == {*ids([0, 2])}  # once more changes nothing
+    assert first.cancelled == []
+
+
+async def test_what_another_app_has_of_a_finished_rollout_is_stopped_also_when_nothing_is_left_to_do():
+    class ShortlyGone(ScriptedTaskApp):
+        pages = 0
+
+        async def page(self, request: web.Request) -> web.Response:
+            self.pages += 1
+            if self.pages == 1:
+                return web.json_response({"detail": "out of order"}, status=500)
+            await other.accepted.wait()
+            return await super().page(request)
+
+    first, other = ShortlyGone(instance="back"), Gated(instance="other")
+    async with served(first) as a, served(other) as b:
+        found = await collected([a, b], plan(1))
+    assert [item.instance_id for item in found.rollouts] == ["back"]
+    assert set(other.cancelled) == set(other.acked) == {*ids([0])}  # once more changes nothing
+
+
+async def test_with_one_place_a_failed_rollout_still_goes_to_the_app_that_has_no_share():
+    failing, other = ScriptedTaskApp(fails={ids([0])[0]: 1}), ScriptedTaskApp(instance="other")
+    async with served(failing) as a, served(other) as b:
+        found = await Collector(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(1))
+    assert [(item.attempt, item.instance_id) for item in found.rollouts] == [(1, "other")]
+
+
+async def test_what_one_app_fails_another_one_plays_and_the_failing_one_gets_less():
+    class CannotReachTheModel(ScriptedTaskApp):
+        def _ended(self, item: RolloutRequest) -> Rollout:
+            self.fails[item.rollout_id.partition(":")[0]] = 1
+            return super()._ended(item)
+
+    failing, other = CannotReachTheModel(instance="failing"), ScriptedTaskApp(instance="other")
+    async with served(failing) as a, served(other) as b:
+        apps = TaskApps.of([a, b], lost_wait_s=30)
+        found = await Collector(apps, timeout_s=30, max_running=8).collect(plan(40))
+    assert siblings(found) == list(range(40))
+    assert not found.failed
+    assert {item.instance_id for item in found.rollouts} == {"other"}
+    assert found.failures == {"inference_unavailable": len(failing.ended)}
+    # 4 places, halved by each failure: from the third on it has one
+    assert apps.members[0].trust < 1 == apps.members[1].trust
+
+
+async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_takes_new_work():
+    class NeverSure(Gated):
+        """Down from its first poll on, until its repair."""
+
+        def __init__(self) -> None:
+            super().__init__(instance="back")
+            self.gate.set()
+            self.repaired = asyncio.Event()
+
+        async def page(self, request: web.Request) -> web.Response:
+            if not self.repaired.is_set():
+                return web.json_response({"detail": "out of order"}, status=500)
+            return await super().page(request)
+
+        async def info(self, request: web.Request) -> web.Response:
+            await self.repaired.wait()
+            self.ended.clear()  # nothing of it was finished
+            return await super().info(request)
+
+    first, other = NeverSure(), Gated(instance="other")
+    told: list[str] = []
+    back = asyncio.Event()
+
+    def tell(sentence: str) -> None:
+        told.append(sentence)
+        if sentence.startswith("task app answers"):
+            back.set()
+
+    async with served(first) as a, served(other) as b:
+        apps = TaskApps.of([a, b], lost_wait_s=30, tell=tell)
+        collecting = asyncio.ensure_future(Collector(apps, timeout_s=30, max_running=4).collect(plan(9)))
+        async with other.noticed:
+            await other.noticed.wait_for(lambda: len(other.ended) == 4)
+        first.repaired.set()
+        await back.wait()
+        other.gate.set()
+        found = await collecting
+    assert siblings(found) == list(range(9))
+    assert sorted(first.cancelled[:2]) == ids([0, 2])
+    assert {item.instance_id for item in found.rollouts} == {"back", "other"}
+    assert len(told) == 2
+    assert "2 of its rollouts are for the others" in told[0]
+
+
+async def test_an_app_that_was_started_anew_gets_what_it_had_lost_under_the_same_ids_and_seeds():
+    class StartedAnew(ScriptedTaskApp):
+        """Another process from its first poll on: it knows nothing of what the one before accepted."""
+
+        async def page(self, request: web.Request) -> web.Response:
+            if self.instance == "first":
+                self.instance = "second"
+                self.before, self.ended = self.ended, []
+            return await super().page(request)
+
+    task_app = StartedAnew(instance="first")
+    async with served(task_app) as client:
+        found = await collected([client], plan(3))
+    assert siblings(found) == [0, 1, 2]
+    assert sorted(item.rollout_id for item in task_app.before) == ids([0, 1, 2])
+    assert {item.instance_id for item in found.rollouts} == {"second"}
+    assert found.failures == {"task_app_lost": 3}
+
+
+async def test_when_all_are_lost_the_error_names_each_and_its_last_answer():
+    first, second = ScriptedTaskApp(), ScriptedTaskApp()
+    first.down = second.down = True
+    async with served(first) as a, served(second) as b:
+        with pytest.raises(TaskAppLost) as caught:
+            await Collector(TaskApps.of([a, b]), timeout_s=30).collect(plan(4))
+    told = str(caught.value)
+    assert told.startswith("no task app answers, for 0 s (services.task_app_wait_s): ")
+    for client in (a, b):
+        assert f"{client.url}: POST /rollouts: status 500: out of order" in told
+    assert told.endswith("4 of 4 rollouts were not finished")
+
+
+async def test_when_all_are_lost_one_that_comes_back_in_time_is_enough():
+    class Repaired(ScriptedTaskApp):
+        async def info(self, request: web.Request) -> web.Response:
+            return await super().info(request)
+
+    task_app = Repaired()
+    task_app.down = True
+    lost = asyncio.Event()
+    async with served(task_app) as client:
+        apps = TaskApps.of([client], lost_wait_s=30, tell=lambda _: lost.set())
+        collecting = asyncio.ensure_future(Collector(apps, timeout_s=30).collect(plan(3)))
+        await lost.wait()
+        task_app.down = False
+        assert siblings(await collecting) == [0, 1, 2]
+
+
+async def test_a_rollout_that_takes_its_task_app_with_it_fails_at_the_third():
+    class Poisoned(ScriptedTaskApp):
+        """Loses whatever it has when rollout 1 is among it, and is another process then."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__(instance=f"{name}-0")
+            self.name, self.starts = name, 0
+
+        async def page(self, request: web.Request) -> web.Response:
+            if any(item.sibling == 1 for item in self.ended):
+                self.starts += 1
+                self.instance, self.ended = f"{self.name}-{self.starts}", []
+            return await super().page(request)
+
+    first, second = Poisoned("a"), Poisoned("b")
+    async with served(first) as a, served(second) as b:
+        apps = TaskApps.of([a, b], lost_wait_s=30)
+        found = await Collector(apps, timeout_s=30, max_running=1).collect(plan(3))
+    assert siblings(found) == [0, 2]
+    (failed,) = found.failed
+    assert (failed.rollout_id, failed.failure.code) == ("run/train/1/0/1", "task_app_lost")
+    assert failed.failure.detail.startswith("3 times a task app was lost with it; the last one: http://")
+    assert first.starts + second.starts == 3
+
+
+async def test_a_task_app_that_stops_in_order_is_no_fault_of_its_rollouts():
+    class Stopping(ScriptedTaskApp):
+        """Cancels each rollout twice, as one after the other of a rolling update would."""
+
+        def _ended(self, item: RolloutRequest) -> Rollout:
+            ended = super()._ended(item)
+            if item.attempt > 1:
+                return ended
+            failure = {"code": "cancelled", "detail": "the task app stopped before it started"}
+            return Rollout.model_validate({**ended.model_dump(), "status": "cancelled", "failure": failure})
+
+    async with served(Stopping()) as client:
+        found = await collected([client], plan(2))
+    assert [item.rollout_id for item in found.rollouts] == [f"{name}:2" for name in ids([0, 1])]
+    assert found.failures == {"cancelled": 4}

@@ -1,0 +1,120 @@
+"""What came of a plan: finished rollouts, failed ones, and what each task app did for it."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shared_schemas.rollouts import Rollout
+
+# Called with how many rollouts have ended, and of how many.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AppFigures:
+    """What a task app did in a collection.
+
+    Attributes:
+        finished: rollouts that it brought and that count.
+        lost: rollouts that went with it, and were asked for again.
+        outages: how often it stopped answering.
+        seconds_per_decision: the moving mean that work is shared out by; None before the first.
+        answers: whether it answered at the end.
+    """
+
+    finished: int
+    lost: int
+    outages: int
+    seconds_per_decision: float | None
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """What came of a plan.
+
+    Attributes:
+        rollouts: finished ones, sorted by group and sibling, so that arrival order never matters.
+        failed: those that failed for good.
+        failures: how often each failure code was met, retried ones included.
+        apps: by host and port.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    failed: tuple[Rollout, ...] = ()
+    failures: Counter[str] = field(default_factory=Counter)
+    apps: Mapping[str, AppFigures] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[Rollout, ...]:
+        """Finished ones, then failed ones: what is stored and acknowledged."""
+        return (*self.rollouts, *self.failed)
+
+
+class Tally:
+    """What has ended so far, over all task apps."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._finished: list[Rollout] = []
+        self._failed: list[Rollout] = []
+        self._failures: Counter[str] = Counter()
+
+    @property
+    def ended(self) -> int:
+        return len(self._finished) + len(self._failed)
+
+    @property
+    def missing(self) -> str:
+        return f"{self._total - self.ended} of {self._total} rollouts were not finished"
+
+    def finished(self, rollout: Rollout) -> None:
+        self._finished.append(rollout)
+        self._tell()
+
+    def failed_once(self, code: str) -> None:
+        self._failures[code] += 1
+
+    def failed_for_good(self, rollout: Rollout) -> None:
+        self._failed.append(rollout)
+        self._tell()
+
+    def collection(self, apps: Mapping[str, AppFigures]) -> Collection:
+        def place(rollout: Rollout) -> tuple[str, int, str]:
+            return rollout.group_id, rollout.sibling, rollout.rollout_id
+
+        return Collection(
+            tuple(sorted(self._finished, key=place)),
+            tuple(sorted(self._failed, key=place)),
+            self._failures,
+            apps,
+        )
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self.ended, self._total)
+
+
+def joined(rounds: Sequence[Collection]) -> Collection:
+    """The collections of one iteration as one, in the order of its rounds."""
+    apps: dict[str, AppFigures] = {}
+    for part in rounds:
+        apps |= {name: _added(apps.get(name), figures) for name, figures in part.apps.items()}
+    return Collection(
+        tuple(rollout for part in rounds for rollout in part.rollouts),
+        tuple(rollout for part in rounds for rollout in part.failed),
+        sum((part.failures for part in rounds), Counter()),
+        apps,
+    )
+
+
+def _added(before: AppFigures | None, after: AppFigures) -> AppFigures:
+    if before is None:
+        return after
+    return AppFigures(
+        before.finished + after.finished,
+        before.lost + after.lost,
+        before.outages + after.outages,
+        after.seconds_per_decision,
+        after.answers,
+    )
