@@ -83,6 +83,9 @@ class RolloutRequest(Body):
     policy: PolicySpec
     step_rewards: StepRewards = StepRewards()
     limits: RolloutLimits = RolloutLimits()
+    state_keys: tuple[Name, ...] = Field(
+        default=(), max_length=8, description="kinds of state key that each decision is to carry"
+    )
 
 
 class RolloutBatch(Body):

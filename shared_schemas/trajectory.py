@@ -64,6 +64,9 @@ class ObservationData(Body):
     achievements_status: dict[str, bool] = Field(default_factory=dict)
     achievements_counts: dict[str, int] = Field(default_factory=dict)
     reward_last_step: float = Field(default=0.0, description="of the last env step before this observation")
+    state_keys: dict[str, str] = Field(
+        default_factory=dict, description="name of the state that the decision was made in, by kind of key"
+    )
 
 
 class StepMetadata(Body):
@@ -102,6 +105,13 @@ class StepData(Body):
     sampling: Sampling | None = None
     policy_logprobs: PolicyLogprobs | None = None
     policy_value_estimate: float | None = None
+    base_reward: float | None = Field(
+        default=None, description="of a user's reward function for this step; None: it gave none"
+    )
+    advantage: float | None = Field(default=None, description="set where credit is given, not on the wire")
+    return_to_go: float | None = Field(
+        default=None, description="G_t, or advantage plus value where there is a critic; set with advantage"
+    )
     env_rewards: tuple[float, ...] | None = Field(default=None, description="[S] reward of each env step")
     reward_parts: tuple[RewardPart, ...] = ()
     metadata: StepMetadata = StepMetadata()

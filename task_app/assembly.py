@@ -47,6 +47,7 @@ def build_worker(
         start=start,
         limits=request.limits,
         step_rewards=agreed_step_rewards(found),
+        state_keys=boards.state_keys(request.state_keys, env.env_name, where=where),
         threads=context.threads,
     )
 

@@ -38,6 +38,7 @@ from task_app.protocols import (
 )
 from task_app.records import Choice, Decided, ended, finite, step_data
 from task_app.starts import EpisodeStart, world_of
+from task_app.state_keys import EpisodeStateKeys
 from task_app.termination import EpisodeFacts, stop_reason
 from task_app.threads import Threads, in_thread
 from task_app.transcript import transcript
@@ -69,6 +70,7 @@ class RLRolloutWorker:
         start: EpisodeStart | None = None,
         limits: RolloutLimits | None = None,
         step_rewards: StepRewards | None = None,
+        state_keys: EpisodeStateKeys | None = None,
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -78,6 +80,7 @@ class RLRolloutWorker:
         self._start_at = start or world_of(seed, threads)
         self._limits = limits or RolloutLimits()
         self._step_rewards = step_rewards or StepRewards()
+        self._state_keys = state_keys or EpisodeStateKeys({})
         self._threads = threads
         self._clock = clock
         self._tools = [tool.model_dump(mode="json") for tool in environment.tools()]
@@ -189,9 +192,12 @@ class RLRolloutWorker:
         except CriticalError as exc:
             self._critical = exc
             return self._facts(critical_error=True)
+        with boundary("state_keys"):
+            state_keys = self._state_keys.next(self._observation)
         decided = Decided(
             turn=len(self._steps) + 1,
             before=self._observation,
+            state_keys=state_keys,
             messages=observation.messages,
             choice=choice,
             read=read,

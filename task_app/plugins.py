@@ -1,7 +1,7 @@
 """The plug boards: what a request may name, and how it is built. A new plug-in is one line here."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -11,11 +11,13 @@ from shared_schemas.base import Body
 from shared_schemas.rollouts import EnvSpec
 from task_app.complaints import invalid, most_telling
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.errors import TaskAppError, UnknownName
 from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.protocols import AgentPolicy, Environment
 from task_app.settings import Settings
+from task_app.state_keys import EpisodeStateKeys, StateKey, chosen_keys
 from task_app.threads import Threads
 
 C = TypeVar("C", bound=Body)
@@ -35,10 +37,11 @@ class PolicyContext:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlugin(Generic[C]):
-    """`build` is cheap: a world is made by `Environment.reset`."""
+    """`build` is cheap: a world is made by `Environment.reset`. Of `state_keys` the first is the default."""
 
     config: type[C]
     build: Callable[[C], Environment]
+    state_keys: Mapping[str, StateKey] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
 
 
 ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
-    "crafter": EnvironmentPlugin(CrafterConfig, CrafterEnvironment),
+    "crafter": EnvironmentPlugin(CrafterConfig, CrafterEnvironment, CRAFTER_STATE_KEYS),
 }
 
 POLICIES: dict[str, PolicyPlugin[Any]] = {
@@ -89,6 +92,15 @@ class PlugBoards:
         """
         plugin = self._environment_plugin(name, where=where)
         return plugin.build(_validated(plugin.config, config, where=where + "config"))
+
+    def state_keys(self, names: Sequence[str], env_name: str, *, where: str = "") -> EpisodeStateKeys:
+        """What makes the named keys of an episode.
+
+        Raises:
+            UnknownName: with the body path below `where`.
+        """
+        own = self._environment_plugin(env_name, where=where + "env.").state_keys
+        return EpisodeStateKeys(chosen_keys(names, own, where=where + "state_keys"))
 
     def resolved(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
         """The same environment with every setting written out, so that equal ones compare equal.

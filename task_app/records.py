@@ -51,14 +51,20 @@ class Decided:
     choice: Choice
     read: ReadAction
     outcome: DecisionOutcome
+    state_keys: Mapping[str, str] = field(default_factory=dict)
     policy_s: float = 0.0
     environment_s: float = 0.0
 
 
-def observation_data(observation: Observation, messages: tuple[Message, ...] = ()) -> ObservationData:
+def observation_data(
+    observation: Observation,
+    messages: tuple[Message, ...] = (),
+    state_keys: Mapping[str, str] | None = None,
+) -> ObservationData:
     counts = dict(observation.achievements_counts)
     return ObservationData(
         messages=messages,
+        state_keys=dict(state_keys or {}),
         achievements_status=achievements_status(counts),
         achievements_counts=counts,
         reward_last_step=observation.reward_last_step,
@@ -81,7 +87,7 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
     choice, outcome = decided.choice, decided.outcome
     return StepData(
         turn=decided.turn,
-        observation_data=observation_data(decided.before, decided.messages),
+        observation_data=observation_data(decided.before, decided.messages, decided.state_keys),
         next_observation=observation_data(outcome.observation),
         action_taken=encodable_json(choice.action),
         tool_calls=decided.read.tool_calls,

@@ -142,6 +142,49 @@ def compare(
     tell(_out, f"comparison: {write_comparison(sides, out).resolve()}")
 
 
+@app.command()
+def recredit(
+    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=completion.run_directories)],
+    advantage: Annotated[
+        list[str] | None,
+        typer.Option(help="an estimator; may be repeated; absent: all", autocompletion=completion.estimators),
+    ] = None,
+    iteration: Annotated[
+        list[int] | None, typer.Option(help="a stored iteration; may be repeated; absent: all")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="a checkpoint: compare the gradients at it too")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the folder to write; absent: RUN/recredit")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Credit stored rollouts anew, by every estimator and any reward mode (--set), without new rollouts."""
+    from trainer_backend.recredit.command import recredit_run
+
+    tables, folder = recredit_run(run, advantage or (), iteration or (), checkpoint, out, overrides or ())
+    _out.print(tables)
+    tell(_out, f"written: {folder}")
+
+
+@app.command("inspect")
+def inspect_rollout(
+    rollout: Annotated[str, typer.Argument(help="its id, or the end of it, such as train/3/0/1")],
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="the run that holds it; absent: those in runs/", autocompletion=completion.run_directories
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option(help="show whole prompts, not their last message")] = False,
+) -> None:
+    """Show one stored episode, decision by decision: what it saw, did, earned, and its credit."""
+    from trainer_backend.recredit.episode import episode_view, find_rollout
+
+    folders = [run] if run else sorted(path.parent for path in Path("runs").glob("*/run.json"))
+    found, credits = find_rollout([open_run(folder) for folder in folders], rollout)
+    _out.print(episode_view(found, credits, full=full), soft_wrap=True)
+
+
 @app.command("eval")
 def evaluate_policy(
     folder: Annotated[

@@ -6,6 +6,7 @@ from pathlib import Path
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.job_docs import alternatives, table_model
 from trainer_backend.job_schema import JobConfig
+from trainer_backend.plugins import ESTIMATORS
 
 
 def run_directories(incomplete: str) -> list[str]:
@@ -21,6 +22,11 @@ def run_directories(incomplete: str) -> list[str]:
 def presets(incomplete: str) -> list[str]:
     """Names of presets."""
     return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+def estimators(incomplete: str) -> list[str]:
+    """Names of estimators."""
+    return [name for name in ESTIMATORS if name.startswith(incomplete)]
 
 
 def settings(incomplete: str) -> list[str]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
 from trainer_backend.job_advice import advice
+from trainer_backend.job_algorithm import unread_keys
 from trainer_backend.job_layers import REWARD_HOMES, REWARD_KEYS, Files, anchor, read_layers
 from trainer_backend.job_model import HUB_NAME, ModelTable
 from trainer_backend.job_overrides import Places, apply_override
@@ -105,6 +106,9 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
         findings = _explain(error, JobConfig)
         raise JobError("\n".join(f"{_place(key, told, places)}: {told}" for key, told in findings)) from error
     _refuse_unknown_plugs(config, places)
+    unread = [f"{places.of(key)}: {told}" for key, told in unread_keys(config)]
+    if unread:
+        raise JobError("\n".join(unread))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
     return LoadedJob(config, (*warnings, *advice(config)))
 

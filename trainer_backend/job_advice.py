@@ -2,6 +2,7 @@
 
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.job_training import TrainingTable
+from trainer_backend.plugins import estimator
 
 
 def advice(config: JobConfig) -> list[str]:
@@ -18,7 +19,7 @@ def advice(config: JobConfig) -> list[str]:
             f"training.step_rewards_mode is {training.step_rewards_mode!r}, but step_rewards_enabled is "
             "false: only the outcome is rewarded"
         )
-    if training.group_size == 1:
+    if training.group_size == 1 and not estimator(config.algorithm.advantage).needs_values:
         found.append("training.group_size is 1: group-relative advantages are all 0, nothing will be learned")
     if training.refill_rounds:
         found.append(

@@ -3,8 +3,8 @@
 A house test compares the file with what this prints, so no key is ever missing or told wrongly.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from trainer_backend.job import FOREIGN_TABLES
 from trainer_backend.job_schema import JobConfig
-from trainer_backend.plugins import BOARDS
+from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES
 
 _HEAD = """\
 # The job TOML
@@ -41,7 +41,19 @@ def _lines() -> Iterator[str]:
     yield _HEAD
     for name, field in JobConfig.model_fields.items():
         yield from _table(name, table_model(field))
+    yield "## What estimators and losses read\n"
+    yield "Of `[algorithm]`, beside `gamma`, and of `[training]`; one that is set and not read is refused.\n"
+    for name, plug in ESTIMATORS.items():
+        yield f"- `{name}`{_reads(plug.takes)}"
+    for name, loss in LOSSES.items():
+        yield f"- loss `{name}`{_reads(loss.takes)}"
+    yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
+
+
+def _reads(keys: Iterable[str]) -> str:
+    named = ", ".join(f"`{key}`" for key in sorted(keys))
+    return f": {named}" if named else ""
 
 
 def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
@@ -67,6 +79,8 @@ def alternatives(dotted: str, field: FieldInfo) -> list[str]:
     if field.annotation is bool:
         return ["true", "false"]
     options = [item for item in get_args(field.annotation) if item is not type(None)]
+    if len(options) == 1 and get_origin(options[0]) is Literal:  # ... | None
+        options = list(get_args(options[0]))
     return options if all(isinstance(item, str) for item in options) else []
 
 

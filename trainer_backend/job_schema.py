@@ -142,6 +142,12 @@ class RolloutTable(Table):
         default=(),
         description="train, and warm up, on these worlds alone, in shuffled epochs; absent: ever new ones",
     )
+    state_keys: tuple[str, ...] = Field(
+        default=(),
+        max_length=7,
+        description="state keys that are stored with each decision, for `turnwise recredit`; the one that "
+        "the estimator needs is stored anyway",
+    )
     episodes_per_batch: int = Field(default=64, ge=1, description="episodes of one iteration")
     max_concurrent_rollouts: int = Field(
         default=64, ge=1, description="running at a time, over all task apps"

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+from trainer_backend.core.losses import RatioLevel
 from trainer_backend.job_table import Table
 
 
@@ -75,12 +76,34 @@ class TrainingTable(Table):
     )
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="ratios below 1 - clip_low are held")
     clip_high: float = Field(default=0.25, gt=0, description="ratios above 1 + clip_high are held")
+    clip_dual: float | None = Field(
+        default=None, gt=1, description="a ratio above it is held where the advantage is negative too"
+    )
     entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
     kl_coef: float = Field(
         default=0.0, ge=0, description="weight of the KL to the model that RL started from"
     )
     kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that KL")
     behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
+    value_coef: float = Field(
+        default=0.5, gt=0, description="critic: weight of half the squared error of its values"
+    )
+    value_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="critic: a value that has moved further than this in an iteration is not pushed on; "
+        "reward units; absent: never",
+    )
+    value_learning_rate: float = Field(
+        default=0.5,
+        gt=0,
+        description="critic: AdamW's for the value head, shared out over its inputs: about how far one step "
+        "may move a value, in reward units; it falls as learning_rate does",
+    )
+    value_trunk_gradient: bool = Field(
+        default=False,
+        description="critic: let the value loss change the policy's own weights too, not its head alone",
+    )
     aggregation: str = Field(
         default="token_mean",
         description="what counts the same in an optimizer step: tokens, decisions, episodes",
@@ -137,10 +160,46 @@ class LoraTable(Table):
 
 
 class AlgorithmTable(Table):
-    """[algorithm]"""
+    """[algorithm]; which keys an estimator and a loss read stands on the plug board."""
 
     advantage: str = Field(default="stepwise", description="the estimator of advantages")
-    loss: str = Field(
-        default="clipped", description="of the policy; its clip range: training.clip_low and clip_high"
+    loss: str = Field(default="clipped", description="of the policy")
+    ratio_level: RatioLevel | None = Field(
+        default=None,
+        description="whose ratio to the proximal policy a token has: its own, its decision's or its "
+        "episode's (geometric means); absent: token, and decision for gspo",
     )
     gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
+    gae_lambda: float = Field(
+        default=0.95, ge=0, le=1, description="gae: weight of longer looks ahead, over decisions"
+    )
+    gae_token_lambda: float = Field(
+        default=1.0, ge=0, le=1, description="gae_token: the same over the tokens of one decision"
+    )
+    omega: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="gigpo: share of the episode's advantage; the step's has the rest",
+    )
+    step_advantage_w: float = Field(
+        default=1.0, ge=0, description="gigpo_additive: weight of the step's advantage"
+    )
+    state_hashing_function: str = Field(
+        default="default", description="gigpo: what makes two states the same; a state key of the task app"
+    )
+    default_step_reward: float = Field(
+        default=0.0, description="gigpo: reward of a decision where rewards are off, in its step's returns"
+    )
+    fnorm: Literal["std", "one"] = Field(
+        default="std", description="gigpo: what divides the deviations of a group"
+    )
+    episode_baseline: Literal["trajectory", "step"] = Field(
+        default="trajectory", description="gigpo: what counts once in the mean of a group's scores"
+    )
+    context_depth: int = Field(
+        default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"
+    )
+    context_alpha: float = Field(
+        default=1.0, ge=0, description="gigpo: equal contexts of k earlier states weigh (k + 1)^alpha"
+    )

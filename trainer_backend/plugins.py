@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from shared_schemas.base import did_you_mean
-from trainer_backend.core.advantages.episodes import Estimator
+from trainer_backend.core.advantages.episodes import EstimatorPlug
+from trainer_backend.core.advantages.gae import gae, gae_token
+from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
+from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.aggregation import Aggregation, decision_mean, episode_equal, token_mean
-from trainer_backend.core.losses import PolicyLoss, clipped_policy_loss
+from trainer_backend.core.losses import (
+    LossPlug,
+    cispo_loss,
+    clipped_policy_loss,
+    policy_gradient_loss,
+)
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import Fall, constant, cosine, linear
 from trainer_backend.errors import JobError
@@ -28,8 +37,32 @@ from trainer_backend.sinks.wandb import open_wandb
 
 Plug = TypeVar("Plug")
 
-ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "grpo_no_std": grpo_no_std, "stepwise": stepwise}
-LOSSES: dict[str, PolicyLoss] = {"clipped": clipped_policy_loss}
+_ANCHORED = frozenset(
+    {"state_hashing_function", "default_step_reward", "fnorm", "episode_baseline", "context_depth"}
+    | {"context_alpha"}
+)
+ESTIMATORS: dict[str, EstimatorPlug] = {
+    "grpo": EstimatorPlug(grpo),
+    "grpo_no_std": EstimatorPlug(grpo_no_std),
+    "rloo": EstimatorPlug(rloo),
+    "stepwise": EstimatorPlug(stepwise),
+    "reinforce_pp": EstimatorPlug(reinforce_pp),
+    "reinforce_pp_baseline": EstimatorPlug(reinforce_pp_baseline),
+    "gae": EstimatorPlug(gae, frozenset({"gae_lambda"}), needs_values="decision"),
+    "gae_token": EstimatorPlug(
+        gae_token, frozenset({"gae_lambda", "gae_token_lambda"}), needs_values="token"
+    ),
+    "gigpo": EstimatorPlug(gigpo, _ANCHORED | {"omega"}, needs_state_keys=True),
+    "gigpo_additive": EstimatorPlug(gigpo_additive, _ANCHORED | {"step_advantage_w"}, needs_state_keys=True),
+}
+LOSSES: dict[str, LossPlug] = {
+    "clipped": LossPlug(clipped_policy_loss, takes=frozenset({"clip_low", "clip_high", "clip_dual"})),
+    "gspo": LossPlug(
+        clipped_policy_loss, ratio_level="decision", takes=frozenset({"clip_low", "clip_high", "clip_dual"})
+    ),
+    "cispo": LossPlug(cispo_loss, takes=frozenset({"clip_low", "clip_high"})),
+    "policy_gradient": LossPlug(policy_gradient_loss),
+}
 AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": token_mean,
     "decision_mean": decision_mean,
@@ -63,12 +96,12 @@ def refuse_unknown(key: str, name: str) -> None:
     _chosen(BOARDS[key], name, key=key)
 
 
-def estimator(name: str) -> Estimator:
+def estimator(name: str) -> EstimatorPlug:
     """The advantage estimator of that name; JobError, which lists those there are, if there is none."""
     return _chosen(ESTIMATORS, name, key="algorithm.advantage")
 
 
-def policy_loss(name: str) -> PolicyLoss:
+def policy_loss(name: str) -> LossPlug:
     """The policy loss of that name; JobError if there is none."""
     return _chosen(LOSSES, name, key="algorithm.loss")
 

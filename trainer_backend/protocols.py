@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.plan import Inference
+from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.segments import Segment
 
 
@@ -20,12 +21,14 @@ class CreditedEpisode:
     Attributes:
         rollout_id: named in errors.
         segments: its token sequences (core.segments).
-        advantages_T: [T] advantage of each decision.
+        advantages: [T] of its decisions, or those of its sampled tokens.
+        critic: what a critic is to learn from it; None where there is none.
     """
 
     rollout_id: str
     segments: Sequence[Segment]
-    advantages_T: Sequence[float]
+    advantages: OfEpisode
+    critic: CriticTargets | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ class Learner(Protocol):
         """Supervised steps on a teacher's decisions.
 
         `tell` is called with the steps done and their total; what it raises ends the warm-up there.
+        """
+
+    def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
+        """V of each episode where the job's estimator reads it; only a job whose estimator needs it asks.
+
+        Raises AdvantageError where one is not finite, by rollout, turn and token.
         """
 
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:

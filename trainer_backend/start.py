@@ -26,6 +26,7 @@ from trainer_backend.job_schema import JobConfig
 from trainer_backend.learner.capacity import memory_plan, refuse_too_large
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.value_head import told_on_resume
 from trainer_backend.logs import configure_logs
 from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
@@ -136,6 +137,9 @@ class _Beginning:
         self._directory.replace_job(self._job)
         self._directory.forget_metrics_after(progress.iteration)
         self._reporter.say(f"resumed from {checkpoint}")
+        critic = told_on_resume(self._job, checkpoint)
+        if critic is not None:
+            self._reporter.say(critic)
         return learner, progress
 
     async def fresh(self) -> tuple[LocalLearner, Progress]:

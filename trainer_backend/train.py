@@ -12,7 +12,8 @@ from pathlib import Path
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector, joined
 from trainer_backend.collect.plan import Planner
-from trainer_backend.credit import Credited, credit
+from trainer_backend.core.critic import OfEpisode
+from trainer_backend.credit import Credited, credit, segments_by_rollout
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation import (
     collection_metrics,
@@ -22,6 +23,7 @@ from trainer_backend.evaluation import (
 )
 from trainer_backend.gathered import Gathered, gathered_metrics, inference_metrics
 from trainer_backend.job_schema import JobConfig
+from trainer_backend.plugins import estimator
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import mark_best, prune_checkpoints
 from trainer_backend.rundir.layout import RunDirectory
@@ -103,6 +105,7 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
     """
     name, started = f"iteration_{iteration}", time.monotonic()
     rounds: list[Collection] = []
+    values: dict[str, OfEpisode] = {}
     collect_s, before = 0.0, run.server.totals()
     refilled = 0
     requests = run.planner.training(iteration)  # 2, 3
@@ -114,7 +117,7 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
         collect_s += time.monotonic() - asked
         rounds.append(found)
         collection = joined(rounds)
-        credited = _credited(run, name, collection)  # 7, 9, 10
+        credited = await _credited(run, name, collection, values)  # 7 to 10
         await run.collector.ack(run.run_id, found.all)
         missing = len(credited.flat) - refilled
         if not missing or len(rounds) > run.job.training.refill_rounds:
@@ -127,11 +130,17 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
     return Gathered(collection, trajectories, credited, inferred, refilled, started, collect_s, ended)
 
 
-def _credited(run: Run, name: str, collection: Collection) -> Credited:
-    """Credit the rollouts and store them; stored they are also when they cannot be credited."""
+async def _credited(run: Run, name: str, collection: Collection, values: dict[str, OfEpisode]) -> Credited:
+    """Credit the rollouts and store them; stored they are also when they cannot be credited.
+
+    `values` has those of earlier rounds, and is given those of this one.
+    """
     try:
         refuse_empty(collection, name.replace("_", " "))
-        credited = credit(run.job, collection.rollouts)
+        if estimator(run.job.algorithm.advantage).needs_values:
+            new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
+            values |= await asyncio.to_thread(run.learner.values, segments_by_rollout(new))  # 7, 8
+        credited = credit(run.job, collection.rollouts, values)  # 7, 9, 10
     except TrainerError:
         _store(run, name, collection, None)  # what was wrong with them can be looked at
         raise
@@ -143,7 +152,7 @@ async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
     """Stops 11 to 13: the update, the new weights served, the row of metrics."""
     iteration = progress.iteration + 1
     started = time.monotonic()
-    update = await _updated(run, gathered, iteration)  # 8, 11
+    update = await _updated(run, gathered, iteration)  # 8 (log-probs), 11
     updated = time.monotonic()
     steps = int(update["optim/steps"])
     progress = replace(

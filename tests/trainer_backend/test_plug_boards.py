@@ -14,8 +14,8 @@ from trainer_backend.job_schema import JobConfig
 
 
 def test_a_name_of_a_plug_board_gives_its_entry():
-    assert plugins.estimator("grpo") is grpo
-    assert plugins.policy_loss("clipped") is clipped_policy_loss
+    assert plugins.estimator("grpo").compute is grpo
+    assert plugins.policy_loss("clipped").compute is clipped_policy_loss
     assert plugins.aggregation("episode_equal") is episode_equal
 
 
@@ -23,7 +23,7 @@ def test_a_name_of_a_plug_board_gives_its_entry():
     ("pick", "name", "message"),
     [
         (plugins.estimator, "stepwize", "algorithm.advantage is 'stepwize'; .* Did you mean 'stepwise'?"),
-        (plugins.policy_loss, "clip", "algorithm.loss is 'clip'; known: clipped"),
+        (plugins.policy_loss, "clip", "algorithm.loss is 'clip'; known: cispo, clipped"),
         (
             plugins.aggregation,
             "token",

@@ -1,7 +1,7 @@
 """Flat groups in the loop of a run: skipped, replaced within bounds, and never lost."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from tests.conftest import rows_of
 from tests.trainer_backend.report.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, gone, run_of
 from trainer_backend.collect.collector import Collection
+from trainer_backend.core.critic import CriticTargets, OfEpisode
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import TaskAppError
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.protocols import CreditedEpisode, Progress
-from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 from trainer_backend.train import Run, train
 
 SKIP = {"training__skip_flat_groups": True, "training__iterations": 1, "algorithm__advantage": "grpo"}
@@ -28,8 +30,16 @@ class Watched(Learner):
     def __init__(self) -> None:
         super().__init__()
         self.trained: list[str] = []
+        self.asked: list[list[str]] = []
+        self.critics: list[CriticTargets | None] = []
+
+    def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
+        """Right about the first round, whose episodes earn 0 and then 2 with gamma 1/2; 0 for all others."""
+        self.asked.append(sorted({name.rsplit("/", 1)[0] for name in episodes}))
+        return {name: [1.0, 2.0] if "/train/" in name else [0.0, 0.0] for name in episodes}
 
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+        self.critics = [item.critic for item in episodes]
         self.trained += sorted({item.rollout_id.split("/", 1)[1].rsplit("/", 1)[0] for item in episodes})
         return super().update(episodes, iteration=iteration)
 
@@ -111,6 +121,27 @@ async def test_the_refill_is_bounded_and_with_nothing_to_learn_no_step_is_taken(
     row = iteration_row(run)
     assert (row["optim/steps"], row["policy/version"], row["group/flat"]) == (0, 0, 6)
     assert run.reporter.lines == ["iteration 1: every group is flat, so no step is taken"]
+
+
+async def test_with_a_critic_each_round_is_scored_once_and_what_it_was_right_about_is_flat(tmp_path: Path):
+    critic = {**REFILL, "algorithm__advantage": "gae", "algorithm__gamma": 0.5}
+    run, learner, _ = watched_run(tmp_path, all_finished, critic)
+    await train(run, Progress(), asyncio.Event())
+    assert learner.asked == [
+        ["run.1/train/1/0", "run.1/train/1/1"],
+        ["run.1/refill-1/1/0", "run.1/refill-1/1/1"],
+    ]
+    assert learner.trained == ["refill-1/1/0", "refill-1/1/1"]
+    # lambda 0.95: the last earned 2 and its value was 0; the one before is worth 1/2 * 0.95 * 2
+    assert learner.critics == [CriticTargets([0.0, 0.0], [0.95, 2.0])] * 8
+    (row, *_) = finished_rows(run.directory.rollouts_file("iteration_1"), ["decisions"])
+    assert [decision["value"] for decision in row["decisions"]] == [1.0, 2.0]
+
+
+async def test_without_a_critic_nobody_asks_for_values(tmp_path: Path):
+    run, learner, _ = watched_run(tmp_path, with_spread("train/1/1"), SKIP)
+    await train(run, Progress(), asyncio.Event())
+    assert (learner.asked, learner.critics) == ([], [None] * 4)
 
 
 async def test_a_group_that_failed_is_not_flat_and_not_replaced(tmp_path: Path):

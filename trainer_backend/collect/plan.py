@@ -16,6 +16,7 @@ from trainer_backend.core.seeds import (
     training_world,
 )
 from trainer_backend.job_schema import JobConfig
+from trainer_backend.plugins import estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class Planner:
                             self.job.rollout.policy_name, {**config, **self.job.rollout.policy_config}
                         ),
                         step_rewards=self.job.training.step_rewards,
+                        state_keys=stored_state_keys(self.job),
                     )
                 )  # fmt: skip
         return requests
@@ -166,7 +168,7 @@ class Planner:
 
     def _request(
         self, *, stage: str, iteration: int, group: int, sibling: int, world: int, policy: PolicySpec,
-        step_rewards: StepRewards | None = None,
+        step_rewards: StepRewards | None = None, state_keys: tuple[str, ...] = (),
     ) -> RolloutRequest:  # fmt: skip
         rollout = self.job.rollout
         return RolloutRequest(
@@ -184,7 +186,15 @@ class Planner:
                 max_invalid_decisions=rollout.max_invalid_decisions,
                 timeout_s=rollout.timeout_s,
             ),
+            state_keys=state_keys,
         )
+
+
+def stored_state_keys(job: JobConfig) -> tuple[str, ...]:
+    """Those that the job names, and the one that its estimator compares decisions by."""
+    needed = estimator(job.algorithm.advantage).needs_state_keys
+    names = [*job.rollout.state_keys, *([job.algorithm.state_hashing_function] if needed else [])]
+    return tuple(dict.fromkeys(names))
 
 
 def retried(request: RolloutRequest) -> RolloutRequest:

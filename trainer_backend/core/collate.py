@@ -9,7 +9,6 @@ inside its own segment. So the head runs on N hidden states, never on B * L of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -17,9 +16,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
 from trainer_backend.core.errors import BatchError, place
 from trainer_backend.core.packing import pack
 from trainer_backend.core.segments import Segment
+from trainer_backend.core.value_loss import CriticColumns, critic_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Packed:
     temperature_N: float32, that of the softmax it was drawn from.
     behaviour_logprob_N: float32, nats, as its sampler reported it.
     segment_N: int64, which of the segments given it lies in.
+    first_N: bool, whether it is the first token of its decision.
     """
 
     token_ids_BL: Tensor
@@ -45,6 +47,7 @@ class Packed:
     temperature_N: Tensor
     behaviour_logprob_N: Tensor
     segment_N: Tensor
+    first_N: Tensor
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device, without waiting for the copies; itself where it is there already."""
@@ -57,20 +60,37 @@ class Packed:
 class Batch:
     """Packed rows and the columns of the loss.
 
-    advantage_N: float32, of the decision that sampled the token.
+    advantage_N: float32, of the token, or of the decision that sampled it.
     weight_N: float32, how much the token counts; sums to 1 over the optimizer step.
     proximal_logprob_N: float32, nats: the learner's own before the step, the clip's denominator.
+    unit_N: int64, equal for tokens that share a ratio, see `core.units`; from 0, over the whole step.
+    critic: the columns of the value loss; None where there is no critic.
     """
 
     packed: Packed
     advantage_N: Tensor
     weight_N: Tensor
     proximal_logprob_N: Tensor
+    unit_N: Tensor
+    critic: CriticColumns | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; itself where it is there already."""
-        columns = (self.advantage_N, self.weight_N, self.proximal_logprob_N)
-        return Batch(self.packed.to(device), *(column.to(device, non_blocking=True) for column in columns))
+        return self._with(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
+
+    def cut(self, packed: Packed, tokens: slice) -> Batch:
+        """The columns of some of its tokens, beside the rows that they lie in."""
+        return self._with(packed, lambda column: column[tokens])
+
+    def _with(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(
+            packed,
+            advantage_N=of(self.advantage_N),
+            weight_N=of(self.weight_N),
+            proximal_logprob_N=of(self.proximal_logprob_N),
+            unit_N=of(self.unit_N),
+            critic=None if self.critic is None else self.critic.each(of),
+        )
 
 
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
@@ -102,6 +122,9 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
     def flat(of: Callable[[int, int], float]) -> list[float]:
         return [of(index, i) for index in order for i in sampled[index]]
 
+    def begins(s: int, i: int) -> bool:
+        return segments[s].decision[i] != segments[s].decision[i - 1]
+
     return Packed(
         token_ids_BL=_padded([[segments[i].token_ids for i in members] for members in rows]),
         position_ids_BL=_padded([[range(len(segments[i])) for i in members] for members in rows]),
@@ -114,29 +137,34 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
         temperature_N=torch.tensor(flat(lambda s, i: segments[s].temperatures[i]), dtype=torch.float32),
         behaviour_logprob_N=torch.tensor(flat(lambda s, i: segments[s].logprobs[i]), dtype=torch.float32),
         segment_N=torch.tensor(flat(lambda s, i: s), dtype=torch.int64),
+        first_N=torch.tensor(flat(begins), dtype=torch.bool),
     )
 
 
 def collate(
     segments: Sequence[Segment],
     *,
-    advantages: Mapping[str, Sequence[float]],
+    advantages: Mapping[str, OfEpisode],
     weights: Sequence[Sequence[float]],
     proximal: Sequence[Sequence[float]],
+    units: Sequence[Sequence[int]],
     row_tokens: int,
+    critic: Mapping[str, CriticTargets] | None = None,
 ) -> Batch:
     """All tensors of one optimizer step.
 
     Args:
         segments: all segments of the step.
-        advantages: rollout id -> [T] advantage of each decision.
+        advantages: rollout id -> [T] advantage of each decision, or that of each sampled token.
         weights: for each segment, [N] as `core.aggregation` gives them.
         proximal: for each segment, [N] log-probs (nats) as `by_segment` gives them.
+        units: for each segment, [N] as `core.units` gives them.
         row_tokens: most tokens in a row.
+        critic: rollout id -> what its values were and are to become; None: no critic.
 
     Raises:
-        BatchError: see `pack_segments`; a sampled token without a finite advantage; a column that does
-            not fit its segment's sampled tokens.
+        BatchError: see `pack_segments`; a sampled token without a finite advantage, value or return; a column
+            that does not fit its segment's sampled tokens.
 
     Source: DESIGN.md 4.8, 4.9, 4.13.
     """
@@ -144,9 +172,13 @@ def collate(
     order = list(dict.fromkeys(packed.segment_N.tolist()))
     return Batch(
         packed=packed,
-        advantage_N=_column([_advantages(segment, advantages) for segment in segments], segments, order),
+        advantage_N=_column(
+            [column_of(segment, advantages, "advantage") for segment in segments], segments, order
+        ),
         weight_N=_column(weights, segments, order),
         proximal_logprob_N=_column(proximal, segments, order),
+        unit_N=_column(units, segments, order, dtype=torch.int64),
+        critic=None if critic is None else critic_columns(segments, critic, order),
     )
 
 
@@ -175,7 +207,7 @@ def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
 def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
     """The same batch, at most `max_rows` rows at a time. Weights stay as they are, so losses add up."""
     for cut, tokens in _cuts(batch.packed, max_rows):
-        yield Batch(cut, batch.advantage_N[tokens], batch.weight_N[tokens], batch.proximal_logprob_N[tokens])
+        yield batch.cut(cut, tokens)
 
 
 def block_mask(segment_ids_BL: Tensor) -> Tensor:
@@ -226,24 +258,16 @@ def _padded(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in joined], dtype=torch.int64)
 
 
-def _advantages(segment: Segment, advantages: Mapping[str, Sequence[float]]) -> list[float]:
-    """[N] the advantage of each sampled token."""
-    advantages_T = advantages.get(segment.rollout_id, ())
-    column: list[float] = []
-    for i in segment.sampled_positions:
-        t = segment.decision[i]
-        if t >= len(advantages_T) or not math.isfinite(advantages_T[t]):
-            found = advantages_T[t] if t < len(advantages_T) else "missing"
-            raise BatchError(f"its advantage is {found}", where=place(segment.rollout_id, t + 1, i))
-        column.append(advantages_T[t])
-    return column
-
-
-def _column(values: Sequence[Sequence[float]], segments: Sequence[Segment], order: Sequence[int]) -> Tensor:
+def _column(
+    values: Sequence[Sequence[float]],
+    segments: Sequence[Segment],
+    order: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     for segment, row in zip(segments, values, strict=True):
         if len(row) != len(segment.sampled_positions):
             raise BatchError(
                 f"{len(row)} values for {len(segment.sampled_positions)} sampled tokens",
                 where=place(segment.rollout_id),
             )
-    return torch.tensor(list(chain.from_iterable(values[i] for i in order)), dtype=torch.float32)
+    return torch.tensor(list(chain.from_iterable(values[i] for i in order)), dtype=dtype)

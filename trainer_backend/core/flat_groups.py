@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trainer_backend.core.advantages.episodes import EpisodeRewards, siblings
-from trainer_backend.core.advantages.grpo import SPREAD_TOLERANCE
+from trainer_backend.core.advantages.spread import SPREAD_TOLERANCE
 
 
 def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequence[float]]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,21 +20,42 @@ LOG_RATIO_LIMIT = 20.0
 class LossConfig:
     """How far a ratio may move before its gradient stops: to [1 - clip_low, 1 + clip_high].
 
+    clip_dual: with it, a token of negative advantage is also held once its ratio is above this, however
+        far the policy has been pulled towards it.
+
     Raises:
-        ValueError: clip_low is outside [0, 1], or clip_high is negative.
+        ValueError: clip_low is outside [0, 1], clip_high is negative, clip_dual is not above 1 + clip_high.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    clip_dual: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low must lie in [0, 1], got {self.clip_low}")
         if not 0.0 <= self.clip_high < float("inf"):
             raise ValueError(f"clip_high must be finite and at least 0, got {self.clip_high}")
+        if self.clip_dual is not None and not 1.0 + self.clip_high < self.clip_dual < float("inf"):
+            raise ValueError(f"clip_dual must be finite and above 1 + clip_high, got {self.clip_dual}")
 
 
 PolicyLoss = Callable[["Tensor", "Tensor", "Tensor", "Tensor", LossConfig], "Tensor"]
+RatioLevel = Literal["token", "decision", "episode"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossPlug:
+    """A loss on the plug board.
+
+    ratio_level: whose ratio its tokens have where the job does not say: their own, their decision's or their
+        episode's.
+    takes: the clip keys of `[training]` that it reads.
+    """
+
+    compute: PolicyLoss
+    ratio_level: RatioLevel = "token"
+    takes: frozenset[str] = frozenset()
 
 
 def clipped_policy_loss(
@@ -44,6 +65,8 @@ def clipped_policy_loss(
 
         ratio = exp(logprobs - proximal_logprobs)
         loss  = -sum(w * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A))
+
+    With clip_dual = c, where A < 0 the term is max(c * A, the one above).
 
     Args:
         logprobs: of the policy in training (nats); [N], or any shape that the other three share.
@@ -56,20 +79,94 @@ def clipped_policy_loss(
     Returns:
         Scalar, in reward units.
 
-    Source: Schulman et al., PPO, arXiv:1707.06347, eq. 7; two-sided range: DAPO, arXiv:2503.14476, eq. 10.
+    Source: Schulman et al., PPO, arXiv:1707.06347, eq. 7; two-sided range: DAPO, arXiv:2503.14476, eq. 10;
+    dual clip: Ye et al., arXiv:1912.09729, eq. 5. It is off by default here, and always on, at 3, in verl.
     """
     # Mask before exp(): a NaN on a padded token would survive a mask applied afterwards, in the gradient.
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp()
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    masked_advantages = advantages.where(weights != 0, 0.0)
+    masked_advantages = _masked(advantages, weights)
     surrogate = (ratio * masked_advantages).minimum(clipped * masked_advantages)
+    if config.clip_dual is not None:
+        bound = config.clip_dual * masked_advantages
+        surrogate = surrogate.maximum(bound).where(masked_advantages < 0, surrogate)
     return -weighted_sum(surrogate, weights)
+
+
+def cispo_loss(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+) -> Tensor:
+    """Policy gradient with a clipped ratio as its weight, negated: every token keeps a gradient.
+
+        loss = -sum(w * stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob)
+
+    Arguments and result as in `clipped_policy_loss`; clip_dual is not read. The paper clips above alone, as
+    this does with clip_low = 1.
+
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+    """
+    ratio = log_ratio(logprobs, proximal_logprobs, weights).exp().detach()
+    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return -weighted_sum(clipped * _masked(advantages, weights) * _masked(logprobs, weights), weights)
+
+
+def policy_gradient_loss(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig
+) -> Tensor:
+    """The plain policy gradient, negated: -sum(w * A * logprob).
+
+    Neither the proximal log-probs nor the config are read, so nothing corrects for what earlier steps of the
+    iteration changed: exact for the first step. Arguments and result as in `clipped_policy_loss`.
+
+    Source: Williams, REINFORCE, 1992.
+    """
+    return -weighted_sum(_masked(advantages, weights) * _masked(logprobs, weights), weights)
+
+
+def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
+    """Log-probs whose ratio to the proximal ones is that of their whole unit: for `ratio_level`.
+
+        log s_u = mean of (logprob - proximal) over the tokens of unit u
+        result  = proximal + log s_u + (logprob - stop_gradient(logprob))
+
+    So every token of a unit has the ratio s_u, and a gradient of its own: over the unit they sum to that of
+    s_u where its tokens weigh the same. With the clipped loss and decisions as units this is GSPO.
+
+    Args:
+        means: log s_u of each token's unit, as `unit_means` gives them; the shape of the other two.
+        logprobs, proximal_logprobs: as in `clipped_policy_loss`.
+
+    Returns:
+        Log-probs (nats) in the same shape, to be given to a loss instead of `logprobs`.
+
+    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token).
+    """
+    return proximal_logprobs + means + (logprobs - logprobs.detach())
+
+
+def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
+    """[N] mean of the log-ratios over the tokens of each token's unit, without gradient.
+
+    Args:
+        units: int64, [N]: equal for tokens of one unit, whose tokens have to be here all together.
+        log_ratios: [N] nats, as `log_ratio` gives them.
+        weights: [N]; tokens of weight 0 are not counted.
+    """
+    counted = (weights != 0).to(log_ratios.dtype)
+    sums = counted.new_zeros(int(units.max()) + 1)
+    tokens = sums.index_add(0, units, counted).clamp(min=1.0)
+    return (sums.index_add(0, units, log_ratios.detach() * counted) / tokens)[units]
 
 
 def log_ratio(logprobs: Tensor, other_logprobs: Tensor, weights: Tensor) -> Tensor:
     """logprobs - other_logprobs (nats), within +-LOG_RATIO_LIMIT; 0 where the weight is 0."""
     difference = (logprobs - other_logprobs).where(weights != 0, 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _masked(values: Tensor, weights: Tensor) -> Tensor:
+    """0 where the weight is 0, before anything is multiplied: NaN * 0 would be NaN, in the gradient too."""
+    return values.where(weights != 0, 0.0)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

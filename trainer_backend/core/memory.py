@@ -25,6 +25,7 @@ class ModelShape:
 
     parameters: all weights, tied ones once.
     adapters: weights of the adapters; 0 without [lora].
+    value_head: weights of a critic's; 0 without one.
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
     """
 
@@ -37,11 +38,12 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     adapters: int = 0
+    value_head: int = 0
     head_norms: bool = False
 
     @property
     def trained(self) -> int:
-        return self.adapters or self.parameters
+        return (self.adapters or self.parameters) + self.value_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class MemoryUse:
     logits_chunk: tokens whose logits exist at a time.
     running, kept: rows and kept prefixes of the engine's cache, each of up to `cached_tokens`.
     reference: whether a second copy is held for the KL term.
+    values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
     """
 
     low: bool
@@ -68,6 +71,7 @@ class MemoryUse:
     reference: bool = False
     checkpointing: bool = False
     offload: bool = False
+    values_by_token: bool = False
 
     @property
     def held(self) -> int:
@@ -95,7 +99,8 @@ def memory_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> MemoryNe
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
-    own = shape.parameters * (use.held if shape.adapters else FLOAT32) + shape.adapters * FLOAT32
+    own = shape.parameters * (use.held if shape.adapters else FLOAT32)
+    own += (shape.adapters + shape.value_head) * FLOAT32
     moments = shape.trained * MOMENTS
     keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
     device = {
@@ -107,6 +112,7 @@ def memory_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> MemoryNe
         "cache": (use.running + use.kept) * use.cached_tokens * keys_and_values,
         "activations": activations(shape, use),
         "logits": logits(shape, use),
+        "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
         "overhead": OVERHEAD if is_gpu else 0,
     }
     device = {kind: size for kind, size in device.items() if size}

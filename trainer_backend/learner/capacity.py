@@ -20,6 +20,7 @@ from trainer_backend.learner.device import Placement, place
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
+from trainer_backend.plugins import estimator
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -76,7 +77,8 @@ def memory_plan(job: JobConfig, checkpoint: Path | None = None) -> MemoryPlan:
         ModelFolderError: there is no such model, or its config.json describes none to train.
     """
     placement = place(job.model.device)
-    shape = model_shape(_config(job, checkpoint), job.lora)
+    has_critic = estimator(job.algorithm.advantage).needs_values is not None
+    shape = model_shape(_config(job, checkpoint), job.lora, has_critic=has_critic)
     is_gpu = placement.device.type != "cpu"
     needs = memory_needs(shape, memory_use(job, placement, shape), is_gpu=is_gpu)
     main = main_memory()
@@ -100,10 +102,11 @@ def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> Memor
         reference=training.kl_coef > 0,
         checkpointing=training.gradient_checkpointing,
         offload=training.optimizer_offload,
+        values_by_token=estimator(job.algorithm.advantage).needs_values == "token",
     )
 
 
-def model_shape(config: Any, lora: LoraTable | None) -> ModelShape:
+def model_shape(config: Any, lora: LoraTable | None, *, has_critic: bool = False) -> ModelShape:
     """Counted on a model without memory, so that any architecture is counted as it is.
 
     Raises:
@@ -112,7 +115,7 @@ def model_shape(config: Any, lora: LoraTable | None) -> ModelShape:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        return _shape(model, config.get_text_config(), lora)
+        return _shape(model, config.get_text_config(), lora, has_critic=has_critic)
     except (AttributeError, ValueError) as error:  # the second: a size that fits no other
         raise ModelFolderError(
             f"{config.model_type!r} is no decoder of layers with attention, which is needed: {error}",
@@ -120,7 +123,7 @@ def model_shape(config: Any, lora: LoraTable | None) -> ModelShape:
         ) from error
 
 
-def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None) -> ModelShape:
+def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, has_critic: bool) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
     return ModelShape(
         parameters=sum(weight.numel() for weight in model.parameters()),
@@ -132,6 +135,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None) -> Model
         head_dim=head_dim_of(config),
         vocabulary=config.vocab_size,
         adapters=0 if lora is None else _adapter_weights(model, lora),
+        value_head=width + 1 if has_critic else 0,
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
     )
 

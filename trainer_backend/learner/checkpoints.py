@@ -2,6 +2,7 @@
 
     checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program
                                optimizer.safetensors rng.safetensors state.json    for resuming
+                               value_head.safetensors    with a critic: its weights and moments
                                adapter/    with [lora], in peft's layout: the model beside it has it merged
     checkpoints/best           the name of the checkpoint with the best evaluation so far
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.adapter_folder import FOLDER
 from trainer_backend.learner.lora import Adapter
+from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
@@ -34,6 +36,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     adapter: Adapter | None = None,
+    head: ValueHead | None = None,
 ) -> None:
     """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
 
@@ -48,6 +51,8 @@ def save_checkpoint(
         save_model_folder(aside, model, tokenizer, weights=merged)
         if adapter is not None:
             adapter.save(aside / FOLDER)
+        if head is not None:
+            head.save(aside)
         save_file(_optimizer_tensors(optimizer), aside / "optimizer.safetensors")
         save_file(_rng_states(), aside / "rng.safetensors")
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")

@@ -1,6 +1,6 @@
 """The learner in this process: model, optimizer, and what the orchestrator asks of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.collate import Packed
+from trainer_backend.core.critic import OfEpisode, values_of_episode
 from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.seeds import derived_seed
+from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job_schema import JobConfig
@@ -28,6 +30,7 @@ from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.texts import prompt_texts, tool_words
 from trainer_backend.learner.update import PolicyUpdate, Reference
+from trainer_backend.learner.value_head import value_head_of
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
@@ -77,6 +80,9 @@ class LocalLearner:
             weight_decay=job.training.weight_decay,
             offload=job.training.optimizer_offload,
         )
+        self._head = value_head_of(job, model.config.hidden_size, placement.device)
+        # Log-probs that `values` found on its way, by rollout id: of the weights until the next update.
+        self._proximal: dict[str, list[list[float]]] = {}
 
     @classmethod
     def fresh(cls, job: JobConfig, prompts: Sequence[Trajectory]) -> "LocalLearner":
@@ -89,7 +95,7 @@ class LocalLearner:
 
     @classmethod
     def resumed(cls, job: JobConfig, checkpoint: Path) -> "tuple[LocalLearner, Progress]":
-        """Model, optimizer, RNG and progress of a checkpoint.
+        """Model, optimizer, value head, RNG and progress of a checkpoint.
 
         What RL started from is iteration_0: the adapters' base with those of then, and what the KL term
         pulls towards.
@@ -104,6 +110,8 @@ class LocalLearner:
             model, tokenizer = load_checkpoint(job.model, checkpoint)
             adapters = None
         learner = cls(job, model, tokenizer, started_from=reference, adapter_folder=adapters)
+        if learner._head is not None:
+            learner._head.restore(checkpoint)
         return learner, restore_progress(checkpoint, learner._optimizer)
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
@@ -127,11 +135,42 @@ class LocalLearner:
             "warmup/loss": result.loss,
         }
 
+    def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
+        """V of each episode by rollout id, by decision or by token as the job's estimator reads it.
+
+        Raises:
+            AdvantageError: see `values_of_episode`.
+            OutOfMemory: scoring did not fit the device.
+        """
+        head, scorer = self._head, self.scorer
+        assert head is not None, "asked only where the estimator needs values"
+        torch.set_num_threads(self.job.training.threads)
+        segments = [segment for parts in episodes.values() for segment in parts]
+        with memory_watched(self.job, "scoring the values ran out of memory"):
+            found, logprobs = scorer.each(
+                segments,
+                lambda states: (head.scored(states), scorer.logprobs_at(states)[0]),
+                row_tokens=self.job.training.row_tokens,
+                micro_batch_tokens=self.job.training.micro_batch_tokens,
+            )
+        of_segments, own = iter(found), iter(logprobs)
+        values = {
+            name: values_of_episode(parts, [next(of_segments) for _ in parts], level=head.level)
+            for name, parts in episodes.items()
+        }
+        self._proximal |= {name: [next(own) for _ in parts] for name, parts in episodes.items()}
+        head.settle()
+        return values
+
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
         """One iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.job.training.threads)
-        update = PolicyUpdate(self.scorer, self._optimizer, self.job, self._pull())
-        return update.run(episodes, iteration=iteration)
+        known, self._proximal = self._proximal, {}
+        return self.policy_update().run(episodes, iteration=iteration, known=known)
+
+    def policy_update(self) -> PolicyUpdate:
+        """What updates the weights as the job says."""
+        return PolicyUpdate(self.scorer, self._optimizer, self.job, self._pull(), self._head)
 
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""
@@ -142,6 +181,7 @@ class LocalLearner:
             optimizer=self._optimizer,
             progress=progress,
             adapter=self._adapter,
+            head=self._head,
         )
 
     def weights(self) -> dict[str, Tensor]:

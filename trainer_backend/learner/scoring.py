@@ -1,6 +1,6 @@
 """Log-probs and entropies of sampled tokens under a causal LM, on packed rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,18 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.last_mlp import last_mlp_on
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a forward pass leaves for the heads.
+
+    rows: as the model was given them, on its device.
+    hidden_ND: last hidden states, in the order of `rows.target_N`.
+    """
+
+    rows: Packed
+    hidden_ND: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +41,11 @@ class Scorer:
     attention: PackedAttention
     logits_chunk: int
 
-    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """[N] log-probs and [N] entropies of the sampled tokens, differentiable in the model's weights.
+    def states(self, packed: Packed) -> States:
+        """The last hidden states where sampled tokens are predicted, differentiable in the model's weights.
 
-        Attention and positions keep the segments of a row apart, so the result is that of each segment
-        alone. The LM head runs on the N positions that predict a sampled token and nowhere else (and so does
-        the last layer's MLP); outside autocast, so that logits are float32.
+        Attention and positions keep the segments of a row apart, so they are those of each segment alone. The
+        last layer's MLP runs on the N positions that are read and nowhere else.
         """
         dtype = self.placement.low or self.model.dtype
         rows, told = self.attention.arranged(packed, self.placement.device, dtype)
@@ -43,26 +54,55 @@ class Scorer:
             hidden_BLD = self.model.model(
                 input_ids=rows.token_ids_BL, position_ids=rows.position_ids_BL, use_cache=False, **told
             ).last_hidden_state
+        return States(rows, hidden_BLD[rows.predict_row_N, rows.predict_position_N])
+
+    def logprobs_at(self, states: States) -> tuple[Tensor, Tensor]:
+        """[N] log-probs and [N] entropies of the sampled tokens.
+
+        The LM head runs on the N positions that predict a sampled token and nowhere else; outside
+        autocast, so that logits are float32.
+        """
         return chunked_logprobs(
-            hidden_BLD[rows.predict_row_N, rows.predict_position_N],
+            states.hidden_ND,
             self.model.lm_head.weight,
-            rows.target_N,
-            rows.temperature_N,
+            states.rows.target_N,
+            states.rows.temperature_N,
             chunk=self.logits_chunk,
             factors=self.placement.low,
         )
 
-    @torch.inference_mode()
+    def logprobs(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """[N] log-probs and [N] entropies of the sampled tokens, differentiable in the model's weights."""
+        return self.logprobs_at(self.states(packed))
+
     def score(
         self, segments: Sequence[Segment], *, row_tokens: int, micro_batch_tokens: int
     ) -> list[list[float]]:
         """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
+        (found,) = self.each(
+            segments,
+            lambda states: (self.logprobs_at(states)[0],),
+            row_tokens=row_tokens,
+            micro_batch_tokens=micro_batch_tokens,
+        )
+        return found
+
+    @torch.inference_mode()
+    def each(
+        self,
+        segments: Sequence[Segment],
+        columns: Callable[[States], tuple[Tensor, ...]],
+        *,
+        row_tokens: int,
+        micro_batch_tokens: int,
+    ) -> list[list[list[float]]]:
+        """For each [N] column that `columns` gives: for each segment, the numbers of its sampled tokens."""
         width = row_width(segments, row_tokens)
         packed = pack_segments(segments, row_tokens=width)
         pieces = [
-            self.logprobs(piece)[0] for piece in cut_packed(packed, max(1, micro_batch_tokens // width))
+            columns(self.states(piece)) for piece in cut_packed(packed, max(1, micro_batch_tokens // width))
         ]
-        return by_segment(packed, torch.cat(pieces))
+        return [by_segment(packed, torch.cat(column)) for column in zip(*pieces, strict=True)]
 
 
 def row_width(segments: Sequence[Segment], row_tokens: int) -> int:

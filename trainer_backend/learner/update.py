@@ -1,8 +1,8 @@
 """One iteration of policy updates: stops 8 and 11 of the route."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -11,14 +11,26 @@ from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
 from trainer_backend.core.errors import place
 from trainer_backend.core.kl import kl_loss
 from trainer_backend.core.loss_metrics import clip_metrics, merge_metrics
-from trainer_backend.core.losses import LossConfig, entropy_loss, truncated_weights, weighted_sum
+from trainer_backend.core.losses import (
+    LossConfig,
+    at_level_of,
+    entropy_loss,
+    log_ratio,
+    truncated_weights,
+    unit_means,
+    weighted_sum,
+)
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.segments import Segment
+from trainer_backend.core.units import ratio_units
+from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.learner.scoring import Scorer, row_width
 from trainer_backend.learner.stepping import memory_watched, stepping
+from trainer_backend.learner.steps import Scored, in_steps, together
+from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.plugins import aggregation, policy_loss, schedule
 from trainer_backend.protocols import CreditedEpisode
 
@@ -26,16 +38,11 @@ from trainer_backend.protocols import CreditedEpisode
 Reference = Callable[[Packed], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """A segment with what stop 8 found: the learner's own log-probs before the first step, [N] each."""
-
-    segment: Segment
-    proximal: list[float]
-
-
 class PolicyUpdate:
-    """Updates the scorer's model in place. `reference` is needed only where the job has a KL term."""
+    """Updates the scorer's model in place, and `head` beside it.
+
+    `reference` is needed only where the job has a KL term, `head` only where episodes have targets for it.
+    """
 
     def __init__(
         self,
@@ -43,17 +50,29 @@ class PolicyUpdate:
         optimizer: torch.optim.Optimizer,
         job: JobConfig,
         reference: Reference | None = None,
+        head: ValueHead | None = None,
     ) -> None:
-        self._scorer, self._optimizer, self._reference = scorer, optimizer, reference
+        self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
         self._job, self._table = job, job.training
-        self._loss = policy_loss(job.algorithm.loss)
+        plug = policy_loss(job.algorithm.loss)
+        self._loss, self._level = plug.compute, job.algorithm.ratio_level or plug.ratio_level
         self._weights = aggregation(job.training.aggregation)
-        self._loss_config = LossConfig(clip_low=self._table.clip_low, clip_high=self._table.clip_high)
+        table = self._table
+        self._loss_config = LossConfig(
+            clip_low=table.clip_low, clip_high=table.clip_high, clip_dual=table.clip_dual
+        )
 
-    def run(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
+    def run(
+        self,
+        episodes: Sequence[CreditedEpisode],
+        *,
+        iteration: int,
+        known: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    ) -> dict[str, float]:
         """Score all segments, then `update_passes` passes over them in shuffled optimizer steps.
 
-        With `target_kl`, no step is taken on from where the policy was found further away than that.
+        With `target_kl`, no step is taken on from where the policy was found further away than that. `known`
+        are log-probs of the same weights, by rollout id for each segment: where all are there, none is made.
 
         Raises:
             NonFiniteLoss: a log-prob, the loss or the gradient is not finite; the weights are untouched
@@ -62,21 +81,21 @@ class PolicyUpdate:
             BatchError: a sampled token without a finite advantage.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
-        advantages = {episode.rollout_id: episode.advantages_T for episode in episodes}
+        by_id = {episode.rollout_id: episode for episode in episodes}
         parts: list[dict[str, float]] = []
         try:
             with memory_watched(self._job, "the update ran out of memory"):
-                scored = self._scored(segments)
+                scored = self._known(episodes, known or {}) or self.scored(segments)
                 steps = list(self._steps(scored, iteration))
                 for number, step in enumerate(steps):
-                    found = self._gradient(step, advantages)
+                    found = self.gradient(step, by_id)
                     moved = found["loss/approx_kl"]
                     if parts and self._table.target_kl is not None and moved > self._table.target_kl:
                         break  # found by the forward pass of a step that is then not taken
                     self._set_learning_rate(iteration - 1 + number / len(steps))
                     parts.append({**found, "optim/grad_norm": self._apply()})
         except UpdateStopped as error:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._zero_grad()
             error.steps_taken = len(parts)
             raise
         metrics = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
@@ -90,37 +109,53 @@ class PolicyUpdate:
             "loss/kl_to_proximal": moved,
         }
 
-    def _scored(self, segments: Sequence[Segment]) -> list[_Scored]:
+    def scored(self, segments: Sequence[Segment]) -> list[Scored]:
+        """Stop 8: the learner's own log-probs before the first step.
+
+        Raises:
+            NonFiniteLoss: one is not finite, by the name of its token.
+        """
         table = self._table
         size = {"row_tokens": table.row_tokens, "micro_batch_tokens": table.micro_batch_tokens}
-        proximal = self._scorer.score(segments, **size)
-        for segment, values in zip(segments, proximal, strict=True):
-            _refuse_non_finite(segment, values)
-        return [_Scored(*row) for row in zip(segments, proximal, strict=True)]
+        return _scored(segments, self._scorer.score(segments, **size))
 
-    def _steps(self, scored: Sequence[_Scored], iteration: int) -> Iterator[list[_Scored]]:
+    def _known(
+        self, episodes: Sequence[CreditedEpisode], known: Mapping[str, Sequence[Sequence[float]]]
+    ) -> list[Scored]:
+        """As `scored`, where it was done before; empty where it was not."""
+        if any(episode.rollout_id not in known for episode in episodes):
+            return []
+        segments = [segment for episode in episodes for segment in episode.segments]
+        return _scored(segments, chain.from_iterable(known[episode.rollout_id] for episode in episodes))
+
+    def _steps(self, scored: Sequence[Scored], iteration: int) -> Iterator[list[Scored]]:
         """Optimizer steps of about `batch_decisions` decisions; the shuffle follows from the job's seed."""
         for number in range(self._table.update_passes):
-            order = list(scored)
+            order = together(scored, self._level)
             random.Random(derived_seed(self._job.job.seed, "shuffle", iteration, number)).shuffle(order)
-            yield from _in_steps(order, self._table.batch_decisions)
+            yield from in_steps(order, self._table.batch_decisions)
 
-    def _gradient(self, step: Sequence[_Scored], advantages: dict[str, Sequence[float]]) -> dict[str, float]:
-        """The gradient of a step, left on the parameters, and its metrics."""
+    def gradient(self, step: Sequence[Scored], episodes: Mapping[str, CreditedEpisode]) -> dict[str, float]:
+        """The gradient of a step, left on the parameters, and its metrics. `episodes` are by rollout id."""
         segments = [item.segment for item in step]
         width = row_width(segments, self._table.row_tokens)
+        critic = {name: item.critic for name, item in episodes.items() if item.critic is not None}
         batch = collate(
             segments,
-            advantages=advantages,
+            advantages={name: episode.advantages for name, episode in episodes.items()},
             weights=self._weights(segments),
             proximal=[item.proximal for item in step],
+            units=ratio_units(segments, self._level),
             row_tokens=width,
+            critic=critic or None,
         )
-        self._optimizer.zero_grad(set_to_none=True)
+        self._zero_grad()
         parts = []
+        pieces = list(cut_batch(batch, max(1, self._table.micro_batch_tokens // width)))
+        means = self._episode_means(pieces) if self._level == "episode" else None
         with stepping(self._scorer.model):
-            for piece in cut_batch(batch, max(1, self._table.micro_batch_tokens // width)):
-                loss, metrics = self._piece(piece)
+            for piece in pieces:
+                loss, metrics = self._piece(piece, means)
                 if not torch.isfinite(loss):
                     raise NonFiniteLoss(
                         f"the loss is {loss.item()}; the weights before this step are kept",
@@ -135,27 +170,72 @@ class PolicyUpdate:
         norm = torch.nn.utils.clip_grad_norm_(self._scorer.model.parameters(), self._table.max_grad_norm)
         if not torch.isfinite(norm):
             raise NonFiniteLoss(f"the norm of the gradient is {norm.item()}; the weights are kept")
+        if self._head is not None:
+            self._head.refuse_non_finite()
         self._optimizer.step()
+        if self._head is not None:
+            self._head.step(policy_rate=self._rate())
         return float(norm)
 
-    def _piece(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+    def _zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._head is not None:
+            self._head.zero_grad()
+
+    @torch.no_grad()
+    def _episode_means(self, pieces: Sequence[Batch]) -> Tensor:
+        """[units] mean log-ratio of each episode, whose segments may lie in several pieces."""
+        ratios, units, weights = [], [], []
+        for piece in pieces:
+            logprobs = self._scorer.logprobs(piece.packed)[0]
+            piece = piece.to(logprobs.device)
+            ratios.append(log_ratio(logprobs, piece.proximal_logprob_N, piece.weight_N))
+            units.append(piece.unit_N)
+            weights.append(piece.weight_N)
+        unit_N = torch.cat(units)
+        means_N = unit_means(unit_N, torch.cat(ratios), torch.cat(weights))
+        return means_N.new_zeros(int(unit_N.max()) + 1).index_copy_(0, unit_N, means_N)
+
+    def _at_level(self, batch: Batch, logprobs: Tensor, episode_means: Tensor | None) -> Tensor:
+        """Log-probs whose ratio to the proximal ones is that of the token's unit."""
+        if self._level == "token":
+            return logprobs
+        proximal, weights = batch.proximal_logprob_N, batch.weight_N
+        if episode_means is not None:
+            return at_level_of(episode_means[batch.unit_N], logprobs, proximal)
+        units = batch.unit_N - batch.unit_N.min()
+        return at_level_of(
+            unit_means(units, log_ratio(logprobs, proximal, weights), weights), logprobs, proximal
+        )
+
+    def _piece(
+        self, batch: Batch, episode_means: Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         table, packed = self._table, batch.packed
-        logprobs, entropies = self._scorer.logprobs(packed)
+        states = self._scorer.states(packed)
+        logprobs, entropies = self._scorer.logprobs_at(states)
         batch = batch.to(logprobs.device)
         proximal = batch.proximal_logprob_N
         behaviour = truncated_weights(proximal, batch.packed.behaviour_logprob_N, table.behaviour_weight_cap)
+        levelled = self._at_level(batch, logprobs, episode_means)
         surrogate = self._loss(
-            logprobs, proximal, batch.advantage_N, batch.weight_N * behaviour, self._loss_config
+            levelled, proximal, batch.advantage_N, batch.weight_N * behaviour, self._loss_config
         )
         loss = surrogate + table.entropy_coef * entropy_loss(entropies, batch.weight_N)
-        kl = {}
+        more = {}
+        if batch.critic is not None and self._head is not None:
+            missed = value_loss(self._head.values(states), batch.critic, clip=table.value_clip)
+            loss = loss + table.value_coef * missed
+            more["value/loss"] = missed.item()
         if self._reference is not None:
             with torch.no_grad():
                 reference = self._reference(packed)
             distance = kl_loss(logprobs, reference, batch.weight_N, name=table.kl_kind)
             loss = loss + table.kl_coef * distance
-            kl["loss/kl"] = distance.item()
-        metrics = kl | clip_metrics(logprobs, proximal, batch.advantage_N, batch.weight_N, self._loss_config)
+            more["loss/kl"] = distance.item()
+        metrics = more | clip_metrics(
+            levelled, proximal, batch.advantage_N, batch.weight_N, self._loss_config
+        )
         metrics["loss/policy"] = surrogate.item()
         metrics["loss/entropy"] = weighted_sum(entropies.detach(), batch.weight_N).item()
         return loss, metrics
@@ -176,24 +256,11 @@ class PolicyUpdate:
         return float(self._optimizer.param_groups[0]["lr"])
 
 
-def _in_steps(order: Sequence[_Scored], batch_decisions: int) -> Iterator[list[_Scored]]:
-    """Cut into steps of about `batch_decisions` decisions, as equal as whole segments allow.
-
-    A step of a few left-over decisions would move the weights as far as a full one: so no left-overs.
-    """
-    decisions = [len(set(item.segment.decision) - {CONTEXT}) for item in order]
-    count = max(1, round(sum(decisions) / batch_decisions))
-    share = sum(decisions) / count
-    step: list[_Scored] = []
-    done = 0.0
-    for item, number in zip(order, decisions, strict=True):
-        step.append(item)
-        done += number
-        if done >= share:
-            yield step
-            step, done = [], done - share
-    if step:
-        yield step
+def _scored(segments: Sequence[Segment], proximal: Iterable[Sequence[float]]) -> list[Scored]:
+    found = [Scored(segment, list(values)) for segment, values in zip(segments, proximal, strict=True)]
+    for item in found:
+        _refuse_non_finite(item.segment, item.proximal)
+    return found
 
 
 def _refuse_non_finite(segment: Segment, values: Sequence[float]) -> None:
@@ -212,7 +279,7 @@ def _extremes(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _mismatch(scored: Sequence[_Scored]) -> dict[str, float]:
+def _mismatch(scored: Sequence[Scored]) -> dict[str, float]:
     """How far the sampler's log-probs are from the learner's own: the token-in, token-out check."""
     gaps = [
         abs(own - item.segment.logprobs[position])

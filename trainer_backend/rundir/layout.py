@@ -49,6 +49,10 @@ class RunDirectory:
     def rollouts_file(self, name: str) -> Path:
         return self.path / "rollouts" / f"{name}.parquet"
 
+    def iteration_files(self) -> list[Path]:
+        """The stored rollouts of training iterations, in no order."""
+        return list((self.path / "rollouts").glob("iteration_*.parquet"))
+
     def job(self) -> JobConfig:
         """The resolved job that this run was started with."""
         return load_job(self.path / "job.toml").config

@@ -5,8 +5,8 @@ that a stored rollout replays through segments, rewards and advantages exactly (
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData
+from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.statistics import step_deltas, unique_achievements
 from trainer_backend.rundir.boundary import writing
 
@@ -29,7 +30,14 @@ _DECISION = pa.struct(
         ("env_steps", pa.int32()),
         ("invalid_reason", pa.string()),
         ("reward", pa.float64()),
+        ("return_to_go", pa.float64()),
         ("advantage", pa.float64()),
+        ("episode_advantage", pa.float64()),
+        ("step_advantage", pa.float64()),
+        ("state_key", pa.string()),
+        ("value", pa.float64()),
+        ("token_advantages", pa.list_(pa.float64())),
+        ("token_values", pa.list_(pa.float64())),
     ]
 )
 _SCHEMA = pa.schema(
@@ -61,10 +69,34 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What training made of one episode: r_t and the advantage of each decision, both [T]."""
+    """What training made of one episode, decision by decision; each list is [T].
+
+    rewards_T: r_t.
+    advantages_T: what the update was given; where it was given them by token, their means.
+    returns_T: G_t, the discounted sum of r from t on, or with a critic advantage plus value (of a decision's
+        first token); empty where nobody asked.
+    parts: what the advantages were made of, where the estimator says so: by column of `decisions`.
+    state_keys_T: the states that were compared; empty where none were.
+    token_advantages, token_values: those of the sampled tokens, where the estimator tells them apart.
+    """
 
     rewards_T: Sequence[float]
     advantages_T: Sequence[float]
+    returns_T: Sequence[float] = ()
+    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    state_keys_T: Sequence[str] = ()
+    token_advantages: ByToken | None = None
+    token_values: ByToken | None = None
+
+    def of(self, t: int) -> dict[str, Any]:
+        """The columns of decision t."""
+        columns: dict[str, Any] = {name: values[t] for name, values in self.parts.items()}
+        for name, column in (("state_key", self.state_keys_T), ("return_to_go", self.returns_T)):
+            if column:
+                columns[name] = column[t]
+        by_token = (("token_advantages", self.token_advantages), ("token_values", self.token_values))
+        columns |= {name: list(column.rows_T[t]) for name, column in by_token if column is not None}
+        return columns | {"reward": self.rewards_T[t], "advantage": self.advantages_T[t]}
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], credits: Sequence[Credit] | None = None) -> None:
@@ -95,6 +127,38 @@ def read_rollout(path: Path, rollout_id: str) -> Rollout:
     """One rollout of a file, which must hold it."""
     found = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", rollout_id)])
     return Rollout.model_validate_json(found.column("rollout")[0].as_py())
+
+
+def rollout_ids(path: Path) -> list[str]:
+    """Of all rollouts of a file, failed ones too."""
+    ids: list[str] = pq.read_table(path, columns=["rollout_id"]).column("rollout_id").to_pylist()
+    return ids
+
+
+def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
+    """The columns of each decision of one rollout of a file, which must hold it; empty for a failed one."""
+    found = pq.read_table(path, columns=["decisions"], filters=[("rollout_id", "=", rollout_id)])
+    return found.column("decisions")[0].as_py() or []
+
+
+def read_values(path: Path) -> dict[str, OfEpisode]:
+    """By rollout id, the critic's values that credit was given with, as they were; of those that have some.
+
+    A file of an earlier version has none.
+    """
+    if "value" not in {child.name for child in pq.read_schema(path).field("decisions").type.value_type}:
+        return {}
+    return {
+        row["rollout_id"]: _values(row["decisions"])
+        for row in finished_rows(path, ["rollout_id", "decisions"])
+        if all(decision["value"] is not None for decision in row["decisions"])
+    }
+
+
+def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
+    if all(decision["token_values"] is not None for decision in decisions):
+        return ByToken([decision["token_values"] for decision in decisions])
+    return [decision["value"] for decision in decisions]
 
 
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -135,6 +199,5 @@ def _decision(step: StepData, credit: Credit | None) -> dict[str, Any]:
         "env_reward": float(sum(rewards)),
         "env_steps": len(rewards),
         "invalid_reason": step.step_info.invalid_reason,
-        "reward": credit.rewards_T[step.turn - 1] if credit else None,
-        "advantage": credit.advantages_T[step.turn - 1] if credit else None,
+        **(credit.of(step.turn - 1) if credit else {}),
     }

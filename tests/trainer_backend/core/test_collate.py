@@ -16,6 +16,7 @@ from trainer_backend.core.collate import (
 )
 from trainer_backend.core.errors import BatchError
 from trainer_backend.core.segments import Segment
+from trainer_backend.core.units import ratio_units
 
 
 def segment(rollout_id, token_ids, decision, *, temperature=1.0):
@@ -42,7 +43,14 @@ ADVANTAGES = {"a": [1.0, 2.0], "b": [-3.0]}
 def batch_of(segments=SEGMENTS, advantages=ADVANTAGES, row_tokens=6):
     weights = token_mean(segments)
     proximal = [[-1.0] * len(row) for row in weights]
-    return collate(segments, advantages=advantages, weights=weights, proximal=proximal, row_tokens=row_tokens)
+    return collate(
+        segments,
+        advantages=advantages,
+        weights=weights,
+        proximal=proximal,
+        units=ratio_units(segments, "decision"),
+        row_tokens=row_tokens,
+    )
 
 
 def test_rows_positions_and_segment_numbers_by_hand():
@@ -66,10 +74,18 @@ def test_every_sampled_token_carries_the_columns_of_its_decision():
     segments = SEGMENTS
     weights = [[0.1, 0.2], [0.3], [0.4]]
     proximal = [[-1.0, -2.0], [-3.0], [-4.0]]
-    batch = collate(segments, advantages=ADVANTAGES, weights=weights, proximal=proximal, row_tokens=6)
+    batch = collate(
+        segments,
+        advantages=ADVANTAGES,
+        weights=weights,
+        proximal=proximal,
+        units=[[0, 0], [1], [2]],
+        row_tokens=6,
+    )
     assert batch.advantage_N.tolist() == [2.0, -3.0, 1.0, 1.0]
     torch.testing.assert_close(batch.weight_N, torch.tensor([0.3, 0.4, 0.1, 0.2]))
     assert batch.proximal_logprob_N.tolist() == [-3.0, -4.0, -1.0, -2.0]
+    assert batch.unit_N.tolist() == [1, 2, 0, 0]
 
 
 def test_scores_find_back_to_their_segments():
@@ -93,7 +109,7 @@ def test_attention_is_causal_and_stays_in_its_segment():
 def test_cuts_hold_all_tokens_in_order_and_are_no_wider_than_they_need(max_rows):
     batch = batch_of()
     cuts = list(cut_batch(batch, max_rows))
-    for name in ("advantage_N", "weight_N", "proximal_logprob_N"):
+    for name in ("advantage_N", "weight_N", "proximal_logprob_N", "unit_N"):
         assert torch.equal(torch.cat([getattr(cut, name) for cut in cuts]), getattr(batch, name))
     for cut in cuts:
         packed = cut.packed
@@ -149,6 +165,7 @@ def test_a_column_that_does_not_fit_its_segment_is_refused():
             advantages=ADVANTAGES,
             weights=[[1.0], [1.0], [1.0]],
             proximal=[[], [], []],
+            units=[[], [], []],
             row_tokens=6,
         )
 

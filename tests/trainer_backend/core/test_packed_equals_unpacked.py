@@ -12,6 +12,7 @@ from trainer_backend.core.collate import block_mask, collate, cut_batch
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.losses import LossConfig, clipped_policy_loss, entropy_loss
 from trainer_backend.core.segments import Segment
+from trainer_backend.core.units import ratio_units
 
 VOCABULARY = 37
 
@@ -58,7 +59,14 @@ def batch_of(parts, row_tokens):
     advantages = {part.rollout_id: [(-1.0) ** t * (k + 1) for t in range(9)] for k, part in enumerate(parts)}
     weights = token_mean(parts)
     proximal = [[-2.0] * len(row) for row in weights]
-    return collate(parts, advantages=advantages, weights=weights, proximal=proximal, row_tokens=row_tokens)
+    return collate(
+        parts,
+        advantages=advantages,
+        weights=weights,
+        proximal=proximal,
+        units=ratio_units(parts, "token"),
+        row_tokens=row_tokens,
+    )
 
 
 def packed_logprobs(model, packed, chunk=16):

@@ -1,4 +1,4 @@
-"""`stepwise` by hand and by identity; that it is unbiased: test_stepwise_unbiased.py."""
+"""`stepwise` by hand and by identity; that it is unbiased: test_unbiased.py."""
 
 import math
 from fractions import Fraction

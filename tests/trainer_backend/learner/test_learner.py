@@ -17,7 +17,7 @@ from trainer_backend.errors import CheckpointError, ModelFolderError, NonFiniteL
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, held_scorer
-from trainer_backend.learner.update import _in_steps, _Scored
+from trainer_backend.learner.steps import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
 from trainer_backend.models import build_preset
 from trainer_backend.protocols import CreditedEpisode, Progress
@@ -79,8 +79,8 @@ def test_an_infinite_gradient_is_not_stepped(tokenizer):
 
 @pytest.mark.parametrize(("decisions", "batch", "sizes"), [(10, 4, [5, 5]), (9, 3, [3, 3, 3]), (3, 8, [3])])
 def test_no_step_is_made_of_a_few_left_over_decisions(decisions: int, batch: int, sizes: list[int]):
-    order = [_Scored(segment(f"r{i}", [1], [2], [0.0]), [0.0]) for i in range(decisions)]
-    assert [len(step) for step in _in_steps(order, batch)] == sizes
+    order = [[Scored(segment(f"r{i}", [1], [2], [0.0]), [0.0])] for i in range(decisions)]
+    assert [len(step) for step in in_steps(order, batch)] == sizes
 
 
 def test_a_checkpoint_restores_model_optimizer_and_progress(tokenizer, tmp_path: Path):

@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from shared_schemas.rollouts import RolloutFailure
 from tests.trainer_backend.report.hand_made import COW, FIRST, WOOD, rollout
 from tests.trainer_backend.rundir.disk import full_disk
+from trainer_backend.core.critic import ByToken
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_files import (
     Credit,
     finished_rows,
     read_rollout,
     read_rollouts,
+    read_values,
     write_rollouts,
 )
 
@@ -42,6 +46,34 @@ def test_the_flat_columns_say_what_each_decision_achieved_and_earned(tmp_path: P
         (1, ["collect_wood"], 1.0, 0.5),
         (2, ["eat_cow"], 2.0, -0.5),
     ]
+
+
+def test_a_critics_values_come_back_as_they_were_by_decision_or_by_token(tmp_path: Path):
+    path, third = tmp_path / "a.parquet", 1.0 / 3.0
+    by_decision, by_token, without = (
+        rollout(seed, [WOOD, COW]).model_copy(update={"rollout_id": name})
+        for seed, name in ((1, "decision"), (2, "token"), (3, "without"))
+    )
+    values = ByToken([[third, 2.0], [3.0]])
+    credits = [
+        Credit([1.0, 2.0], [0.5, -0.5], parts={"value": [third, -2.0]}),
+        Credit(
+            [1.0, 2.0], [0.5, -0.5], parts={"value": values.firsts_T},
+            token_advantages=ByToken([[0.25, 0.75], [-0.5]]), token_values=values,
+        ),
+        Credit([1.0, 2.0], [0.5, -0.5]),
+    ]  # fmt: skip
+    write_rollouts(path, [by_decision, by_token, without, failed(FIRST[0])], credits)
+    assert read_values(path) == {"decision": [third, -2.0], "token": values}
+    (_, row, _) = finished_rows(path, ["decisions"])
+    assert [decision["token_advantages"] for decision in row["decisions"]] == [[0.25, 0.75], [-0.5]]
+
+
+def test_a_file_of_a_version_without_critics_has_no_values(tmp_path: Path):
+    path = tmp_path / "a.parquet"
+    rows = [{"rollout_id": "r", "status": "finished", "decisions": [{"turn": 1}]}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    assert read_values(path) == {}
 
 
 def test_a_full_disk_is_told_with_the_file_and_what_was_there_stays(tmp_path: Path):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trainer_backend.core.critic import ByToken, ValueLevel
 from trainer_backend.core.errors import AdvantageError, place
 
 
@@ -14,18 +15,55 @@ class EpisodeRewards:
     rollout_id: named in errors.
     group_id: episodes with the same one are siblings: same environment, same start.
     rewards_T: [T] reward of each decision, from `core.rewards.reward_vector`; T >= 1.
+    state_keys_T: [T] name of the state that each decision was made in; equal where states count as equal.
+        Empty where the estimator asks for none.
+    values_T: [T] V(s_t) of a critic, in reward units; empty where the estimator asks for none.
+    token_values: V of the same critic where each sampled token is predicted; None where it was not trained to
+        say so, or the estimator does not ask.
+    final_score: of the whole episode, where it is not the sum of its rewards.
     """
 
     rollout_id: str
     group_id: str
     rewards_T: Sequence[float]
+    state_keys_T: Sequence[str] = ()
+    values_T: Sequence[float] = ()
+    token_values: ByToken | None = None
+    final_score: float | None = None
+
+    @property
+    def score(self) -> float:
+        """R: final_score, or else the plain sum of the rewards."""
+        return math.fsum(self.rewards_T) if self.final_score is None else self.final_score
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageConfig:
-    """The keys of `[algorithm]` that estimators read. gamma: discount per decision, in [0, 1]."""
+    """The keys of `[algorithm]` that estimators read; which one reads what stands on the plug board.
+
+    gamma: discount per decision, in [0, 1].
+    gae_lambda: weight of longer looks ahead over decisions, in [0, 1].
+    gae_token_lambda: the same inside a decision, over its tokens, for `gae_token`.
+    default_step_reward: added to every reward where `gigpo` makes its returns-to-go; for jobs whose decisions
+        have no rewards of their own.
+    omega: share of the episode's advantage in `gigpo`, in [0, 1].
+    step_advantage_w: weight of the step's advantage in `gigpo_additive`, at least 0.
+    fnorm: "std" divides by the sample std of a group, "one" does not.
+    episode_baseline: what `gigpo`'s mean of scores counts once: "trajectory" or "step".
+    context_depth: K: states before the current one that also have to be equal, 0 to K of them.
+    context_alpha: how much more equal contexts of more states weigh: (k + 1)^alpha.
+    """
 
     gamma: float = 1.0
+    gae_lambda: float = 0.95
+    gae_token_lambda: float = 1.0
+    default_step_reward: float = 0.0
+    omega: float = 0.5
+    step_advantage_w: float = 1.0
+    fnorm: str = "std"
+    episode_baseline: str = "trajectory"
+    context_depth: int = 0
+    context_alpha: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +71,42 @@ class Advantages:
     """What an estimator gives.
 
     per_episode: for each episode, in the order given, its [T] advantages, in float64.
+    per_token: in the same order those of its sampled tokens, from an estimator that tells them apart: then it
+        is these that are trained, and per_episode has the mean of each decision's.
     diagnostics: counts by metric name (`advantages/...`).
+    parts: what the advantages were made of, each in the shape of per_episode, by name: for people who look
+        at single decisions.
     """
 
     per_episode: list[list[float]]
     diagnostics: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, list[list[float]]] = field(default_factory=dict)
+    per_token: list[ByToken] | None = None
 
 
 Estimator = Callable[[Sequence[EpisodeRewards], AdvantageConfig], Advantages]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorPlug:
+    """An estimator on the plug board.
+
+    takes: the keys of `[algorithm]` that it reads, beside gamma, which belongs to the task.
+    needs_state_keys: whether decisions must carry the name of their state.
+    needs_values: what it reads a critic's values of; None: it needs no critic.
+    """
+
+    compute: Estimator
+    takes: frozenset[str] = frozenset()
+    needs_state_keys: bool = False
+    needs_values: ValueLevel | None = None
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
     """Indices of the episodes of every group, groups in order of first appearance.
 
     Raises:
-        AdvantageError: an episode without a decision, or with a reward that is not finite.
+        AdvantageError: an episode without a decision, or with a reward or score that is not finite.
     """
     groups: dict[str, list[int]] = {}
     for index, episode in enumerate(episodes):
@@ -56,5 +115,7 @@ def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
         for t, reward in enumerate(episode.rewards_T):
             if not math.isfinite(reward):
                 raise AdvantageError(f"the reward is {reward}", where=place(episode.rollout_id, t + 1))
+        if not math.isfinite(episode.score):
+            raise AdvantageError(f"the score is {episode.score}", where=place(episode.rollout_id))
         groups.setdefault(episode.group_id, []).append(index)
     return groups

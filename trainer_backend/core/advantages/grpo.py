@@ -1,20 +1,10 @@
 """GRPO: the score of a whole episode against those of its siblings."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from trainer_backend.core.advantages.episodes import (
-    AdvantageConfig,
-    Advantages,
-    EpisodeRewards,
-    siblings,
-)
-
-# Scores closer than this, relative to the largest, differ by rounding alone; dividing by their
-# std would blow that rounding up to advantages of size 1.
-SPREAD_TOLERANCE = 1e-12
-
-Scale = Callable[[list[float]], list[float]]
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.spread import relative, standardised, unscaled
+from trainer_backend.core.advantages.whole_episodes import against_siblings
 
 
 def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -39,7 +29,7 @@ def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
 
     Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2; DESIGN.md 4.3, 4.6 (its biases).
     """
-    return _group_relative(episodes, _standardised)
+    return against_siblings(episodes, lambda scores_G: relative(scores_G, standardised))
 
 
 def grpo_no_std(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -49,38 +39,4 @@ def grpo_no_std(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> 
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
-    return _group_relative(episodes, lambda deviations: deviations)
-
-
-def _group_relative(episodes: Sequence[EpisodeRewards], scale: Scale) -> Advantages:
-    advantages: list[list[float]] = [[] for _ in episodes]
-    flat_groups = lone = 0
-    groups = siblings(episodes)
-    for members in groups.values():
-        scores_G = [math.fsum(episodes[index].rewards_T) for index in members]
-        relative_G = _relative(scores_G, scale)
-        lone += len(members) == 1
-        flat_groups += len(members) > 1 and not any(relative_G)
-        for index, advantage in zip(members, relative_G, strict=True):
-            advantages[index] = [advantage] * len(episodes[index].rewards_T)
-    diagnostics = {
-        "advantages/groups": float(len(groups)),
-        "advantages/groups_without_spread": float(flat_groups),
-        "advantages/lone_episodes": float(lone),
-    }
-    return Advantages(advantages, diagnostics)
-
-
-def _relative(scores_G: list[float], scale: Scale) -> list[float]:
-    """[G] deviations from the mean, scaled; 0 where there is no spread."""
-    spread = max(scores_G) - min(scores_G)
-    if spread <= SPREAD_TOLERANCE * max(abs(score) for score in scores_G):
-        return [0.0] * len(scores_G)
-    mean = math.fsum(scores_G) / len(scores_G)
-    return scale([score - mean for score in scores_G])
-
-
-def _standardised(deviations_G: list[float]) -> list[float]:
-    # hypot, not a sum of squares: squares of tiny rewards underflow to 0.
-    std = math.hypot(*deviations_G) / math.sqrt(len(deviations_G) - 1)
-    return [deviation / std for deviation in deviations_G]
+    return against_siblings(episodes, lambda scores_G: relative(scores_G, unscaled))

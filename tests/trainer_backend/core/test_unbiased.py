@@ -11,7 +11,11 @@ from math import prod
 
 import pytest
 
+from tests.trainer_backend.core.exact_gigpo import exact_gigpo
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.gae import gae
+from trainer_backend.core.advantages.gigpo import gigpo_additive
+from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.returns import discounted_returns
 
@@ -64,6 +68,38 @@ def ours(group):
     return stepwise(episodes, AdvantageConfig(gamma=1.0)).per_episode
 
 
+def scores_alone(group):
+    episodes = [EpisodeRewards(str(i), "g", rewards_T) for i, rewards_T in enumerate(group)]
+    return rloo(episodes, AdvantageConfig()).per_episode
+
+
+def with_critic(group, gae_lambda):
+    """GAE with a critic that is right about nothing: the state is the number of decisions made."""
+    episodes = [
+        EpisodeRewards(str(i), "g", rewards_T, values_T=[4.0, -1.5, 0.25][: len(rewards_T)])
+        for i, rewards_T in enumerate(group)
+    ]
+    return gae(episodes, AdvantageConfig(gamma=1.0, gae_lambda=gae_lambda)).per_episode
+
+
+def anchored(group, config):
+    """GiGPO where the state is the number of decisions made: what all siblings share."""
+    episodes = [
+        EpisodeRewards(str(i), "g", rewards_T, state_keys_T=[str(t) for t in range(len(rewards_T))])
+        for i, rewards_T in enumerate(group)
+    ]
+    return gigpo_additive(episodes, config).per_episode
+
+
+def anchored_exactly(group):
+    episodes = [
+        ("g", [Fraction(reward) for reward in rewards_T], [str(t) for t in range(len(rewards_T))])
+        for rewards_T in group
+    ]
+    parts = exact_gigpo(episodes, gamma=Fraction(1), fnorm="one", baseline="trajectory")
+    return [[of_episode + of_step for of_step in of_steps] for of_episode, of_steps in parts]
+
+
 def with_baseline(baseline):
     """An estimator from baseline(own index, [G][T_i] returns, t); what is named a bias below."""
 
@@ -104,6 +140,30 @@ P = Fraction(1, 3)
 @pytest.mark.parametrize("p", [Fraction(1, 3), Fraction(3, 4)])
 def test_the_stepwise_gradient_is_unbiased_where_the_policy_chooses_when_to_stop(size, p):
     assert expected_gradient(ours, size, p) == true_gradient(p)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_rloo_gradient_is_unbiased(size):
+    # Its leave-one-out divides by 2, so that nothing is rounded, or by 1.
+    assert expected_gradient(scores_alone, size, P) == true_gradient(P)
+
+
+def test_the_gae_gradient_is_unbiased_at_lambda_1_whatever_the_critic_says_and_biased_below():
+    for p in (P, 1 - P):
+        assert expected_gradient(lambda group: with_critic(group, 1.0), 1, p) == true_gradient(p)
+        assert expected_gradient(lambda group: with_critic(group, 0.5), 1, p) != true_gradient(p)
+
+
+def test_the_gigpo_gradient_is_its_own_value_and_not_the_policy_gradient():
+    # On top of the episodes' advantage, which alone is 2/3 of the gradient with 3 siblings (they include
+    # themselves), decisions are compared with those still alive at t: a bias that changes with p.
+    config = AdvantageConfig(gamma=1.0, fnorm="one", step_advantage_w=1.0)
+    ratios = []
+    for p in (P, 1 - P):
+        found = expected_gradient(lambda group: anchored(group, config), 3, p)
+        assert float(found) == pytest.approx(float(expected_gradient(anchored_exactly, 3, p)), rel=1e-12)
+        ratios.append(float(found / true_gradient(p)))
+    assert ratios == pytest.approx([1.1507, 1.4957], abs=5e-5)
 
 
 def test_leave_one_out_over_the_siblings_alive_is_unbiased_too():

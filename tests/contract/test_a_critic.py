@@ -1,0 +1,93 @@
+"""A job with a critic for real: child process, HTTP, engine, values before credit, a head that learns."""
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.core.critic import ByToken
+from trainer_backend.recredit.command import recredit_run
+from trainer_backend.rundir.rollout_files import finished_rows, read_values
+
+CREDIT = ("reward", "return_to_go", "advantage", "value", "token_advantages", "token_values")
+
+
+@pytest.fixture(scope="module", params=["gae", "gae_token"])
+def run(request, tmp_path_factory):
+    job = tiny_job(
+        algorithm__advantage=request.param, algorithm__gae_lambda=0.9, evaluation__instances=1,
+        warmup__epochs=3,
+    )  # fmt: skip
+    directory, _, progress = train_job(job, tmp_path_factory.mktemp("runs") / request.param)
+    assert progress.iteration == 2
+    return request.param, directory
+
+
+def decisions_of(directory, iteration):
+    rows = pq.read_table(directory.rollouts_file(f"iteration_{iteration}")).to_pylist()
+    return [decision for row in rows for decision in row["decisions"]]
+
+
+def test_values_are_0_first_and_then_what_was_learned(run):
+    _, directory = run
+    assert {decision["value"] for decision in decisions_of(directory, 1)} == {0.0}
+    assert len({decision["value"] for decision in decisions_of(directory, 2)}) > 10
+    first, second = rows_of(directory, "iteration")
+    assert first["value/mean"] == first["value/explained_variance"] == 0.0
+    assert first["value/loss"] > 0.0 and second["value/loss"] > 0.0
+
+
+def test_the_return_of_a_decision_is_advantage_plus_value_of_what_was_read_there(run):
+    name, directory = run
+    for decision in decisions_of(directory, 2):
+        if name == "gae":
+            assert decision["token_values"] is None
+            assert decision["return_to_go"] == decision["advantage"] + decision["value"]
+        else:
+            tokens, values = decision["token_advantages"], decision["token_values"]
+            assert decision["value"] == values[0]
+            assert decision["return_to_go"] == tokens[0] + values[0]
+            assert decision["advantage"] == pytest.approx(sum(tokens) / len(tokens))
+
+
+def test_stored_values_replay_the_credit_of_the_run_to_the_last_digit(run, tmp_path):
+    name, directory = run
+    recredit_run(directory.path, [name], [2], None, tmp_path, ())
+    again = pq.read_table(tmp_path / f"{name}.parquet").to_pylist()
+    replayed = [decision for row in again for decision in row["decisions"]]
+    stored = decisions_of(directory, 2)
+    assert [[d[key] for key in CREDIT] for d in replayed] == [[d[key] for key in CREDIT] for d in stored]
+
+
+def test_a_critic_by_token_also_tells_of_decisions_and_one_by_decision_not_of_tokens(run, tmp_path):
+    name, directory = run
+    values = read_values(directory.rollouts_file("iteration_2"))
+    assert {type(found) for found in values.values()} == {ByToken if name == "gae_token" else list}
+    recredit_run(directory.path, ["gae", "gae_token"], [2], None, tmp_path, ())
+    assert (tmp_path / "gae.parquet").exists()
+    assert (tmp_path / "gae_token.parquet").exists() == (name == "gae_token")
+    assert len(finished_rows(tmp_path / "gae.parquet", ["decisions"])) == 8
+
+
+def test_every_checkpoint_holds_its_head(run):
+    _, directory = run
+    heads = [
+        load_file(directory.checkpoints / f"iteration_{n}" / "value_head.safetensors") for n in (0, 1, 2)
+    ]
+    assert not heads[0]["weight"].any()
+    assert "mean" not in heads[0], "nothing was scored yet"
+    assert torch.equal(heads[1]["mean"], heads[2]["mean"])
+    assert not torch.equal(heads[1]["weight"], heads[2]["weight"])
+
+
+def test_a_run_with_a_critic_is_resumed_with_it(run):
+    name, directory = run
+    more = tiny_job(
+        algorithm__advantage=name, algorithm__gae_lambda=0.9, evaluation__instances=1, warmup__epochs=3,
+        training__iterations=3,
+    )  # fmt: skip
+    _, reporter, progress = train_job(more, directory.path, resume=directory)
+    assert progress.iteration == 3
+    assert not any("value head" in line for line in reporter.lines)
+    assert len({decision["value"] for decision in decisions_of(directory, 3)}) > 10

@@ -1,0 +1,130 @@
+"""Which observations count as one state, and that a key is the same in any process."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
+from task_app.errors import UnknownName
+from task_app.protocols import Observation, ToolRequest
+from task_app.state_keys import STATE_KEYS, EpisodeStateKeys, StateKey, chosen_keys
+
+
+def seen(text="tree", **data):
+    return Observation(text=text, data=data)
+
+
+def keys_of(name, observations, of_environment=CRAFTER_STATE_KEYS):
+    keys = EpisodeStateKeys(chosen_keys([name], of_environment, where="state_keys"))
+    return [keys.next(observation)[name] for observation in observations]
+
+
+def crafter(seed=3):
+    env = CrafterEnvironment(CrafterConfig())
+    return env, env.reset(seed)
+
+
+def moved(observation, **changes):
+    return replace(observation, data={**observation.data, **changes})
+
+
+def test_a_text_is_one_state_wherever_it_is_met_and_a_history_is_not():
+    trees = [seen("tree"), seen("water"), seen("tree"), seen("water"), seen("tree")]
+    plain, last_2 = keys_of("text", trees), keys_of("text_last_2", trees)
+    assert plain[0] == plain[2] == plain[4] != plain[1]
+    assert last_2[2] == last_2[4] != last_2[0], "the first has nothing before it"
+    assert len(set(keys_of("text_history", trees))) == 5
+
+
+def test_two_episodes_with_the_same_history_share_its_key_and_one_other_word_parts_them():
+    first, second = (
+        keys_of("text_history", [seen("a"), seen("b")]),
+        keys_of("text_history", [seen("a"), seen("b")]),
+    )
+    other = keys_of("text_history", [seen("c"), seen("b")])
+    assert first == second and other[1] != first[1]
+
+
+def test_parts_that_join_to_the_same_text_are_told_apart():
+    assert (
+        keys_of("text_last_2", [seen("ab"), seen("c")])[1]
+        != keys_of("text_last_2", [seen("a"), seen("bc")])[1]
+    )
+
+
+def test_numbers_and_truth_values_are_told_apart_and_the_order_of_names_is_not():
+    kind = {"own": StateKey(lambda observation: observation.data["x"])}
+    one, true, whole = (keys_of("own", [seen(x=x)], kind)[0] for x in (1, True, 1.0))
+    assert len({one, true, whole}) == 3
+    assert keys_of("own", [seen(x={"a": 1, "b": 2})], kind) == keys_of(
+        "own", [seen(x={"b": 2, "a": 1})], kind
+    )
+
+
+def test_a_new_version_of_a_key_meets_no_old_one():
+    old, new = StateKey(lambda o: o.text), StateKey(lambda o: o.text, version=2)
+    assert (
+        keys_of("k", [seen()], {"k": old})[0].split(":")[1]
+        == keys_of("k", [seen()], {"k": new})[0].split(":")[1]
+    )
+    assert keys_of("k", [seen()], {"k": old}) != keys_of("k", [seen()], {"k": new})
+
+
+def test_the_default_is_the_environments_first_key_or_else_its_text():
+    _, start = crafter()
+    assert keys_of("default", [start]) == keys_of("nearest", [start])
+    assert keys_of("default", [start], {}) == keys_of("text", [start], {})
+
+
+def test_hunger_and_time_part_no_states_by_default_but_danger_night_and_items_do():
+    _, start = crafter()
+    held = start.data["inventory"]
+    same = [start, moved(start, inventory={**held, "food": 3, "health": 8}), moved(start, step=40)]
+    assert len(set(keys_of("nearest", same))) == 1
+    others = [
+        start,
+        moved(start, inventory={**held, "health": 3}),
+        moved(start, dark=True),
+        moved(start, inventory={**held, "wood": 1}),
+        moved(start, target="table"),
+    ]
+    assert len(set(keys_of("nearest", others))) == len(others)
+
+
+def test_what_is_nearest_is_told_by_its_offset():
+    _, start = crafter()
+    rows = [["grass"] * 9 for _ in range(7)]
+    rows[3][7] = "cow"
+    rows[0][0] = "cow"
+    once = moved(start, rows=[list(row) for row in rows])
+    rows[0][0] = "grass"
+    nearest_alone = moved(start, rows=[list(row) for row in rows])
+    assert keys_of("nearest", [once]) == keys_of("nearest", [nearest_alone])
+    rows[3][7], rows[3][6] = "grass", "cow"
+    assert keys_of("nearest", [once]) != keys_of("nearest", [moved(start, rows=rows)])
+
+
+@pytest.mark.parametrize("name", [*CRAFTER_STATE_KEYS, *STATE_KEYS])
+def test_every_key_is_the_same_in_another_process_with_another_hash_seed(name):
+    code = (
+        "from tests.task_app.test_state_keys import crafter, keys_of\n"
+        "from task_app.protocols import ToolRequest\n"
+        "env, start = crafter()\n"
+        "call = ToolRequest('interact_many', {'actions': ['move_left', 'do', 'noop']})\n"
+        f"print(keys_of({name!r}, [start, env.step([call]).observation]))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    env, start = crafter()
+    call = ToolRequest("interact_many", {"actions": ["move_left", "do", "noop"]})
+    assert found.strip() == repr(keys_of(name, [start, env.step([call]).observation]))
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones():
+    with pytest.raises(UnknownName, match=r"unknown state key 'nearst'; known: .* Did you mean 'nearest'"):
+        chosen_keys(["text", "nearst"], CRAFTER_STATE_KEYS, where="state_keys")

@@ -1,0 +1,207 @@
+"""`gigpo` by hand, by identity and against exact arithmetic."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainer_backend.core.exact_gigpo import exact_gigpo
+from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
+from trainer_backend.core.advantages.grpo import grpo
+from trainer_backend.core.errors import AdvantageError
+
+ONE = AdvantageConfig(gamma=0.95, fnorm="one")
+STEP = st.tuples(st.integers(-8, 8).map(lambda eighths: eighths / 8), st.sampled_from("abc"))
+EPISODE = st.tuples(st.sampled_from(["g", "h"]), st.lists(STEP, min_size=1, max_size=5))
+BATCH = st.lists(EPISODE, min_size=1, max_size=6)
+CONFIG = st.builds(
+    AdvantageConfig,
+    gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    omega=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    fnorm=st.sampled_from(["std", "one"]),
+    episode_baseline=st.sampled_from(["trajectory", "step"]),
+)
+
+
+def episode(name, rewards, keys, group="g"):
+    return EpisodeRewards(name, group, rewards, state_keys_T=list(keys))
+
+
+def batch_of(drawn):
+    return [
+        episode(f"r-{i}", [reward for reward, _ in steps], [key for _, key in steps], group)
+        for i, (group, steps) in enumerate(drawn)
+    ]
+
+
+def step_parts(episodes, config=ONE):
+    return gigpo(episodes, config).parts["step_advantage"]
+
+
+def test_a_decision_is_compared_with_others_made_in_the_same_state():
+    # The paper's figure 3: the goal is reached from "results" by the first item, later by the second, and
+    # missed by the next page. G there: 0.95^3 = 0.857375, 0.95 and 0; their mean: 0.602458...
+    won = episode("won", [0, 0, 0, 1.0], ["results", "item2", "results", "item1"])
+    lost = episode("lost", [0, 0.0], ["results", "page2"])
+    of_won, of_lost = step_parts([won, lost])
+    assert of_won == pytest.approx([0.254917, 0.0, 0.347542, 0.0], abs=1e-6)
+    assert of_lost == pytest.approx([-0.602458, 0.0], abs=1e-6)
+
+
+def test_a_state_that_is_met_again_in_one_episode_is_an_anchor_too():
+    # G: 0.857375, 0.9025, 0.95 at a, their mean 0.903292
+    (of_steps,) = step_parts([episode("r", [0, 0, 0, 1.0], "aaab")])
+    assert of_steps == pytest.approx([-0.045917, -0.000792, 0.046708, 0.0], abs=1e-6)
+
+
+def test_scores_are_averaged_over_trajectories_or_over_steps():
+    # a success of one step beside a failure of nine
+    short, long = episode("short", [1.0], "a"), episode("long", [0.0] * 9, "bcdefghij")
+    of_trajectories = gigpo([short, long], ONE).parts["episode_advantage"]
+    assert (of_trajectories[0][0], of_trajectories[1][0]) == (0.5, -0.5)
+    of_steps = gigpo([short, long], replace(ONE, episode_baseline="step")).parts["episode_advantage"]
+    assert (of_steps[0], of_steps[1][0]) == (pytest.approx([0.9]), pytest.approx(-0.1))
+
+
+def test_equal_keys_of_two_groups_are_two_states():
+    lone = [episode("x", [1.0], "a", "g"), episode("y", [0.0], "a", "h")]
+    assert gigpo(lone, ONE).per_episode == [[0.0], [0.0]]
+
+
+def test_seven_equal_scores_of_a_tenth_give_no_advantage():
+    episodes = [episode(f"r-{i}", [0.1, 0.2, 0.3, 0.1], "abab") for i in range(7)]
+    result = gigpo(episodes, AdvantageConfig(gamma=0.9))
+    assert all(value == 0.0 for row in result.parts["episode_advantage"] for value in row)
+    assert result.diagnostics["advantages/groups_without_spread"] == 1.0
+
+
+def test_contexts_weigh_more_the_longer_they_are():
+    # states x a and y a: with depth 1 both "a" have contexts of their own, so only k = 0 speaks there;
+    # the two "x" begin an episode and have no context, so k = 0 speaks alone there too
+    episodes = [
+        episode("r-0", [0.0, 4.0], "xa"),
+        episode("r-1", [0.0, 0.0], "xa"),
+        episode("r-2", [0.0, 2.0], "ya"),
+    ]
+    config = AdvantageConfig(gamma=1.0, fnorm="one", context_depth=1)
+    deep = step_parts(episodes, config)
+    # a: k = 0 has mean 2, so 2, -2, 0; k = 1 compares r-0 and r-1 alone: 2, -2. (1*2 + 2*2) / 3 = 2.
+    assert deep == [[2.0, 2.0], [-2.0, -2.0], [0.0, 0.0]]
+    assert step_parts(episodes, replace(config, context_depth=0)) == [[2.0, 2.0], [-2.0, -2.0], [0.0, 0.0]]
+
+
+def test_a_longer_context_separates_what_the_state_alone_mixes():
+    episodes = [
+        episode("r-0", [0.0, 6.0], "xa"),
+        episode("r-1", [0.0, 2.0], "xa"),
+        episode("r-2", [0.0, 1.0], "ya"),
+    ]
+    config = AdvantageConfig(gamma=1.0, fnorm="one", context_depth=1)
+    # a: k = 0 has mean 3: 3, -1, -2; k = 1: 2, -2 and none. (3 + 2*2) / 3, (-1 - 2*2) / 3, -2.
+    of_a = [row[1] for row in step_parts(episodes, config)]
+    assert of_a == pytest.approx([7 / 3, -5 / 3, -2.0])
+
+
+def test_what_the_anchors_were_is_counted():
+    episodes = [episode("r-0", [1.0, 0.0], "ab"), episode("r-1", [0.0, 0.0], "ac")]
+    found = gigpo(episodes, ONE).diagnostics
+    assert found["anchors/groups"] == 3.0 and found["anchors/singleton_frac"] == 0.5
+    assert found["anchors/mean_size"] == pytest.approx(4 / 3) and found["anchors/max_size"] == 2.0
+    assert found["anchors/sign_agreement"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "named"), [(AdvantageConfig(omega=1.5), "omega"), (AdvantageConfig(gamma=-0.1), "gamma")]
+)
+def test_parameters_out_of_range_are_refused(config, named):
+    with pytest.raises(ValueError, match=named):
+        gigpo([episode("r", [1.0], "a")], config)
+
+
+def test_a_decision_without_a_state_key_is_refused_by_name():
+    with pytest.raises(AdvantageError, match=r"rollout r-9: 1 state keys for 2 decisions"):
+        gigpo([episode("r-9", [1.0, 0.0], "a")], AdvantageConfig())
+
+
+@given(BATCH, CONFIG)
+def test_it_equals_exact_arithmetic(drawn, config):
+    episodes = batch_of(drawn)
+    exact = exact_gigpo(
+        [(e.group_id, [Fraction(r) for r in e.rewards_T], e.state_keys_T) for e in episodes],
+        gamma=Fraction(config.gamma),
+        fnorm=config.fnorm,
+        baseline=config.episode_baseline,
+    )
+    result = gigpo(episodes, config)
+    largest = max(1.0, max(abs(math.fsum(e.rewards_T)) for e in episodes))
+    for row_T, (of_episode, of_steps) in zip(result.per_episode, exact, strict=True):
+        wanted = [config.omega * float(of_episode) + (1 - config.omega) * float(step) for step in of_steps]
+        assert row_T == pytest.approx(wanted, abs=1e-12 * largest)
+
+
+@given(BATCH, CONFIG, st.randoms(use_true_random=False))
+def test_the_order_of_the_episodes_changes_no_bit(drawn, config, random):
+    episodes = batch_of(drawn)
+    order = random.sample(range(len(episodes)), len(episodes))
+    straight = gigpo(episodes, config).per_episode
+    assert gigpo([episodes[i] for i in order], config).per_episode == [straight[i] for i in order]
+
+
+@given(BATCH, CONFIG)
+def test_other_names_for_states_and_groups_change_no_bit(drawn, config):
+    episodes = batch_of(drawn)
+    renamed = [
+        replace(e, group_id=f"{e.group_id}!", state_keys_T=[f"s-{key}" for key in e.state_keys_T])
+        for e in episodes
+    ]
+    assert gigpo(renamed, config).per_episode == gigpo(episodes, config).per_episode
+
+
+@given(BATCH)
+def test_advantages_of_a_group_and_of_a_state_sum_to_0(drawn):
+    episodes = batch_of(drawn)
+    parts = gigpo(episodes, replace(ONE, fnorm="std")).parts
+    groups, states = {}, {}
+    for e, of_episode, of_steps in zip(
+        episodes, parts["episode_advantage"], parts["step_advantage"], strict=True
+    ):
+        groups.setdefault(e.group_id, []).append(of_episode[0])
+        for key, value in zip(e.state_keys_T, of_steps, strict=True):
+            states.setdefault((e.group_id, key), []).append(value)
+    for values in [*groups.values(), *states.values()]:
+        assert math.fsum(values) == pytest.approx(0.0, abs=1e-9)
+
+
+@given(BATCH)
+def test_with_no_state_met_twice_it_is_grpo_scaled_by_omega(drawn):
+    episodes = [
+        replace(e, state_keys_T=[f"{i}.{t}" for t in range(len(e.rewards_T))])
+        for i, e in enumerate(batch_of(drawn))
+    ]
+    config = AdvantageConfig(gamma=0.95, omega=1.0)
+    assert gigpo(episodes, config).per_episode == grpo(episodes, config).per_episode
+    assert gigpo_additive(episodes, config).per_episode == grpo(episodes, config).per_episode
+
+
+@given(BATCH, st.sampled_from([0.25, 0.5, 0.8]))
+def test_the_convex_sum_is_omega_times_the_papers(drawn, omega):
+    episodes = batch_of(drawn)
+    convex = gigpo(episodes, AdvantageConfig(gamma=0.95, omega=omega)).per_episode
+    additive = gigpo_additive(
+        episodes, AdvantageConfig(gamma=0.95, step_advantage_w=(1 - omega) / omega)
+    ).per_episode
+    for left, right in zip(convex, additive, strict=True):
+        assert left == pytest.approx([omega * value for value in right], abs=1e-12)
+
+
+@given(BATCH, st.integers(-3, 3))
+def test_a_constant_added_to_every_score_of_a_group_changes_no_episode_advantage(drawn, constant):
+    episodes = batch_of(drawn)
+    moved = [replace(e, rewards_T=[e.rewards_T[0] + constant, *e.rewards_T[1:]]) for e in episodes]
+    before = gigpo(episodes, ONE).parts["episode_advantage"]
+    after = gigpo(moved, ONE).parts["episode_advantage"]
+    assert [row[0] for row in after] == pytest.approx([row[0] for row in before], abs=1e-12)

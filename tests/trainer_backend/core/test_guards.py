@@ -1,0 +1,87 @@
+"""An episode whose records do not add up stops the update by its name."""
+
+import itertools
+
+import pytest
+
+from shared_schemas.rewards import RewardPart, decision_rewards
+from shared_schemas.trajectory import ObservationData, StepData, StepMetadata, StopReason, Trajectory
+from trainer_backend.core.errors import RewardError
+from trainer_backend.core.guards import refuse_lost_reward
+from trainer_backend.core.rewards import RewardConfig, reward_vector
+
+STEPWISE = RewardConfig(enabled=True, mode="decision_stepwise")
+SPARSE = RewardConfig(enabled=True, mode="env_sparse")
+OFF = RewardConfig()
+COUNTS = [{"wood": 0, "drink": 1}, {"wood": 1, "drink": 1}, {"wood": 2, "drink": 1}]
+
+
+def episode(counts=COUNTS, *, records=None, parts=()):
+    """A start with a drink before it; decisions that collect wood."""
+    steps = []
+    for t, (before, after) in enumerate(itertools.pairwise(counts)):
+        record = decision_rewards(before, after, turn=t + 1) if records is None else records[t]
+        steps.append(
+            StepData(
+                turn=t + 1,
+                observation_data=ObservationData(achievements_counts=before),
+                action_taken={"type": "text", "content": ""},
+                env_rewards=(0.1, 0.2),
+                reward_parts=tuple(RewardPart(source=source, value=value) for source, value in parts),
+                metadata=StepMetadata(decision_rewards=record),
+            )
+        )
+    return Trajectory(
+        env_name="e", policy_name="p", seed=0, steps=tuple(steps), outcome_reward=2.0, outcome_definition="d",
+        achievements_counts=counts[-1], env_steps=4, terminated=True, truncated=False,
+        stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0,
+    )  # fmt: skip
+
+
+def checked(trajectory, config, rewards=None):
+    rewards = rewards or reward_vector(
+        trajectory.steps, outcome_reward=trajectory.outcome_reward, config=config, rollout_id="r"
+    )
+    refuse_lost_reward(trajectory, rewards, config, rollout_id="r")
+
+
+@pytest.mark.parametrize("config", [STEPWISE, SPARSE, OFF])
+@pytest.mark.parametrize("parts", [[], [("penalty", -1.0), ("tool", 0.5)]])
+def test_what_the_collector_and_the_rewards_make_adds_up_in_every_mode(config, parts):
+    checked(episode(parts=parts), config)
+
+
+def test_what_was_unlocked_before_the_start_is_not_the_episodes():
+    checked(episode([{"drink": 3}, {"drink": 4}]), STEPWISE)
+
+
+def test_an_unlock_without_a_record_is_named():
+    empty = [decision_rewards({}, {}, turn=turn) for turn in (1, 2)]
+    with pytest.raises(
+        RewardError, match=r"rollout r: .* unlocked 0 .*, the episode 1: never credited: wood"
+    ):
+        checked(episode(records=empty), STEPWISE)
+
+
+def test_an_unlock_that_is_credited_twice_is_named():
+    twice = [decision_rewards({}, {"wood": 1}, turn=turn) for turn in (1, 2)]
+    with pytest.raises(RewardError, match="credited twice: wood"):
+        checked(episode(records=twice), STEPWISE)
+
+
+def test_an_unlock_that_never_happened_is_named():
+    false = [decision_rewards({}, {"wood": 1}, turn=1), decision_rewards({}, {"coal": 1}, turn=2)]
+    with pytest.raises(RewardError, match="credited but not unlocked: coal"):
+        checked(episode(records=false), STEPWISE)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (OFF, "r_t sums to 7.0, but outcome_reward and penalties to 2.0"),
+        (SPARSE, "r_t sums to 7.0, but env_re"),
+    ],
+)
+def test_rewards_that_do_not_sum_to_the_score_are_refused_with_both(config, told):
+    with pytest.raises(RewardError, match=told):
+        checked(episode(), config, rewards=[3.0, 4.0])

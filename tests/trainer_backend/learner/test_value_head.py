@@ -1,0 +1,254 @@
+"""The critic on a real tiny model: what it learns, what it leaves alone, what a checkpoint holds of it."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, targets_of
+from trainer_backend.core.errors import AdvantageError
+from trainer_backend.core.memory import memory_needs
+from trainer_backend.core.segments import Segment
+from trainer_backend.errors import CheckpointError, NonFiniteLoss
+from trainer_backend.learner.capacity import memory_use, model_shape
+from trainer_backend.learner.device import place
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.value_head import FILE, told_on_resume
+from trainer_backend.models import load_model_folder
+from trainer_backend.protocols import CreditedEpisode, Progress
+
+LEVELS = ["gae", "gae_token"]
+TRUNK = {"training__value_trunk_gradient": True}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def critic_of(tokenizer, advantage="gae", **overrides) -> LocalLearner:
+    return learner_of(tokenizer, **{"algorithm__advantage": advantage, **overrides})
+
+
+def states(count: int) -> list[Segment]:
+    """One decision each, of three tokens, with a prompt of its own."""
+    return [segment(f"r{i}", [5, 6, 7 + i], [20, 21, 22], [-1.0] * 3) for i in range(count)]
+
+
+def scored(learner: LocalLearner, parts: list[Segment]):
+    return learner.values({part.rollout_id: [part] for part in parts})
+
+
+def episodes_of(learner: LocalLearner, returns: list[float], advantage: float = 0.0) -> list[CreditedEpisode]:
+    """Episodes of one decision whose value is to become its return; the policy's advantage is given."""
+    found = []
+    for (name, values), part, target in zip(
+        scored(learner, states(len(returns))).items(), states(len(returns)), returns, strict=True
+    ):
+        missed = (
+            [target - v for v in values]
+            if isinstance(values, list)
+            else type(values)([[target - v for v in row] for row in values.rows_T])
+        )
+        found.append(CreditedEpisode(name, [part], [advantage], targets_of(values, missed)))
+    return found
+
+
+def tensors_of(learner: LocalLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("advantage", LEVELS)
+def test_at_first_every_value_is_0(tokenizer, advantage):
+    found = scored(critic_of(tokenizer, advantage), states(3))
+    assert [list(firsts(values)) for values in found.values()] == [[0.0]] * 3
+    assert advantage == "gae" or found["r0"].rows_T == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("settings", [{}, TRUNK], ids=["head alone", "through the policy"])
+@pytest.mark.parametrize("advantage", LEVELS)
+def test_the_head_learns_a_simple_function_of_the_prompt(tokenizer, advantage, settings):
+    learner = critic_of(tokenizer, advantage, training__entropy_coef=0.0, **settings)
+    wanted = [1.0 if i % 2 else -1.0 + i / 4 for i in range(8)]
+    losses = [learner.update(episodes_of(learner, wanted), iteration=1)["value/loss"] for _ in range(40)]
+    found = [firsts(values)[0] for values in scored(learner, states(8)).values()]
+    assert losses[-1] < 0.1 * losses[0]
+    assert explained_variance(found, wanted) > 0.9
+
+
+def test_the_policy_is_what_it_would_be_without_a_critic(tokenizer):
+    plain, with_critic, through = (
+        learner_of(tokenizer),
+        critic_of(tokenizer),
+        critic_of(tokenizer, **TRUNK),
+    )
+    for learner in (with_critic, through):
+        learner.update(episodes_of(learner, [5.0, -3.0], advantage=1.0), iteration=1)
+    plain.update([CreditedEpisode(part.rollout_id, [part], [1.0]) for part in states(2)], iteration=1)
+    ours, theirs, third = (tensors_of(learner) for learner in (plain, with_critic, through))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert any(not torch.equal(tensor, third[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("advantage", LEVELS)
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_value_loss(
+    tokenizer, advantage, clip
+):
+    clipped = {} if clip is None else {"training__value_clip": clip}
+    learner = critic_of(
+        tokenizer, advantage, **TRUNK, **clipped, training__entropy_coef=0.0, training__row_tokens=16
+    )
+    learner.update(episodes_of(learner, [1.0, -1.0] * 6), iteration=1)  # so that no weight is 0
+    episodes, found = episodes_of(learner, [2.0, -1.0, 0.5] * 4), []
+    for tokens in (4096, 64):
+        training = learner.job.training.model_copy(update={"micro_batch_tokens": tokens})
+        learner.job = learner.job.model_copy(update={"training": training})
+        update = learner.policy_update()
+        parts = update.scored([part for episode in episodes for part in episode.segments])
+        metrics = update.gradient(parts, {episode.rollout_id: episode for episode in episodes})
+        trunk = torch.cat([weight.grad.flatten() for weight in learner.model.parameters()])
+        found.append((metrics["value/loss"], learner._head._weight_D.grad.clone(), trunk))
+    (whole, head, trunk), (cut, head_of_cut, trunk_of_cut) = found
+    assert whole > 0.1
+    assert cut == pytest.approx(whole, abs=1e-6)
+    torch.testing.assert_close(head_of_cut, head, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(trunk_of_cut, trunk, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"lora__rank": 4}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("advantage", LEVELS)
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
+    tokenizer, tmp_path: Path, overrides, advantage
+):
+    whole = critic_of(tokenizer, advantage, **overrides)
+    whole.save(tmp_path / "iteration_0", Progress())
+    whole.update(episodes_of(whole, [1.0, -2.0]), iteration=1)
+    whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    again, _ = LocalLearner.resumed(whole.job, tmp_path / "iteration_1")
+    assert scored(again, states(4)) == scored(whole, states(4))
+    assert scored(again, states(2))["r0"] != [0.0]
+    for learner in (whole, again):
+        learner.update(episodes_of(learner, [0.5, -1.0], advantage=1.0), iteration=2)
+    assert scored(again, states(4)) == scored(whole, states(4))
+    ours, theirs = tensors_of(whole), tensors_of(again)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_run_that_was_interrupted_before_anything_was_scored_begins_with_the_same_inputs(
+    tokenizer, tmp_path: Path
+):
+    whole = critic_of(tokenizer)
+    whole.save(tmp_path / "iteration_0", Progress())
+    again, _ = LocalLearner.resumed(whole.job, tmp_path / "iteration_0")
+    for learner in (whole, again):
+        learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+    assert scored(again, states(4)) == scored(whole, states(4))
+
+
+def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it(tokenizer, tmp_path: Path):
+    learner = critic_of(tokenizer)
+    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    model, _ = load_model_folder(tmp_path / "iteration_1")
+    assert model.state_dict().keys() == learner_of(tokenizer).model.state_dict().keys()
+    stored = load_file(tmp_path / "iteration_1" / FILE)
+    assert set(stored) == {"weight", "bias", "mean", "std"} | {
+        f"{name}.{part}" for name in ("weight", "bias") for part in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
+def test_a_run_that_takes_up_a_critic_begins_with_a_fresh_head_and_says_so(tokenizer, tmp_path: Path):
+    learner_of(tokenizer).save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    job = critic_of(tokenizer).job
+    assert told_on_resume(job, tmp_path / "iteration_1") == (
+        "iteration_1 has no value head, which algorithm.advantage = 'gae' needs: a fresh one begins, "
+        "all values 0"
+    )
+    again, _ = LocalLearner.resumed(job, tmp_path / "iteration_1")
+    assert scored(again, states(1)) == {"r0": [0.0]}
+
+
+def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path: Path):
+    learner = critic_of(tokenizer)
+    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    job = learner_of(tokenizer).job
+    told = told_on_resume(job, tmp_path / "iteration_1")
+    assert told == "the value head of iteration_1 is left behind: algorithm.advantage = 'stepwise' needs none"
+    assert told_on_resume(learner.job, tmp_path / "iteration_1") is None
+    again, progress = LocalLearner.resumed(job, tmp_path / "iteration_1")
+    assert progress.iteration == 1
+    again.save(tmp_path / "iteration_2", Progress(2, 2, 3))
+    assert not (tmp_path / "iteration_2" / FILE).exists()
+
+
+def test_a_broken_head_is_refused_with_its_path(tokenizer, tmp_path: Path):
+    learner = critic_of(tokenizer)
+    learner.save(tmp_path / "iteration_1", Progress())
+    (tmp_path / "iteration_1" / FILE).write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"iteration_1/value_head\.safetensors: the value head cannot"):
+        LocalLearner.resumed(learner.job, tmp_path / "iteration_1")
+
+
+@pytest.mark.parametrize("advantage", LEVELS)
+def test_a_value_that_is_not_finite_names_its_rollout_turn_and_token(tokenizer, advantage):
+    learner = critic_of(tokenizer, advantage)
+    with torch.no_grad():
+        learner.model.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
+    with pytest.raises(AdvantageError, match="rollout r0, turn 1, token 3: the critic's value is nan"):
+        scored(learner, states(2))
+
+
+def test_a_value_loss_that_is_not_finite_touches_neither_policy_nor_head(tokenizer):
+    learner = critic_of(tokenizer)
+    episodes = episodes_of(learner, [1.0, 1.0], advantage=1.0)
+    broken = [replace(episode, critic=CriticTargets([0.0], [3e38])) for episode in episodes]
+    before = tensors_of(learner)
+    with pytest.raises(NonFiniteLoss):
+        learner.update(broken, iteration=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+    assert scored(learner, states(1)) == {"r0": [0.0]}
+
+
+def test_checkpointed_layers_give_the_same_values_and_steps(tokenizer):
+    found = []
+    for checkpointing in (False, True):
+        learner = critic_of(tokenizer, **TRUNK, training__gradient_checkpointing=checkpointing)
+        learner.update(episodes_of(learner, [1.0, -2.0], advantage=1.0), iteration=1)
+        found.append(scored(learner, states(4)))
+    for name, values in found[0].items():
+        assert found[1][name] == pytest.approx(values, abs=1e-6)
+
+
+def test_the_head_s_rate_falls_as_the_policy_s_does(tokenizer):
+    learner = critic_of(tokenizer, training__iterations=10, training__update_passes=1)
+    update, rates = episodes_of(learner, [1.0, -2.0]), []
+    for iteration in (1, 6):
+        learner.update(update, iteration=iteration)
+        rates.append([group["lr"] for group in learner._head._optimizer.param_groups])
+    # linear from 1 to 0.1 of the highest: half way 0.55; a width of 96
+    assert rates[0] == pytest.approx([0.5 / 96, 0.05])
+    assert rates[1] == pytest.approx([0.55 * 0.5 / 96, 0.55 * 0.05])
+
+
+def test_the_plan_of_memory_counts_the_head(tokenizer):
+    learner = critic_of(tokenizer, "gae_token")
+    config, use = (
+        learner.model.config,
+        memory_use(learner.job, place("cpu"), model_shape(learner.model.config, None)),
+    )
+    plain, more = (
+        memory_needs(model_shape(config, None, has_critic=has), use, is_gpu=False).device
+        for has in (False, True)
+    )
+    # 96 weights and a bias, in float32, with a gradient and two moments
+    assert {kind: more[kind] - plain[kind] for kind in ("weights", "gradients", "optimizer")} == {
+        "weights": 4 * 97, "gradients": 4 * 97, "optimizer": 8 * 97,
+    }  # fmt: skip
+    assert more["values"] == learner.job.training.micro_batch_tokens * 96 * 8
+    assert not memory_use(learner_of(tokenizer).job, place("cpu"), model_shape(config, None)).values_by_token

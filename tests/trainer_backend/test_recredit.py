@@ -1,0 +1,114 @@
+"""`turnwise recredit` and `turnwise inspect` on the tiny trained run."""
+
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from trainer_backend.__main__ import app
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.recredit.command import recredit_run
+from trainer_backend.recredit.episode import episode_view, find_rollout
+from trainer_backend.recredit.estimators import recredited, stored_iterations
+from trainer_backend.rundir.rollout_files import finished_rows
+
+
+def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overrides=()):
+    tables, folder = recredit_run(directory.path, names, iterations, checkpoint, out, overrides)
+    console = Console(width=200, record=True)
+    console.print(tables)
+    return console.export_text(), json.loads((folder / "figures.json").read_text()), folder
+
+
+def test_the_jobs_own_estimator_gives_what_training_stored(trained, tmp_path):
+    directory, _, _ = trained
+    recredit(directory, tmp_path, names=["stepwise"], iterations=[1])
+    columns = ["rollout_id", "decisions"]
+    stored = finished_rows(directory.rollouts_file("iteration_1"), columns)
+    assert finished_rows(tmp_path / "stepwise.parquet", columns) == stored
+
+
+def test_every_estimator_is_computed_or_refused_by_name(trained, tmp_path):
+    directory, _, _ = trained
+    shown, figures, folder = recredit(directory, tmp_path)
+    assert figures["estimators"].keys() | figures["refused"].keys() == ESTIMATORS.keys()
+    assert {"grpo", "rloo", "stepwise", "reinforce_pp"} <= figures["estimators"].keys()
+    pair = next(pair for pair in figures["pairs"] if pair["estimators"] == ["grpo_no_std", "rloo"])
+    assert pair["correlation"] == pytest.approx(1.0), "one is the other times G / (G - 1)"
+    assert (folder / "agreement.png").read_bytes().startswith(b"\x89PNG")
+    assert all(name in shown for name in ESTIMATORS)
+
+
+def test_gradients_are_compared_at_a_checkpoint(trained, tmp_path):
+    directory, _, _ = trained
+    _, figures, _ = recredit(
+        directory, tmp_path, names=["grpo_no_std", "rloo", "stepwise"], iterations=[1],
+        checkpoint=directory.checkpoints / "iteration_2",
+    )  # fmt: skip
+    cosines = {tuple(pair["estimators"]): pair["gradient_cosine"] for pair in figures["pairs"]}
+    assert cosines["grpo_no_std", "rloo"] == pytest.approx(1.0, abs=1e-5)
+    assert -1.0 <= cosines["rloo", "stepwise"] < 1.0
+
+
+def test_an_estimator_whose_critic_was_never_trained_is_refused_by_name(trained, tmp_path):
+    directory, _, _ = trained
+    shown, figures, _ = recredit(directory, tmp_path, names=["stepwise", "gae", "gae_token"])
+    assert "0 values for 8 decisions; gae needs a critic's" in figures["refused"]["gae"]
+    assert "no values of its tokens" in figures["refused"]["gae_token"]
+    assert "gae_token: rollout" in shown
+
+
+def test_another_reward_mode_is_set_as_in_training(trained, tmp_path):
+    directory, _, _ = trained
+    recredit(directory, tmp_path, names=["grpo"], overrides=["training.step_rewards_mode=env_sparse"])
+    for row in finished_rows(tmp_path / "grpo.parquet", ["decisions"]):
+        assert all(decision["reward"] == decision["env_reward"] for decision in row["decisions"])
+
+
+def test_rollouts_that_were_played_with_rewards_off_are_credited_by_their_counters(trained):
+    directory, _, _ = trained
+    job = directory.job()
+    (first, *_), *_ = stored_iterations(directory, [1])
+    bare_steps = tuple(
+        step.model_copy(update={"metadata": type(step.metadata)()}) for step in first.trajectory.steps
+    )
+    bare = first.model_copy(update={"trajectory": first.trajectory.model_copy(update={"steps": bare_steps})})
+    with_records, without = (
+        recredited(job, [[rollout]], ["grpo"]).credits["grpo"][0].rewards_T for rollout in (first, bare)
+    )
+    assert without == with_records
+
+
+def test_an_iteration_that_is_not_stored_is_refused_with_those_that_are(trained):
+    directory, _, _ = trained
+    with pytest.raises(RunDirectoryError, match="no rollouts of iteration 9; stored: 1, 2"):
+        stored_iterations(directory, [9])
+
+
+def test_an_episode_is_shown_decision_by_decision(trained):
+    directory, _, _ = trained
+    rollout, credits = find_rollout([directory], "train/1/0/1")
+    console = Console(width=200, record=True)
+    console.print(episode_view(rollout, credits, full=False))
+    shown = console.export_text()
+    assert shown.count("decision ") == len(rollout.trajectory.steps)
+    assert rollout.trajectory.steps[0].observation_data.messages[-1].content.split()[0] in shown
+    assert f"{credits[0]['return_to_go']:+.3f}" in shown
+
+
+def test_an_id_that_fits_several_rollouts_is_refused_with_some_of_them(trained):
+    directory, _, _ = trained
+    with pytest.raises(RunDirectoryError, match="stored rollouts are '/1'"):
+        find_rollout([directory], "/1")
+
+
+def test_the_commands_print_and_name_the_folder(trained, tmp_path):
+    directory, _, _ = trained
+    done = CliRunner().invoke(
+        app, ["recredit", str(directory.path), "--advantage", "grpo", "--out", str(tmp_path)]
+    )
+    assert done.exit_code == 0 and "written:" in done.output
+    shown = CliRunner().invoke(app, ["inspect", "train/2/0/0", "--run", str(directory.path)])
+    assert shown.exit_code == 0 and "decision 1" in shown.output

@@ -1,0 +1,178 @@
+"""GAE: a critic's values instead of siblings."""
+
+import math
+from collections.abc import Sequence
+
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    siblings,
+)
+from trainer_backend.core.advantages.whole_episodes import group_counts
+from trainer_backend.core.critic import ByToken, explained_variance
+from trainer_backend.core.errors import AdvantageError, place
+from trainer_backend.core.returns import discounted_returns
+
+
+def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Generalised advantage estimation over decisions, with V(s_t) of a critic.
+
+        A_t     = delta_t + gamma * lambda * A_{t+1},          A_T = 0
+        delta_t = r_t + gamma * V(s_{t+1}) - V(s_t),           V(s_T) = 0
+
+    Nothing is worth anything after the last decision, also where a limit ended the episode: the limit is a
+    rule of the task, and the critic learns what it costs. Advantages are not standardised, and groups play
+    no part.
+
+    Args:
+        episodes: all episodes of the batch, with values_T.
+        config: gamma and gae_lambda are read.
+
+    Returns:
+        [T] advantages for each episode; the part `value`; how well the values foretold the returns.
+
+    Raises:
+        AdvantageError: see `siblings`; values that are not one a decision, or not finite.
+        ValueError: gamma or gae_lambda outside [0, 1].
+
+    Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008.
+    """
+    counts = _counts(episodes)
+    for episode in episodes:
+        _refuse_other_values(episode, "gae")
+    advantages = [
+        generalised_advantages(
+            episode.rewards_T, episode.values_T, gamma=config.gamma, gae_lambda=config.gae_lambda
+        )
+        for episode in episodes
+    ]
+    return Advantages(advantages, counts | _foretold(episodes, config.gamma), _parts(episodes))
+
+
+def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """`gae` over sampled tokens, on two clocks: gamma and lambda count decisions, never the tokens of one.
+
+    With token j of n in decision t, `next` being the token sampled after it, in whichever decision:
+
+        A_{t,j}     = delta_{t,j} + c * A_next,                 after the last token of the episode 0
+        delta_{t,j} = r + g * V_next - V_{t,j}
+        inside a decision (j < n - 1)     r = 0     g = 1         c = gae_token_lambda
+        at its last token (j = n - 1)     r = r_t   g = gamma     c = gamma * gae_lambda
+
+    What stands between decisions is no entry, however long: no prompt or observation changes an advantage.
+    gae_token_lambda = 1 makes A_{t,j} the return that `gae` would look for less V_{t,j}, so that long answers
+    are not credited less than short ones; below 1, tokens inside a decision are told apart by what they do to
+    V. One discount for both clocks would make the worth of a reward depend on the length of texts.
+
+    Args:
+        episodes: all episodes of the batch, with values_T and token_values.
+        config: gamma, gae_lambda and gae_token_lambda are read.
+
+    Returns:
+        Advantages of every sampled token, and [T] their means; else as `gae`.
+
+    Raises:
+        AdvantageError: see `siblings`; no values of tokens, or one that is not finite.
+        ValueError: gamma or a lambda outside [0, 1].
+
+    Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
+    from the turn's advantage where this one begins from the next decision's first token.
+    """
+    counts = _counts(episodes)
+    of_tokens = [_of_tokens(episode, config) for episode in episodes]
+    return Advantages(
+        [item.means_T for item in of_tokens],
+        counts | _foretold(episodes, config.gamma),
+        _parts(episodes),
+        of_tokens,
+    )
+
+
+def generalised_advantages(
+    rewards: Sequence[float], values: Sequence[float], *, gamma: float, gae_lambda: float
+) -> list[float]:
+    """The recursion of `gae`; the value after the last entry is 0.
+
+    Raises:
+        ValueError: gamma or gae_lambda outside [0, 1].
+    """
+    _refuse_no_share(gamma=gamma, gae_lambda=gae_lambda)
+    advantages = [0.0] * len(rewards)
+    advantage = next_value = 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_value - values[t]
+        advantage = delta + gamma * gae_lambda * advantage
+        advantages[t], next_value = advantage, values[t]
+    return advantages
+
+
+def _of_tokens(episode: EpisodeRewards, config: AdvantageConfig) -> ByToken:
+    gamma, inside, between = config.gamma, config.gae_token_lambda, config.gae_lambda
+    _refuse_no_share(gamma=gamma, gae_lambda=between, gae_token_lambda=inside)
+    values = _token_values(episode)
+    rows_T: list[list[float]] = [[] for _ in values]
+    advantage = next_value = 0.0
+    for t in reversed(range(len(values))):
+        reward, discount, carried = episode.rewards_T[t], gamma, gamma * between  # at the last token
+        row = [0.0] * len(values[t])
+        for j in reversed(range(len(row))):
+            value = values[t][j]
+            advantage = reward + discount * next_value - value + carried * advantage
+            row[j], next_value = advantage, value
+            reward, discount, carried = 0.0, 1.0, inside
+        rows_T[t] = row
+    return ByToken(rows_T)
+
+
+def _token_values(episode: EpisodeRewards) -> Sequence[Sequence[float]]:
+    if episode.token_values is None:
+        raise AdvantageError(
+            "no values of its tokens; gae_token needs those of a critic that was trained by token",
+            where=place(episode.rollout_id),
+        )
+    _refuse_other_values(episode, "gae_token")
+    for t, row in enumerate(episode.token_values.rows_T):
+        for j, value in enumerate(row):
+            if not math.isfinite(value):
+                raise AdvantageError(f"the value is {value}", where=place(episode.rollout_id, t + 1, j))
+    return episode.token_values.rows_T
+
+
+def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
+    if len(episode.values_T) != len(episode.rewards_T):
+        raise AdvantageError(
+            f"{len(episode.values_T)} values for {len(episode.rewards_T)} decisions; {name} needs a critic's",
+            where=place(episode.rollout_id),
+        )
+    for t, value in enumerate(episode.values_T):
+        if not math.isfinite(value):
+            raise AdvantageError(f"the value is {value}", where=place(episode.rollout_id, t + 1))
+
+
+def _refuse_no_share(**shares: float) -> None:
+    for name, share in shares.items():
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name} must lie in [0, 1], got {share}")
+
+
+def _counts(episodes: Sequence[EpisodeRewards]) -> dict[str, float]:
+    groups = siblings(episodes)
+    lone = sum(len(members) == 1 for members in groups.values())
+    return group_counts(len(groups), flat=0, lone=lone)
+
+
+def _parts(episodes: Sequence[EpisodeRewards]) -> dict[str, list[list[float]]]:
+    return {"value": [list(episode.values_T) for episode in episodes]}
+
+
+def _foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:
+    """Mean value, and the share of the spread of G_t that V(s_t) explains: before it has learned from them.
+
+    G_t is what was earned, not the targets of `gae`, which are partly made of the values themselves.
+    """
+    values = [value for episode in episodes for value in episode.values_T]
+    returns = [g for episode in episodes for g in discounted_returns(episode.rewards_T, gamma)]
+    explained = explained_variance(values, returns)
+    found = {"value/mean": math.fsum(values) / len(values)}
+    return found if explained is None else found | {"value/explained_variance": explained}

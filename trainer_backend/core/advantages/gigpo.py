@@ -1,0 +1,277 @@
+"""GiGPO: whole episodes against their siblings, and decisions against others made in the same state."""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+from shared_schemas.trajectory import StepData
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    siblings,
+)
+from trainer_backend.core.advantages.spread import SCALES, Scale, relative
+from trainer_backend.core.advantages.whole_episodes import group_counts
+from trainer_backend.core.errors import AdvantageError, place
+from trainer_backend.core.returns import discounted_returns
+
+Combine = Callable[[float, float], float]  # A_E, A_S
+
+
+def gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Group-in-group advantages, joined as a convex sum.
+
+        A_{i,t} = omega * A_E(i) + (1 - omega) * A_S(i, t)
+        A_E(i)    = (R_i - mean_j R_j) / Fnorm,         R_i = sum_t r_{i,t}, over the siblings j
+        A_S(i, t) = (G_{i,t} - mean G) / Fnorm,         over the group's decisions with the same state key
+
+    G is the return-to-go of r + default_step_reward. Decisions are compared inside their group alone: equal
+    keys of two groups are two states. One score, one decision in a state, and no spread give 0. Fnorm is the
+    sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean of A_S,k for k = 0..K, weighted by
+    (k + 1)^alpha, where A_S,k compares decisions whose last k + 1 states are equal, and only those that are
+    not 0 count.
+
+    Args:
+        episodes: all episodes of the batch, groups in any order, with state_keys_T.
+        config: gamma, omega, fnorm, episode_baseline, context_depth, context_alpha are read.
+
+    Returns:
+        [T] advantages for each episode; parts `episode_advantage` and `step_advantage`; how often states met.
+
+    Raises:
+        AdvantageError: see `siblings`; state keys that are not one a decision.
+        ValueError: gamma or omega outside [0, 1].
+
+    Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
+    HGPO, arXiv:2602.22817. Neither sum equals the policy gradient in expectation (DESIGN.md 4.7).
+    """
+    if not 0.0 <= config.omega <= 1.0:
+        raise ValueError(f"omega must lie in [0, 1], got {config.omega}")
+    omega = config.omega
+    return _gigpo(episodes, config, lambda of_episode, of_step: omega * of_episode + (1.0 - omega) * of_step)
+
+
+def gigpo_additive(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """The paper's sum: A_{i,t} = A_E(i) + w * A_S(i, t), with w = step_advantage_w.
+
+    All else as in `gigpo`, which is omega times this one at w = (1 - omega) / omega.
+
+    Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 8.
+    """
+    if not 0.0 <= config.step_advantage_w < math.inf:
+        raise ValueError(f"step_advantage_w must be finite and at least 0, got {config.step_advantage_w}")
+    w = config.step_advantage_w
+    return _gigpo(episodes, config, lambda of_episode, of_step: of_episode + w * of_step)
+
+
+def _gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig, combine: Combine) -> Advantages:
+    groups = siblings(episodes)
+    _refuse_missing_keys(episodes)
+    scale = SCALES[config.fnorm]
+    returns_D = _returns(episodes, config)
+    of_episodes, flat = _episode_advantages(episodes, groups, config.episode_baseline, scale)
+    of_episodes_D = [
+        value
+        for value, episode in zip(of_episodes, episodes, strict=True)
+        for _ in range(len(episode.rewards_T))
+    ]
+    of_steps_D, diagnostics = _step_advantages(episodes, returns_D, config, scale)
+    combined_D = list(map(combine, of_episodes_D, of_steps_D))
+    lone = sum(len(members) == 1 for members in groups.values())
+    diagnostics |= _agreement(of_episodes_D, of_steps_D) | group_counts(len(groups), flat=flat, lone=lone)
+    parts = {
+        "episode_advantage": _by_episode(of_episodes_D, episodes),
+        "step_advantage": _by_episode(of_steps_D, episodes),
+    }
+    return Advantages(_by_episode(combined_D, episodes), diagnostics, parts)
+
+
+def _returns(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> list[float]:
+    """[D] returns-to-go of all decisions of the batch, one episode after the other."""
+    extra = config.default_step_reward
+    rewards = [
+        [reward + extra for reward in episode.rewards_T] if extra else episode.rewards_T
+        for episode in episodes
+    ]
+    return list(chain.from_iterable(discounted_returns(rewards_T, config.gamma) for rewards_T in rewards))
+
+
+def _by_episode(values_D: Sequence[float], episodes: Sequence[EpisodeRewards]) -> list[list[float]]:
+    ends = accumulate(len(episode.rewards_T) for episode in episodes)
+    return [
+        list(values_D[end - len(episode.rewards_T) : end])
+        for end, episode in zip(ends, episodes, strict=True)
+    ]
+
+
+def _episode_advantages(
+    episodes: Sequence[EpisodeRewards], groups: Mapping[str, list[int]], baseline: str, scale: Scale
+) -> tuple[list[float], int]:
+    """A_E of each episode, and how many groups of two or more have no spread."""
+    advantages, flat = [0.0] * len(episodes), 0
+    for members in groups.values():
+        scores_G = [episodes[index].score for index in members]
+        # Counted by step, a score stands in the mean and the std once for every decision of its episode.
+        times_G = [len(episodes[index].rewards_T) if baseline == "step" else 1 for index in members]
+        counted = [score for score, times in zip(scores_G, times_G, strict=True) for _ in range(times)]
+        of_counted = relative(counted, scale) if len(members) > 1 else [0.0] * len(counted)
+        for index, times, end in zip(members, times_G, accumulate(times_G), strict=True):
+            advantages[index] = of_counted[end - times]
+        flat += len(members) > 1 and not any(advantages[index] for index in members)
+    return advantages, flat
+
+
+def _step_advantages(
+    episodes: Sequence[EpisodeRewards], returns_D: Sequence[float], config: AdvantageConfig, scale: Scale
+) -> tuple[list[float], dict[str, float]]:
+    """[D] A_S of each decision, and how often states met (of the current state alone, k = 0)."""
+    anchors = _anchors(episodes, 0)
+    depths = [_relative_at(anchors, returns_D, scale)]
+    for depth in range(1, config.context_depth + 1):
+        depths.append(_relative_at(_anchors(episodes, depth), returns_D, scale))
+    if len(depths) == 1:
+        return depths[0], _anchor_sizes(anchors)
+    weights = [(depth + 1) ** config.context_alpha for depth in range(len(depths))]
+    joined = [_weighted_mean(values, weights) for values in zip(*depths, strict=True)]
+    return joined, _anchor_sizes(anchors)
+
+
+def _anchors(episodes: Sequence[EpisodeRewards], depth: int) -> list[list[int]]:
+    """Decisions of a group that share their state and the `depth` states before it."""
+    anchors: dict[str, dict[object, list[int]]] = {}
+    start = 0
+    for episode in episodes:
+        of_group, keys = anchors.setdefault(episode.group_id, {}), episode.state_keys_T
+        for t in range(depth, len(keys)):
+            state = keys[t] if depth == 0 else tuple(keys[t - depth : t + 1])
+            of_group.setdefault(state, []).append(start + t)
+        start += len(keys)
+    return [decisions for of_group in anchors.values() for decisions in of_group.values()]
+
+
+def _relative_at(anchors: Sequence[Sequence[int]], returns_D: Sequence[float], scale: Scale) -> list[float]:
+    advantages_D = [0.0] * len(returns_D)
+    for decisions in anchors:
+        if len(decisions) > 1:
+            values = relative([returns_D[d] for d in decisions], scale)
+            for d, value in zip(decisions, values, strict=True):
+                advantages_D[d] = value
+    return advantages_D
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Over the values that are not 0; 0 if all are."""
+    total = math.fsum(weight for value, weight in zip(values, weights, strict=True) if value)
+    weighted = math.fsum(weight * value for value, weight in zip(values, weights, strict=True))
+    return weighted / total if total else 0.0
+
+
+def _anchor_sizes(anchors: Sequence[Sequence[int]]) -> dict[str, float]:
+    sizes = [len(decisions) for decisions in anchors]
+    decisions = sum(sizes)
+    return {
+        "anchors/groups": float(len(sizes)),
+        "anchors/singleton_frac": sizes.count(1) / decisions,
+        "anchors/mean_size": decisions / len(sizes),
+        "anchors/max_size": float(max(sizes)),
+    }
+
+
+def _agreement(of_episodes_D: Sequence[float], of_steps_D: Sequence[float]) -> dict[str, float]:
+    """How large the two advantages are, and how often they point the same way where both say something."""
+    products = [of_episode * of_step for of_episode, of_step in zip(of_episodes_D, of_steps_D, strict=True)]
+    agreeing, telling = sum(p > 0 for p in products), sum(p != 0 for p in products)
+    decisions = len(products)
+    return {
+        "anchors/episode_advantage_mean": math.fsum(map(abs, of_episodes_D)) / decisions,
+        "anchors/step_advantage_mean": math.fsum(map(abs, of_steps_D)) / decisions,
+        "anchors/step_advantage_zero_frac": of_steps_D.count(0.0) / decisions,
+        "anchors/sign_agreement": agreeing / telling if telling else 1.0,
+    }
+
+
+def _refuse_missing_keys(episodes: Sequence[EpisodeRewards]) -> None:
+    for episode in episodes:
+        keys, decisions = len(episode.state_keys_T), len(episode.rewards_T)
+        if keys != decisions:
+            raise AdvantageError(
+                f"{keys} state keys for {decisions} decisions; gigpo compares those made in the same state",
+                where=place(episode.rollout_id),
+                hint="the task app sends them when algorithm.state_hashing_function names one",
+            )
+
+
+def system_apply_gigpo_to_batch_steps(
+    batch_of_step_data_lists: list[list[StepData]],
+    final_scores_for_rollouts: list[float],
+    omega: float,
+    gamma: float,
+    state_hashing_function: Callable[[Any], Hashable],
+    default_step_reward: float = 0.0,
+) -> list[list[StepData]]:
+    """`gigpo` for `StepData`: the door that source 2 publishes. The rollouts given are siblings, one group.
+
+    A_E comes from the final scores. G_k sums the steps' base_reward, discounted; default_step_reward stands
+    for one that is None, and where all of a rollout are None its final score is added at its last step.
+
+    Args:
+        batch_of_step_data_lists: the steps of each rollout, in order.
+        final_scores_for_rollouts: of each rollout.
+        omega: share of A_E, in [0, 1]; A_S has the rest.
+        gamma: discount per decision, in [0, 1].
+        state_hashing_function: of a step's observation_data; equal results are one state.
+        default_step_reward: such as a small cost of time.
+
+    Returns:
+        New steps with `advantage` and `return_to_go`: G_k, or advantage plus value where the policy has one.
+
+    Raises:
+        AdvantageError: not one score a rollout; see `siblings`.
+        ValueError: omega or gamma outside [0, 1].
+
+    Source: source 2, Task 2.4.
+    """
+    if len(final_scores_for_rollouts) != len(batch_of_step_data_lists):
+        scores, rollouts = len(final_scores_for_rollouts), len(batch_of_step_data_lists)
+        raise AdvantageError(f"{scores} final scores for {rollouts} rollouts")
+    numbers: dict[Hashable, str] = {}
+    episodes = [
+        EpisodeRewards(
+            f"number {index}",
+            "",
+            _base_rewards(steps, score, default_step_reward),
+            state_keys_T=[
+                numbers.setdefault(state_hashing_function(step.observation_data), str(len(numbers)))
+                for step in steps
+            ],
+            final_score=score,
+        )
+        for index, (steps, score) in enumerate(
+            zip(batch_of_step_data_lists, final_scores_for_rollouts, strict=True)
+        )
+    ]
+    advantages = gigpo(episodes, AdvantageConfig(gamma=gamma, omega=omega)).per_episode
+    return [
+        [
+            step.model_copy(update={"advantage": advantage, "return_to_go": return_to_go(step, advantage, g)})
+            for step, advantage, g in zip(
+                steps, row_T, discounted_returns(episode.rewards_T, gamma), strict=True
+            )
+        ]
+        for steps, episode, row_T in zip(batch_of_step_data_lists, episodes, advantages, strict=True)
+    ]
+
+
+def return_to_go(step: StepData, advantage: float, discounted: float) -> float:
+    """What a critic is to learn: advantage plus its value, or the discounted return where there is none."""
+    value = step.policy_value_estimate
+    return discounted if value is None else advantage + value
+
+
+def _base_rewards(steps: Sequence[StepData], final_score: float, default: float) -> list[float]:
+    rewards = [default if step.base_reward is None else step.base_reward for step in steps]
+    if steps and all(step.base_reward is None for step in steps):
+        rewards[-1] += final_score
+    return rewards

@@ -1,0 +1,74 @@
+"""REINFORCE++: returns against the whole batch, not against siblings."""
+
+import math
+from collections.abc import Sequence
+
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    siblings,
+)
+from trainer_backend.core.advantages.spread import relative, standardised
+from trainer_backend.core.advantages.whole_episodes import group_counts
+from trainer_backend.core.returns import discounted_returns
+
+
+def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Return-to-go, standardised over all decisions of the batch.
+
+        A_{i,t} = (G_{i,t} - mean G) / std G
+
+    The mean and the sample std run over every decision of every episode, each counting once. Others run
+    them over tokens, so that long answers count more; here a decision is what is credited. A batch without
+    spread has advantage 0. Groups are not compared: worlds of unlike difficulty share one baseline.
+
+    Args:
+        episodes: all episodes of the batch.
+        config: gamma is read.
+
+    Returns:
+        [T] advantages for each episode, and counts.
+
+    Raises:
+        AdvantageError: see `siblings`.
+        ValueError: gamma is outside [0, 1].
+
+    Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions for tokens; its KL term is
+    training.kl_coef here, in the loss.
+    """
+    returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
+    return _standardised_over_the_batch(episodes, returns)
+
+
+def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Scores against their group's mean, then standardised over all decisions of the batch.
+
+        A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over the siblings j
+
+    gamma is not used. All else as in `reinforce_pp`.
+
+    Source: Hu et al., REINFORCE++, arXiv:2501.03262, section 3.3 (REINFORCE++-baseline).
+    """
+    centred = [[0.0] * len(episode.rewards_T) for episode in episodes]
+    for members in siblings(episodes).values():
+        scores_G = [episodes[index].score for index in members]
+        mean = math.fsum(scores_G) / len(scores_G)
+        for index, score in zip(members, scores_G, strict=True):
+            centred[index] = [score - mean] * len(episodes[index].rewards_T)
+    return _standardised_over_the_batch(episodes, centred)
+
+
+def _standardised_over_the_batch(
+    episodes: Sequence[EpisodeRewards], values: Sequence[Sequence[float]]
+) -> Advantages:
+    groups = siblings(episodes)
+    flat_values = [value for row_T in values for value in row_T]
+    of_decisions = iter(relative(flat_values, standardised))
+    advantages = [[next(of_decisions) for _ in row_T] for row_T in values]
+    lone = sum(len(members) == 1 for members in groups.values())
+    flat = sum(
+        len(members) > 1 and not any(value for index in members for value in advantages[index])
+        for members in groups.values()
+    )
+    return Advantages(advantages, group_counts(len(groups), flat=flat, lone=lone))

@@ -1,0 +1,41 @@
+"""RLOO: the score of a whole episode against the mean of its siblings' scores."""
+
+import math
+from collections.abc import Sequence
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.spread import SPREAD_TOLERANCE
+from trainer_backend.core.advantages.whole_episodes import against_siblings
+
+
+def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
+    """Leave-one-out advantage of whole episodes.
+
+        A_{i,t} = R_i - 1/(G-1) * sum_{j != i} R_j      for every decision t of episode i
+        R_i     = sum_t r_{i,t}
+
+    The baseline knows nothing of episode i, so the policy gradient is unbiased (fixed denominators, groups
+    not filtered by outcome). An episode without siblings has no baseline: advantage 0, counted; others give
+    it its raw score. gamma is not used: a score is a plain sum.
+
+    Args:
+        episodes: all episodes of the batch, groups in any order.
+        config: not read.
+
+    Returns:
+        [T] equal advantages for each episode, and counts.
+
+    Raises:
+        AdvantageError: see `siblings`.
+
+    Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019.
+    """
+    return against_siblings(episodes, _leave_one_out)
+
+
+def _leave_one_out(scores_G: Sequence[float]) -> list[float]:
+    """[G] own score minus the mean of the others'; 0 where all are equal, up to rounding, and for one."""
+    if max(scores_G) - min(scores_G) <= SPREAD_TOLERANCE * max(map(abs, scores_G)):
+        return [0.0] * len(scores_G)
+    total, others = math.fsum(scores_G), len(scores_G) - 1
+    return [score - (total - score) / others for score in scores_G]

@@ -1,0 +1,46 @@
+"""How estimators differ on the same decisions. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What one estimator gave, over all decisions.
+
+    mean, std: in reward units; the std is the population's.
+    zero_frac: share of decisions without any advantage.
+    """
+
+    mean: float
+    std: float
+    zero_frac: float
+
+
+def spread_of(advantages: Sequence[float]) -> Spread:
+    """Of at least one decision."""
+    count = len(advantages)
+    mean = math.fsum(advantages) / count
+    std = math.hypot(*(value - mean for value in advantages)) / math.sqrt(count)
+    return Spread(mean, std, list(advantages).count(0.0) / count)
+
+
+def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Pearson's, of the same decisions; None where one of the two is constant."""
+    first, second = _centred(left), _centred(right)
+    norms = math.hypot(*first) * math.hypot(*second)
+    if norms == 0.0:
+        return None
+    return math.fsum(a * b for a, b in zip(first, second, strict=True)) / norms
+
+
+def sign_agreement(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Share of decisions with the same sign, among those where neither is 0; None where there is none."""
+    same = [(a > 0) == (b > 0) for a, b in zip(left, right, strict=True) if a and b]
+    return sum(same) / len(same) if same else None
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    mean = math.fsum(values) / len(values)
+    return [value - mean for value in values]

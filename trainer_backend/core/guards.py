@@ -1,0 +1,67 @@
+"""What must hold of every credited episode, looked at before any update: a broken record stops it by name."""
+
+import math
+from collections.abc import Sequence
+
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.core.errors import RewardError, place
+from trainer_backend.core.rewards import RewardConfig
+
+# Sums of a few hundred floats of reward.
+_ROUNDING = 1e-9
+
+
+def refuse_lost_reward(
+    trajectory: Trajectory, rewards_T: Sequence[float], config: RewardConfig, *, rollout_id: str
+) -> None:
+    """Nothing that was achieved is lost, and nothing counts twice.
+
+        decision_stepwise   sum of unique_delta = achievements unlocked from the first observation to the end
+        off                 sum of r_t = outcome_reward + penalties
+        env_sparse          sum of r_t = env_rewards of all env steps + reward_parts
+
+    Args:
+        trajectory: as it was collected.
+        rewards_T: [T] of `core.rewards.reward_vector`, under the same config.
+        rollout_id: named in errors.
+
+    Raises:
+        RewardError: one of the sums differs, with both.
+
+    Source: DESIGN.md 4.1, 4.3.
+    """
+    mode = config.effective_mode
+    if mode == "decision_stepwise":
+        _refuse_other_unlocks(trajectory, rollout_id)
+        return
+    parts = [part for step in trajectory.steps for part in step.reward_parts]
+    if mode == "off":
+        told = "outcome_reward and penalties"
+        score = trajectory.outcome_reward + math.fsum(p.value for p in parts if p.source == "penalty")
+    else:
+        told = "env_rewards and reward_parts"
+        paid = [reward for step in trajectory.steps for reward in step.env_rewards or ()]
+        score = math.fsum(paid) + math.fsum(part.value for part in parts)
+    found = math.fsum(rewards_T)
+    if abs(found - score) > _ROUNDING * max(1.0, abs(score)):
+        raise RewardError(f"r_t sums to {found}, but {told} to {score}", where=place(rollout_id))
+
+
+def _refuse_other_unlocks(trajectory: Trajectory, rollout_id: str) -> None:
+    before = trajectory.steps[0].observation_data.achievements_counts
+    unlocked = {
+        name
+        for name, count in trajectory.achievements_counts.items()
+        if count > 0 and before.get(name, 0) == 0
+    }
+    records = [step.metadata.decision_rewards for step in trajectory.steps]
+    credited = [name for record in records if record is not None for name in record.unique]
+    if sorted(credited) != sorted(unlocked):
+        twice = sorted({name for name in credited if credited.count(name) > 1})
+        lost, made_up = sorted(unlocked - set(credited)), sorted(set(credited) - unlocked)
+        kinds = (("never credited", lost), ("credited but not unlocked", made_up), ("credited twice", twice))
+        told = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
+        raise RewardError(
+            f"its decisions unlocked {len(credited)} achievements, the episode {len(unlocked)}: {told}",
+            where=place(rollout_id),
+        )

@@ -1,0 +1,87 @@
+"""What a critic learns by, and where in a packed batch: columns over sampled tokens, and their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from trainer_backend.core.critic import CriticTargets, column_of, where_read
+from trainer_backend.core.losses import weighted_sum
+from trainer_backend.core.segments import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class CriticColumns:
+    """[N] columns beside those of the policy's loss, in the same order.
+
+    value_N: float32, V as scored before the update.
+    return_N: float32, what it is to become.
+    weight_N: float32; 0 where no value is read; sums to 1 over the optimizer step.
+    """
+
+    value_N: Tensor
+    return_N: Tensor
+    weight_N: Tensor
+
+    def each(self, of: Callable[[Tensor], Tensor]) -> CriticColumns:
+        """`of` every column."""
+        return CriticColumns(of(self.value_N), of(self.return_N), of(self.weight_N))
+
+
+def critic_columns(
+    segments: Sequence[Segment], targets: Mapping[str, CriticTargets], order: Sequence[int]
+) -> CriticColumns:
+    """The columns of one optimizer step: each place where a value is read counts the same.
+
+        w = 1 / (decisions of the step), or where values are by token 1 / (sampled tokens of the step)
+
+    Args:
+        segments: all segments of the step.
+        targets: by rollout id.
+        order: in which the segments were packed.
+
+    Raises:
+        BatchError: see `column_of`.
+    """
+    values = {name: item.values for name, item in targets.items()}
+    returns = {name: item.returns for name, item in targets.items()}
+    value_columns = [column_of(segment, values, "value") for segment in segments]
+    return_columns = [column_of(segment, returns, "return") for segment in segments]
+    read = [where_read(segment, values[segment.rollout_id]) for segment in segments]
+    share = 1.0 / sum(map(sum, read))
+
+    def joined(columns: Sequence[Sequence[float]]) -> Tensor:
+        return torch.tensor(list(chain.from_iterable(columns[i] for i in order)), dtype=torch.float32)
+
+    weights = [[share if here else 0.0 for here in row] for row in read]
+    return CriticColumns(joined(value_columns), joined(return_columns), joined(weights))
+
+
+def value_loss(values: Tensor, columns: CriticColumns, *, clip: float | None) -> Tensor:
+    """Half the squared error of the values, as a weighted sum.
+
+        loss = sum(w * 1/2 * (V - R)^2)
+
+    With clip = c: R is compared with both V and V_old + clamp(V - V_old, -c, c), and the larger error counts,
+    so that a value that has moved by more than c towards R is not pushed on.
+
+    Args:
+        values: [N] of the critic in training, in reward units. Where the weight is 0 they may be anything.
+        columns: of the same tokens.
+        clip: in reward units, above 0.
+
+    Returns:
+        Scalar, in squared reward units; losses of the cuts of a step add up.
+
+    Source: the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017); not in the paper of PPO.
+    """
+    read = columns.weight_N != 0
+    error = (values - columns.return_N).where(read, 0.0).square()
+    if clip is not None:
+        moved = (values - columns.value_N).where(read, 0.0).clamp(-clip, clip)
+        error = error.maximum((columns.value_N + moved - columns.return_N).square())
+    return weighted_sum(0.5 * error, columns.weight_N)

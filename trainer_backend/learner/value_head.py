@@ -1,0 +1,189 @@
+"""The critic: V(s) by one linear layer on the policy's last hidden state, with an optimizer of its own.
+
+    V = w . (h - mean) / std + b          w [D] and b are float32, and 0 at first
+
+It reads the hidden states of the forward pass that the log-probs come from, so it costs no second one. Where
+a decision begins they are nearly one vector (on the demo's model 11 long, with 2.2 of it different from state
+to state), and gradient descent would learn little but its length. So mean and std, [D], are those of the
+first states that were scored, and stay. Its AdamW is apart from the policy's: the policy's own moments, and a
+job without a critic, are as they would be alone.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trainer_backend.core.critic import ValueLevel
+from trainer_backend.errors import CheckpointError, NonFiniteLoss
+from trainer_backend.job_schema import JobConfig
+from trainer_backend.learner.scoring import States
+from trainer_backend.plugins import estimator
+
+FILE = "value_head.safetensors"
+# The bias moves as far as this share of what all weights together may move a value.
+_BIAS_SHARE = 0.1
+# An input that hardly varies is not blown up: its std counts as this share of the median one at least.
+_LEAST_STD = 0.1
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class ValueHead:
+    """Not thread-safe: one call at a time, like the learner that has it.
+
+    Args:
+        width: D, of the hidden states.
+        device: that of the policy.
+        job: its training.value_* keys, weight decay and learning rate.
+        level: where its values are read.
+    """
+
+    def __init__(self, width: int, device: torch.device, job: JobConfig, level: ValueLevel) -> None:
+        table = job.training
+        self.level = level
+        self._weight_D = nn.Parameter(torch.zeros(width, device=device))
+        self._bias = nn.Parameter(torch.zeros((), device=device))
+        self._mean_D, self._std_D = torch.zeros(width, device=device), torch.ones(width, device=device)
+        self._seen: _Inputs | None = _Inputs(width)
+        self._through, self._full_rate = table.value_trunk_gradient, table.learning_rate
+        # A step of AdamW moves a weight by about its rate, and so V by about rate * D.
+        rates = (table.value_learning_rate / width, table.value_learning_rate * _BIAS_SHARE)
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [weight], "lr": rate, "full_rate": rate}
+                for weight, rate in zip(self._trained.values(), rates, strict=True)
+            ],
+            weight_decay=table.weight_decay,
+        )
+
+    @property
+    def _trained(self) -> dict[str, Tensor]:
+        return {"weight": self._weight_D, "bias": self._bias}
+
+    def _read(self, states: States) -> Tensor:
+        """[N] where a value is read."""
+        first_N = states.rows.first_N
+        return first_N if self.level == "decision" else torch.ones_like(first_N)
+
+    def values(self, states: States) -> Tensor:
+        """[N] V in reward units, float32, 0 where none is read; its gradient reaches the policy where the job
+        says so."""
+        hidden_RD = states.hidden_ND[self._read(states)].float()
+        inputs_RD = ((hidden_RD if self._through else hidden_RD.detach()) - self._mean_D) / self._std_D
+        values_N = inputs_RD.new_zeros(len(states.hidden_ND))
+        values_N[self._read(states)] = inputs_RD @ self._weight_D + self._bias
+        return values_N
+
+    def scored(self, states: States) -> Tensor:
+        """`values`; the first time, it also looks at what its inputs are like (see `settle`)."""
+        if self._seen is not None:
+            self._seen.add(states.hidden_ND[self._read(states)])
+        return self.values(states)
+
+    def settle(self) -> None:
+        """Take mean and std from what was scored so far, and keep them. w is still 0: no value changes."""
+        if self._seen is not None and self._seen.count:
+            mean, std = self._seen.mean_and_std()
+            self._mean_D.copy_(mean)
+            self._std_D.copy_(std)
+            self._seen = None
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def refuse_non_finite(self) -> None:
+        """Before a step of the policy or of its own.
+
+        Raises:
+            NonFiniteLoss: its gradient is not finite; no weight has been touched.
+        """
+        for weight in self._trained.values():
+            if weight.grad is not None and not torch.isfinite(weight.grad).all():
+                raise NonFiniteLoss(
+                    "the gradient of the value head is not finite; the weights before this step are kept",
+                    hint="lower training.value_learning_rate or training.value_coef",
+                )
+
+    def step(self, *, policy_rate: float) -> None:
+        """One step at the rate that has fallen as the policy's has. Its gradient is not clipped."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["full_rate"] * policy_rate / self._full_rate
+        self._optimizer.step()
+
+    def save(self, folder: Path) -> None:
+        """Weights, what is known of the inputs, and moments, as one file of a checkpoint."""
+        tensors = {name: weight.detach() for name, weight in self._trained.items()}
+        if self._seen is None:
+            tensors |= {"mean": self._mean_D, "std": self._std_D}
+        for name, weight in self._trained.items():
+            state = self._optimizer.state.get(weight, {})
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
+        save_file(tensors, folder / FILE)
+
+    def restore(self, checkpoint: Path) -> None:
+        """As `save` left it; where a checkpoint has none, it stays as it begins (see `told_on_resume`).
+
+        Raises:
+            CheckpointError: the file is broken, or of a model of another width.
+        """
+        path = checkpoint / FILE
+        if not path.exists():
+            return
+        try:
+            self._take(load_file(path))
+        except Exception as error:  # safetensors and torch raise types of their own
+            raise CheckpointError(f"{path}: the value head cannot be restored: {error}") from error
+
+    def _take(self, found: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, weight in self._trained.items():
+                weight.copy_(found[name])
+        if "mean" in found:
+            self._mean_D.copy_(found["mean"])
+            self._std_D.copy_(found["std"])
+            self._seen = None
+        state = {
+            number: {key: found[f"{name}.{key}"] for key in _MOMENTS}
+            for number, name in enumerate(self._trained)
+            if f"{name}.step" in found
+        }
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
+
+
+class _Inputs:
+    """Mean and spread of hidden states, summed on the CPU in float64: no cut of a batch shows in them."""
+
+    def __init__(self, width: int) -> None:
+        self.count = 0
+        self._sum_D, self._squares_D = (torch.zeros(width, dtype=torch.float64) for _ in range(2))
+
+    def add(self, hidden_ND: Tensor) -> None:
+        wide_ND = hidden_ND.detach().cpu().double()
+        self.count += len(wide_ND)
+        self._sum_D += wide_ND.sum(dim=0)
+        self._squares_D += wide_ND.square().sum(dim=0)
+
+    def mean_and_std(self) -> tuple[Tensor, Tensor]:
+        """[D] each; the std at least _LEAST_STD of the median one, and 1 where nothing varies."""
+        mean_D = self._sum_D / self.count
+        std_D = (self._squares_D / self.count - mean_D.square()).clamp(min=0.0).sqrt()
+        median = float(std_D.median())
+        return mean_D, std_D.clamp(min=_LEAST_STD * median) if median else torch.ones_like(std_D)
+
+
+def value_head_of(job: JobConfig, width: int, device: torch.device) -> ValueHead | None:
+    """A fresh head where the job's estimator needs values."""
+    level = estimator(job.algorithm.advantage).needs_values
+    return None if level is None else ValueHead(width, device, job, level)
+
+
+def told_on_resume(job: JobConfig, checkpoint: Path) -> str | None:
+    """What a person should know of a run whose estimator was changed; None where nothing was."""
+    needed, there = estimator(job.algorithm.advantage).needs_values, (checkpoint / FILE).exists()
+    name = f"algorithm.advantage = {job.algorithm.advantage!r}"
+    if needed and not there:
+        return f"{checkpoint.name} has no value head, which {name} needs: a fresh one begins, all values 0"
+    if there and not needed:
+        return f"the value head of {checkpoint.name} is left behind: {name} needs none"
+    return None
