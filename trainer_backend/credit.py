@@ -58,36 +58,72 @@ def credit(
     Raises:
         CreditError: what an episode lacks, or has broken, by the name of its rollout.
     """
-    trajectories = finished_trajectories(rollouts, "credit")
-    rewards = _rewards(job, rollouts, trajectories)
-    rewarded = [
-        _rewarded(job, rollout, item, rewards_T, (values or {}).get(rollout.rollout_id, ()))
-        for rollout, item, rewards_T in zip(rollouts, trajectories, rewards, strict=True)
-    ]
-    advantages = estimator(job.algorithm.advantage).compute(rewarded, advantage_config(job))
-    trained: Sequence[OfEpisode] = advantages.per_token or advantages.per_episode
-    targets = [
-        targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
-        for episode, item in zip(rewarded, trained, strict=True)
-    ]
-    flat = flat_groups(rewarded, [item.flat if isinstance(item, ByToken) else item for item in trained])
+    found = _estimate(job, rollouts, values)
+    flat = flat_groups(
+        found.episodes, [item.flat if isinstance(item, ByToken) else item for item in found.trained]
+    )
     skipped = set(flat) if job.training.skip_flat_groups else set()
+    columns = zip(rollouts, found.trajectories, found.trained, found.targets, strict=True)
     episodes = [
         CreditedEpisode(
             rollout.rollout_id, segments_of(item.steps, rollout_id=rollout.rollout_id), given, critic
         )
-        for rollout, item, given, critic in zip(rollouts, trajectories, trained, targets, strict=True)
+        for rollout, item, given, critic in columns
         if rollout.group_id not in skipped
     ]
-    credits = [
-        _credit(job, episode, advantages, index, targets[index]) for index, episode in enumerate(rewarded)
-    ]
     metrics = {
-        **decision_metrics(trajectories, rewards),
-        **advantages.diagnostics,
+        **decision_metrics(found.trajectories, [episode.rewards_T for episode in found.episodes]),
+        **found.advantages.diagnostics,
         "group/flat": float(len(flat)),
     }
-    return Credited(episodes, credits, metrics, flat)
+    return Credited(episodes, found.credits(job), metrics, flat)
+
+
+def credits_of(
+    job: JobConfig, rollouts: Sequence[Rollout], values: Mapping[str, OfEpisode] | None = None
+) -> list[Credit]:
+    """The credits of `credit` alone, without what only an update and its logs need; else the same."""
+    return _estimate(job, rollouts, values).credits(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimated:
+    """Stops 9 and 10; all lists in the order of the rollouts.
+
+    Attributes:
+        trained: what the update is given of each episode, by decision or by token.
+        targets: of the critic; None without one.
+    """
+
+    trajectories: list[Trajectory]
+    episodes: list[EpisodeRewards]
+    advantages: Advantages
+    trained: Sequence[OfEpisode]
+    targets: list[CriticTargets | None]
+
+    def credits(self, job: JobConfig) -> list[Credit]:
+        return [
+            _credit(job, episode, self.advantages, index, self.targets[index])
+            for index, episode in enumerate(self.episodes)
+        ]
+
+
+def _estimate(
+    job: JobConfig, rollouts: Sequence[Rollout], values: Mapping[str, OfEpisode] | None
+) -> _Estimated:
+    trajectories = finished_trajectories(rollouts, "credit")
+    rewards = _rewards(job, rollouts, trajectories)
+    episodes = [
+        _rewarded(job, rollout, item, rewards_T, (values or {}).get(rollout.rollout_id, ()))
+        for rollout, item, rewards_T in zip(rollouts, trajectories, rewards, strict=True)
+    ]
+    advantages = estimator(job.algorithm.advantage).compute(episodes, advantage_config(job))
+    trained: Sequence[OfEpisode] = advantages.per_token or advantages.per_episode
+    targets = [
+        targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
+        for episode, item in zip(episodes, trained, strict=True)
+    ]
+    return _Estimated(trajectories, episodes, advantages, trained, targets)
 
 
 def segments_by_rollout(rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:

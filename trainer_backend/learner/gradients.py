@@ -1,13 +1,14 @@
 """How the policy gradients of estimators point, at one checkpoint."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shared_schemas.rollouts import Rollout
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.credit import segments_by_rollout
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
@@ -42,7 +43,7 @@ def gradient_cosines(
     job = job.model_copy(update={"training": alone, "lora": None})
     learner = LocalLearner(job, *load_checkpoint(job.model, checkpoint))
     update = learner.policy_update()
-    scored = update.scored([segment for rollout in rollouts for segment in _segments(rollout)])
+    scored = update.scored(list(chain.from_iterable(segments_by_rollout(rollouts).values())))
     gradients = {
         name: gradient
         for name, of_rollouts in credits.items()
@@ -54,11 +55,6 @@ def gradient_cosines(
         for b, right in gradients.items()
         if a != b
     }
-
-
-def _segments(rollout: Rollout) -> list[Segment]:
-    assert rollout.trajectory is not None
-    return segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
 
 
 def _gradient(

@@ -39,7 +39,7 @@ def recredit_run(
     for name in names:
         estimator(name)
     stored = stored_iterations(run, iterations)
-    found = recredited(job, stored, names or list(ESTIMATORS), stored_values(run))
+    found = recredited(job, stored, names or list(ESTIMATORS), stored_values(run, iterations))
     cosines = None if checkpoint is None else _cosines(job, found, checkpoint)
     folder = out or run.path / "recredit"
     write_recredit(found, folder, cosines)

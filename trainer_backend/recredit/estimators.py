@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.errors import AdvantageError
 from trainer_backend.core.statistics import step_deltas
-from trainer_backend.credit import credit
+from trainer_backend.credit import credits_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job_schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory
@@ -35,11 +36,11 @@ class Recredited:
         return list(chain.from_iterable(credit.advantages_T for credit in self.credits[name]))
 
 
-def stored_iterations(run: RunDirectory, wanted: Sequence[int]) -> list[list[Rollout]]:
-    """The finished rollouts of each stored iteration, or of those wanted, in order.
+def stored_files(run: RunDirectory, wanted: Sequence[int]) -> list[Path]:
+    """The rollout files of the iterations wanted, or of all, in order.
 
     Raises:
-        RunDirectoryError: no such file, or nothing in them was finished.
+        RunDirectoryError: there is no such file.
     """
     files = {int(path.stem.removeprefix("iteration_")): path for path in run.iteration_files()}
     missing = [str(number) for number in wanted if number not in files]
@@ -47,16 +48,29 @@ def stored_iterations(run: RunDirectory, wanted: Sequence[int]) -> list[list[Rol
         stored = ", ".join(map(str, sorted(files))) or "none"
         asked = f"iteration {', '.join(missing)}" if missing else "any iteration"
         raise RunDirectoryError(f"{run.path}: no rollouts of {asked}; stored: {stored}")
-    read = [read_rollouts(files[number]) for number in sorted(set(wanted) or files)]
+    return [files[number] for number in sorted(set(wanted) or files)]
+
+
+def stored_iterations(run: RunDirectory, wanted: Sequence[int]) -> list[list[Rollout]]:
+    """The finished rollouts of each stored iteration, or of those wanted, in order.
+
+    Raises:
+        RunDirectoryError: no such file, or nothing in them was finished.
+    """
+    read = [read_rollouts(path) for path in stored_files(run, wanted)]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in read]
     if not any(finished):
         raise RunDirectoryError(f"{run.path}: none of the stored rollouts was finished")
     return [rollouts for rollouts in finished if rollouts]
 
 
-def stored_values(run: RunDirectory) -> dict[str, OfEpisode]:
-    """What a critic said while the run trained, by rollout id; empty where there was none."""
-    return {name: found for path in run.iteration_files() for name, found in read_values(path).items()}
+def stored_values(run: RunDirectory, wanted: Sequence[int]) -> dict[str, OfEpisode]:
+    """What a critic said in those iterations of the run, by rollout id; empty where there was none.
+
+    Raises:
+        RunDirectoryError: as `stored_files`.
+    """
+    return {name: found for path in stored_files(run, wanted) for name, found in read_values(path).items()}
 
 
 def recredited(
@@ -81,7 +95,7 @@ def recredited(
         with_it = job.model_copy(update={"algorithm": algorithm})
         try:
             credits[name] = [
-                item for rollouts in iterations for item in credit(with_it, rollouts, values).credits
+                item for rollouts in iterations for item in credits_of(with_it, rollouts, values)
             ]
         except AdvantageError as error:
             refused[name] = str(error)

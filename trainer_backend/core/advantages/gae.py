@@ -38,7 +38,7 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
 
     Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008.
     """
-    counts = _counts(episodes)
+    counts = group_counts(siblings(episodes), flat=0)
     for episode in episodes:
         _refuse_other_values(episode, "gae")
     advantages = [
@@ -79,7 +79,7 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
     Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
     from the turn's advantage where this one begins from the next decision's first token.
     """
-    counts = _counts(episodes)
+    counts = group_counts(siblings(episodes), flat=0)
     of_tokens = [_of_tokens(episode, config) for episode in episodes]
     return Advantages(
         [item.means_T for item in of_tokens],
@@ -154,12 +154,6 @@ def _refuse_no_share(**shares: float) -> None:
     for name, share in shares.items():
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"{name} must lie in [0, 1], got {share}")
-
-
-def _counts(episodes: Sequence[EpisodeRewards]) -> dict[str, float]:
-    groups = siblings(episodes)
-    lone = sum(len(members) == 1 for members in groups.values())
-    return group_counts(len(groups), flat=0, lone=lone)
 
 
 def _parts(episodes: Sequence[EpisodeRewards]) -> dict[str, list[list[float]]]:

@@ -79,8 +79,7 @@ def _gigpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig, combine:
     ]
     of_steps_D, diagnostics = _step_advantages(episodes, returns_D, config, scale)
     combined_D = list(map(combine, of_episodes_D, of_steps_D))
-    lone = sum(len(members) == 1 for members in groups.values())
-    diagnostics |= _agreement(of_episodes_D, of_steps_D) | group_counts(len(groups), flat=flat, lone=lone)
+    diagnostics |= _agreement(of_episodes_D, of_steps_D) | group_counts(groups, flat=flat)
     parts = {
         "episode_advantage": _by_episode(of_episodes_D, episodes),
         "step_advantage": _by_episode(of_steps_D, episodes),

@@ -66,9 +66,8 @@ def _standardised_over_the_batch(
     flat_values = [value for row_T in values for value in row_T]
     of_decisions = iter(relative(flat_values, standardised))
     advantages = [[next(of_decisions) for _ in row_T] for row_T in values]
-    lone = sum(len(members) == 1 for members in groups.values())
     flat = sum(
         len(members) > 1 and not any(value for index in members for value in advantages[index])
         for members in groups.values()
     )
-    return Advantages(advantages, group_counts(len(groups), flat=flat, lone=lone))
+    return Advantages(advantages, group_counts(groups, flat=flat))

@@ -9,6 +9,7 @@ from trainer_backend.core.advantages.episodes import (
     EpisodeRewards,
     siblings,
 )
+from trainer_backend.core.advantages.whole_episodes import group_counts
 from trainer_backend.core.returns import discounted_returns
 
 
@@ -36,24 +37,18 @@ def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Adv
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """
     advantages: list[list[float]] = [[] for _ in episodes]
-    flat_groups = lone_episodes = lone_decisions = 0
+    flat_groups = lone_decisions = 0
     groups = siblings(episodes)
     for members in groups.values():
         returns_GT = [discounted_returns(episodes[index].rewards_T, config.gamma) for index in members]
         for index, row_T in zip(members, _leave_one_out(returns_GT), strict=True):
             advantages[index] = row_T
         if len(members) == 1:
-            lone_episodes += 1
             lone_decisions += len(returns_GT[0])
         else:
             flat_groups += all(row_T == returns_GT[0] for row_T in returns_GT)
-    diagnostics = {
-        "advantages/groups": float(len(groups)),
-        "advantages/groups_without_spread": float(flat_groups),
-        "advantages/lone_episodes": float(lone_episodes),
-        "advantages/lone_decisions": float(lone_decisions),
-    }
-    return Advantages(advantages, diagnostics)
+    counts = group_counts(groups, flat=flat_groups)
+    return Advantages(advantages, counts | {"advantages/lone_decisions": float(lone_decisions)})
 
 
 def _leave_one_out(returns_GT: Sequence[Sequence[float]]) -> list[list[float]]:
