@@ -28,7 +28,7 @@ from typing import Any
 
 from trainer_backend.job import load_job
 from trainer_backend.rundir.layout import create_run
-from trainer_backend.start import run_job
+from trainer_backend.running.start import run_job
 
 JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_cpu.toml"
 SETTINGS = (

@@ -41,7 +41,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.scoring import row_width
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.start import run_job
+from trainer_backend.running.start import run_job
 
 LIMIT = 0.03
 JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_cpu.toml"

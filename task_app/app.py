@@ -10,13 +10,13 @@ from fastapi import FastAPI
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from task_app.auth import Keys
-from task_app.deadline import Deadline
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
 from task_app.errors import CriticalError, boundary
-from task_app.gate import Gate
-from task_app.observed import Observed
-from task_app.once import Once
+from task_app.guards.auth import Keys
+from task_app.guards.deadline import Deadline
+from task_app.guards.gate import Gate
+from task_app.guards.once import Once
+from task_app.observing.observed import Observed
 from task_app.openapi import describe, problem_responses
 from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.routes import (

@@ -4,9 +4,9 @@ from shared_schemas.rollouts import EnvSpec, RolloutRequest
 from task_app.episode import RLRolloutWorker
 from task_app.errors import SnapshotRefused
 from task_app.plugins import PlugBoards, PolicyContext
-from task_app.session_snapshots import EnvironmentSnapshot, episode_start, open_environment
-from task_app.snapshots import from_text
-from task_app.starts import Worlds
+from task_app.snapshots.envelope import from_text
+from task_app.snapshots.sessions import EnvironmentSnapshot, episode_start, open_environment
+from task_app.snapshots.starts import Worlds
 from task_app.switches import agreed_step_rewards, take_step_rewards
 
 

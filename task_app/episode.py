@@ -26,6 +26,7 @@ from task_app.errors import (
     boundary,
     encodable,
 )
+from task_app.guards.threads import Threads, in_thread
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,
@@ -37,10 +38,9 @@ from task_app.protocols import (
     steps_quickly,
 )
 from task_app.records import Choice, Decided, ended, finite, step_data
-from task_app.starts import EpisodeStart, world_of
+from task_app.snapshots.starts import EpisodeStart, world_of
 from task_app.state_keys import EpisodeStateKeys
 from task_app.termination import EpisodeFacts, stop_reason
-from task_app.threads import Threads, in_thread
 from task_app.transcript import transcript
 
 PAST_DECISIONS_SHOWN = 3

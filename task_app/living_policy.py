@@ -7,8 +7,8 @@ from pydantic import SecretStr
 from task_app.errors import InferenceKeyNeeded, InvalidRequest
 from task_app.protocols import RestorablePolicy, RetryingPolicy
 from task_app.services import Services
-from task_app.session_snapshots import policy_session, take_policy
 from task_app.sessions import PolicySession
+from task_app.snapshots.sessions import policy_session, take_policy
 
 
 class SessionPolicy:

@@ -1,7 +1,7 @@
 """Logs: one line an event on stderr, with ids; tracebacks without local variables, which could hold keys.
 
-What is bound while something runs stands in each of its lines: `request_id` (task_app.observed), `env_id` and
-`policy_id` (task_app.sessions), `run_id` and `rollout_id` (task_app.rollouts).
+What is bound while something runs stands in each of its lines: `request_id` (task_app.observing.observed),
+`env_id` and `policy_id` (task_app.sessions), `run_id` and `rollout_id` (task_app.rollouts).
 """
 
 import logging

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
-from task_app.gate import OPEN_PATHS
+from task_app.guards.gate import OPEN_PATHS
 
 _HEADER, _BEARER = "X-API-Key", "Bearer"
 ERRORS = (401, 404, 408, 409, 413, 422, 428, 429, 500, 502, 503, 504, 507)

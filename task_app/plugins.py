@@ -13,12 +13,12 @@ from task_app.complaints import invalid, most_telling
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.errors import TaskAppError, UnknownName
+from task_app.guards.threads import Threads
 from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.protocols import AgentPolicy, Environment
 from task_app.settings import Settings
 from task_app.state_keys import EpisodeStateKeys, StateKey, chosen_keys
-from task_app.threads import Threads
 
 C = TypeVar("C", bound=Body)
 

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 
 from task_app.errors import CapacityReached, ShuttingDown, UnknownId
-from task_app.locks import SessionLock
+from task_app.guards.locks import SessionLock
 
 
 class Session(Protocol):

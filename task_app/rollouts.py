@@ -32,7 +32,7 @@ from task_app.plugins import PlugBoards, PolicyContext
 from task_app.results import Record, Results, page_json, page_of, rollout_json
 from task_app.runs import RunLife, Runs
 from task_app.settings import Settings
-from task_app.starts import Worlds
+from task_app.snapshots.starts import Worlds
 
 log = structlog.get_logger("task_app")
 

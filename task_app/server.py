@@ -10,7 +10,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from task_app.connections import bounded_protocol
+from task_app.guards.connections import bounded_protocol
 from task_app.services import Services
 
 

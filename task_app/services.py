@@ -12,21 +12,21 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from shared_schemas.rollouts import RolloutRequest
-from task_app.answer_book import AnswerBook
-from task_app.auth import Keys
 from task_app.errors import JournalFailed
-from task_app.held import Held
-from task_app.idempotency import Answers
-from task_app.keeping import NotKept, StateDir, state_dir
-from task_app.metrics import Metrics
+from task_app.guards.auth import Keys
+from task_app.guards.idempotency import Answers
+from task_app.guards.threads import Threads
+from task_app.journal.answer_book import AnswerBook
+from task_app.journal.keeping import NotKept, StateDir, state_dir
+from task_app.journal.recovery import recover
+from task_app.observing.metrics import Metrics
 from task_app.plugins import PlugBoards, PolicyContext
-from task_app.recovery import recover
 from task_app.registry import Sessions
 from task_app.results import Record
 from task_app.rollouts import RolloutRunner
 from task_app.sessions import EnvironmentSession, PolicySession
 from task_app.settings import Settings
-from task_app.threads import Threads
+from task_app.snapshots.held import Held
 
 log = structlog.get_logger("task_app")
 

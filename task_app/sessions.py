@@ -13,7 +13,9 @@ from shared_schemas.trajectory import StepMetadata
 from task_app.decisions import NO_METADATA, step_metadata
 from task_app.episode import PAST_DECISIONS_SHOWN
 from task_app.errors import EpisodeOver, boundary
-from task_app.locks import SessionLock
+from task_app.guards.locks import SessionLock
+from task_app.guards.threads import Threads, in_thread
+from task_app.observing.recent import Recent, decision, no_decisions
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,
@@ -23,18 +25,16 @@ from task_app.protocols import (
     ToolRequest,
     steps_quickly,
 )
-from task_app.recent import Recent, decision, no_decisions
 from task_app.switches import agreed_step_rewards
-from task_app.threads import Threads, in_thread
 
 T = TypeVar("T")
 
 
 class Journal(Protocol):
-    """Where an environment session is written down; called with its lock held (task_app.session_journals).
+    """Where an environment session is written down; called with its lock held (task_app.journal.sessions).
 
     On return what was done survives the process. Where it cannot be written, a request without an
-    Idempotency-Key is told so by JournalFailed; one with a key is by task_app.once.
+    Idempotency-Key is told so by JournalFailed; one with a key is by task_app.guards.once.
     """
 
     def ready(self, session: "EnvironmentSession") -> None:

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from task_app import once
 from task_app.errors import TaskAppError
+from task_app.guards import once
 from task_app.routes import steps
 from task_app.routes.bodies import LONGEST_ID
 from task_app.routes.problems import http_problem, problem_response

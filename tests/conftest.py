@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trainer_backend.job import parse_job
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run
 
 
@@ -74,7 +74,7 @@ def train_job(
     job: JobConfig, path: Path, *, resume: RunDirectory | None = None
 ) -> tuple[RunDirectory, ListReporter, Any]:
     """Run a job to its end in this process, task app and gateway included."""
-    from trainer_backend.start import run_job
+    from trainer_backend.running.start import run_job
 
     directory = resume or create_run(job, path)
     reporter = ListReporter()

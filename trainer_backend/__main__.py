@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainer_backend import completion
 from trainer_backend.errors import TrainerError
 from trainer_backend.job import dump_job, load_new_job
-from trainer_backend.planned_runs import run_of_each_seed, single_run
 from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.telling import tell, warn
+from trainer_backend.running.planned_runs import run_of_each_seed, single_run
+from trainer_backend.terminal import shell_completion as completion
+from trainer_backend.terminal.telling import tell, warn
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
@@ -56,7 +56,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train as the job says, then write the report; Ctrl-C saves the last finished iteration."""
-    from trainer_backend.train_command import train_one
+    from trainer_backend.running.train_command import train_one
 
     given = (job, run, resume, overrides or ())
     for planned in run_of_each_seed(*given, seeds=seeds) if seeds is not None else [single_run(*given)]:
@@ -133,9 +133,9 @@ def compare(
     out: Annotated[Path, typer.Option(help="the folder to write")] = Path("comparison"),
 ) -> None:
     """Lay runs over one another: a table here, curves and differing settings in OUT/comparison.html."""
-    from trainer_backend.comparison_tables import comparison_table
     from trainer_backend.report.compare import write_comparison
     from trainer_backend.report.comparison import read_sides
+    from trainer_backend.terminal.comparison_tables import comparison_table
 
     sides = read_sides(runs)
     _out.print(comparison_table(sides))
@@ -217,9 +217,9 @@ def evaluate_policy(
     overrides: Overrides = None,
 ) -> None:
     """Play the held-out worlds with a model or a scripted policy, and print the figures."""
-    from trainer_backend.evaluate import chosen_player, evaluate, what_to_evaluate
-    from trainer_backend.evaluation_result import as_json
-    from trainer_backend.evaluation_tables import tables
+    from trainer_backend.evaluation.play import chosen_player, evaluate, what_to_evaluate
+    from trainer_backend.evaluation.result import as_json
+    from trainer_backend.terminal.evaluation_tables import tables
 
     changed = list(overrides or ())
     changed += [f"evaluation.instances={instances}", "evaluation.seeds=[]"] if instances is not None else []
@@ -259,8 +259,8 @@ def serve_model(
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to any OpenAI client: chat completions with tools; Ctrl-C ends it."""
-    from trainer_backend.endpoints import key_from
-    from trainer_backend.serve import serve, what_to_serve
+    from trainer_backend.services.endpoints import key_from
+    from trainer_backend.services.serve import serve, what_to_serve
 
     address = [f"services.gateway_host='{host}'", f"services.gateway_port={port}"]
     key = key_from(api_key_env, where="--api-key-env")

@@ -23,8 +23,8 @@ from trainer_backend.core.returns import discounted_returns
 from trainer_backend.core.rewards import RewardConfig, reward_vector
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.core.statistics import decision_metrics
-from trainer_backend.evaluation import finished_trajectories
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.evaluation.metrics import finished_trajectories
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.rollout_files import Credit

@@ -12,12 +12,12 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
-from trainer_backend.job_advice import advice
-from trainer_backend.job_algorithm import unread_keys
-from trainer_backend.job_layers import REWARD_HOMES, REWARD_KEYS, Files, anchor, read_layers
-from trainer_backend.job_model import HUB_NAME, ModelTable
-from trainer_backend.job_overrides import Places, apply_override
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.advice import advice
+from trainer_backend.jobfile.layers import REWARD_HOMES, REWARD_KEYS, Files, anchor, read_layers
+from trainer_backend.jobfile.model_table import HUB_NAME, ModelTable
+from trainer_backend.jobfile.overrides import Places, apply_override
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.unread_keys import unread_keys
 from trainer_backend.plugins import BOARDS, refuse_unknown
 from trainer_backend.sinks.sink import refuse_missing
 
@@ -39,7 +39,7 @@ def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Loa
     """Read, override and validate a job.
 
     Args:
-        paths: a TOML file, or several: later ones go over earlier ones (job_layers.read_layers).
+        paths: a TOML file, or several: later ones go over earlier ones (jobfile.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
 
     Raises:

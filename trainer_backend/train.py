@@ -15,20 +15,20 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.credit import Credited, credit, segments_by_rollout
 from trainer_backend.errors import TrainerError, UpdateStopped
-from trainer_backend.evaluation import (
+from trainer_backend.evaluation.metrics import (
     collection_metrics,
     evaluation_metrics,
     finished_trajectories,
     refuse_empty,
 )
-from trainer_backend.gathered import Gathered, gathered_metrics, inference_metrics
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import mark_best, prune_checkpoints
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.stopping import until
+from trainer_backend.running.gathered import Gathered, gathered_metrics, inference_metrics
+from trainer_backend.running.stopping import until
 
 
 @dataclass(frozen=True, slots=True)

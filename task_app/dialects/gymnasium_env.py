@@ -19,7 +19,7 @@ import numpy.typing as npt
 from shared_schemas.rewards import decision_rewards
 from task_app.decisions import achievements_added
 from task_app.dialects.gymnasium_spaces import DecisionSpace, JsonSpace, TextSpace
-from task_app.pictures import Pictured
+from task_app.observing.pictures import Pictured
 from task_app.plugins import default_plug_boards
 from task_app.protocols import DecisionOutcome, Environment, Observation
 

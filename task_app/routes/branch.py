@@ -9,13 +9,13 @@ from task_app.errors import InvalidRequest, TaskAppError, UnknownId, clipped
 from task_app.routes.bodies import EnvId, ForeignBody
 from task_app.routes.snapshots import add_policy
 from task_app.services import Services, services_of
-from task_app.session_snapshots import (
+from task_app.sessions import EnvironmentSession, PolicySession
+from task_app.snapshots.sessions import (
     environment_session,
     policy_session,
     take_environment,
     take_policy,
 )
-from task_app.sessions import EnvironmentSession, PolicySession
 
 router = APIRouter(tags=["snapshots"])
 

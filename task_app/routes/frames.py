@@ -7,8 +7,8 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from task_app.errors import UnknownId, boundary
-from task_app.pictures import Pictured, animated_gif, png
-from task_app.replaying import replay_of
+from task_app.observing.pictures import Pictured, animated_gif, png
+from task_app.observing.replaying import replay_of
 from task_app.services import services_of
 
 router = APIRouter(tags=["frames"])

@@ -6,8 +6,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from task_app.legacy_request import LegacyRollout
-from task_app.legacy_rollout import legacy_rollout
+from task_app.dialects.one_call.request import LegacyRollout
+from task_app.dialects.one_call.rollout import legacy_rollout
 from task_app.routes.wire import ReplyJSON
 from task_app.services import services_of
 

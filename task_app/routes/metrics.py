@@ -12,7 +12,7 @@ router = APIRouter(tags=["service"])
 async def metrics(request: Request) -> Response:
     """Counts, latencies and what is held, in Prometheus' text format (docs/operations.md)."""
     # Here, because most task apps are never scraped, and a trainer's embedded one should start fast.
-    from task_app.exposition import page
+    from task_app.observing.exposition import page
 
     found = page(
         services_of(request),

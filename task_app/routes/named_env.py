@@ -10,9 +10,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import Seed
+from task_app.dialects.one_call.calls import legacy_calls
+from task_app.dialects.one_call.names import environment_name
 from task_app.errors import InvalidRequest, UnknownId
-from task_app.legacy_calls import legacy_calls
-from task_app.legacy_names import environment_name
 from task_app.routes.bodies import EnvId, ForeignBody
 from task_app.routes.env import EnvCreate, created
 from task_app.routes.steps import decide

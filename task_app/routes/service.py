@@ -4,8 +4,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from task_app.auth import presented_keys
 from task_app.errors import NoKeyConfigured, ShuttingDown
+from task_app.guards.auth import presented_keys
 from task_app.services import services_of
 
 router = APIRouter(tags=["service"])

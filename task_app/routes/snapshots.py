@@ -17,7 +17,9 @@ from task_app.errors import InvalidRequest, UnknownId
 from task_app.routes.bodies import EnvId, ForeignBody
 from task_app.routes.wire import ReplyJSON, observation_json
 from task_app.services import Services, services_of
-from task_app.session_snapshots import (
+from task_app.sessions import PolicySession
+from task_app.snapshots.envelope import from_text, to_text
+from task_app.snapshots.sessions import (
     FROM_SNAPSHOT,
     environment_session,
     open_environment,
@@ -28,8 +30,6 @@ from task_app.session_snapshots import (
     take_environment,
     take_policy,
 )
-from task_app.sessions import PolicySession
-from task_app.snapshots import from_text, to_text
 from task_app.switches import agreed_step_rewards
 
 router = APIRouter(tags=["snapshots"])

@@ -17,11 +17,11 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import HTMLResponse, Response
 
 from task_app.errors import UnknownId, boundary
-from task_app.pictures import Pictured, png
-from task_app.recent import RecentDecision
+from task_app.guards.threads import Threads
+from task_app.observing.pictures import Pictured, png
+from task_app.observing.recent import RecentDecision
 from task_app.services import services_of
 from task_app.sessions import EnvironmentSession
-from task_app.threads import Threads
 
 router = APIRouter(prefix="/env", tags=["env"])
 

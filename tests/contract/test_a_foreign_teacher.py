@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import rows_of, tiny_job, train_job
 from tests.foreign_server import foreign_server
 from trainer_backend.errors import JobError
-from trainer_backend.evaluate import Scripted, evaluate
+from trainer_backend.evaluation.play import Scripted, evaluate
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 KEY = "sk-very-secret-0123456789abcdef"

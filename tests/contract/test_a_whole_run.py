@@ -22,7 +22,7 @@ from trainer_backend.credit import credit
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.stopping import STOPPING
+from trainer_backend.running.stopping import STOPPING
 
 
 def test_the_job_runs_to_its_end_and_changes_the_model(trained):
@@ -181,8 +181,8 @@ def test_a_killed_trainer_takes_its_task_app_with_it(tmp_path: Path):
 BUSY_WITH_A_TASK_APP = """
 import asyncio, sys, threading
 from pathlib import Path
-from trainer_backend.embedded import EmbeddedTaskApp
-from trainer_backend.stopping import stop_on_signals
+from trainer_backend.services.embedded import EmbeddedTaskApp
+from trainer_backend.running.stopping import stop_on_signals
 
 async def main():
     with stop_on_signals(lambda line: print(line, flush=True)):

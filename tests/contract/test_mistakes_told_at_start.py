@@ -12,8 +12,8 @@ from tests.conftest import tiny_job
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
 from trainer_backend.errors import JobError
-from trainer_backend.job_schema import JobConfig
-from trainer_backend.services import task_apps
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.services.task_apps import task_apps
 
 HERE = "http://127.0.0.1:9"
 SENT = "services.gateway_host and services.gateway_port, sent to rollout.policy_name"

@@ -10,8 +10,8 @@ import pytest
 from task_app.plugins import ENVIRONMENTS, POLICIES
 from tests.conftest import rows_of
 from trainer_backend.job import dump_job, load_job
-from trainer_backend.job_docs import configuration_markdown
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.docs import configuration_markdown
+from trainer_backend.jobfile.schema import JobConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -31,7 +31,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 def test_the_configuration_page_is_that_of_the_schema():
     assert text_of("docs/configuration.md") == configuration_markdown(), (
-        "run: .venv/bin/python -m trainer_backend.job_docs > docs/configuration.md"
+        "run: .venv/bin/python -m trainer_backend.jobfile.docs > docs/configuration.md"
     )
 
 

@@ -13,11 +13,11 @@ OURS = ("shared_schemas", "task_app", "trainer_backend")
 DOORS = {
     "crafter": ["task_app/environments/crafter"],
     "opensimplex": ["task_app/environments/crafter"],
-    "PIL": ["task_app/pictures.py", "trainer_backend/report"],
+    "PIL": ["task_app/observing/pictures.py", "trainer_backend/report"],
     "httpx": ["trainer_backend/collect/environment_client.py"],
     "aiohttp": ["task_app", "trainer_backend/collect", "trainer_backend/report"],
     "gymnasium": ["task_app/dialects"],
-    "prometheus_client": ["task_app/exposition.py"],
+    "prometheus_client": ["task_app/observing/exposition.py"],
     "sqlalchemy": ["trainer_backend/store"],
     "matplotlib": ["trainer_backend/report"],
     "pyarrow": ["trainer_backend/rundir"],
@@ -25,7 +25,7 @@ DOORS = {
     "fastapi": ["task_app"],
     "starlette": ["task_app", "trainer_backend/inference"],
     "uvicorn": [
-        "task_app/connections.py",
+        "task_app/guards/connections.py",
         "task_app/server.py",
         "task_app/__main__.py",
         "trainer_backend/inference/server.py",

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
+from tests.task_app.test_recovery import SECRET, app_on, killed, post
 
 from tests.task_app.counting import PlannedPolicy, add, boards, running_app
+from tests.task_app.dialects.one_call.test_rollout import body, played
 from tests.task_app.fake_inference import completion, fake_inference
 from tests.task_app.rollout_client import waiting_boards
-from tests.task_app.test_legacy_rollout import body, played
 from tests.task_app.test_policy_routes import asked, env_id_of, policy_id_of
-from tests.task_app.test_recovery import SECRET, app_on, killed, post
 
 RANDOM = {"policy_name": "random", "config": {"seed": 7}, "env": {"env_name": "crafter"}}
 CALL = {"id": "c", "type": "function", "function": {"name": "interact_many", "arguments": "{}"}}

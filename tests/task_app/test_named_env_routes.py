@@ -2,9 +2,9 @@
 
 import pytest
 
+from task_app.dialects.one_call.calls import legacy_calls
 from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.prompt import tool_spec
-from task_app.legacy_calls import legacy_calls
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import running_app
 

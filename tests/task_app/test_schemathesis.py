@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.app import create_app
-from task_app.gate import OPEN_PATHS
+from task_app.guards.gate import OPEN_PATHS
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, rollout
 

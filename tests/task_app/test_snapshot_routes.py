@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from task_app.plugins import default_plug_boards
-from task_app.snapshots import Contents, open_envelope, seal, to_text
+from task_app.snapshots.envelope import Contents, open_envelope, seal, to_text
 from tests.task_app.counting import boards, running_app
 from tests.task_app.fake_inference import calling, fake_inference, tokens
 from tests.task_app.playing import ON, TO_THE_TREE, act, decision, new_env, new_policy, post, refused, step

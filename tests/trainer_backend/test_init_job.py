@@ -14,8 +14,8 @@ from trainer_backend.init_job.choices import COMMON, Choices
 from trainer_backend.init_job.text import job_text, toml_value
 from trainer_backend.init_job.write import write_job
 from trainer_backend.job import load_job, parse_job
-from trainer_backend.job_docs import table_model
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.docs import table_model
+from trainer_backend.jobfile.schema import JobConfig
 
 CHOICES = [Choices(), Choices(preset="tiny-0.8m", env="maze"), Choices(model="Qwen/Qwen3-0.6B")]
 

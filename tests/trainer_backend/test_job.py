@@ -7,7 +7,7 @@ import pytest
 from shared_schemas.rollouts import RolloutLimits
 from trainer_backend.errors import JobError
 from trainer_backend.job import dump_job, load_job, load_new_job, parse_job
-from trainer_backend.job_schema import RolloutTable
+from trainer_backend.jobfile.schema import RolloutTable
 
 MODEL = {"model": {"preset": "tiny-0.3m"}}
 

@@ -16,11 +16,11 @@ from tests.trainer_backend.report.hand_made import COW, WOOD, rollout
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
-from trainer_backend.gathered import inference_metrics
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.running.gathered import inference_metrics
 from trainer_backend.train import Run, train, work_left
 
 # None: the rollouts never end.

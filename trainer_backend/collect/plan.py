@@ -15,7 +15,7 @@ from trainer_backend.core.seeds import (
     other_worlds,
     training_world,
 )
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
 
 

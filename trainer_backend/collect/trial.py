@@ -15,7 +15,7 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import Planner
 from trainer_backend.errors import JobError
-from trainer_backend.job_schema import SET_BY_THE_JOB
+from trainer_backend.jobfile.schema import SET_BY_THE_JOB
 
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
 _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}

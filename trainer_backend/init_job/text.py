@@ -8,8 +8,8 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from trainer_backend.init_job.choices import COMMON, Values
-from trainer_backend.job_docs import alternatives, meaning, quoted, table_model
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.docs import alternatives, meaning, quoted, table_model
+from trainer_backend.jobfile.schema import JobConfig
 
 _WIDTH = 100
 _HEAD = """\

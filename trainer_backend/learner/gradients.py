@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.credit import segments_by_rollout
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
 from trainer_backend.learner.steps import Scored

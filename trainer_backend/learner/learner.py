@@ -16,7 +16,7 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint

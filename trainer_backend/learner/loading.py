@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import CheckpointError, ModelFolderError
 from trainer_backend.inference.chat_check import refuse_without_tools
-from trainer_backend.job_model import ModelTable
+from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.models.layout import described, read_config
 from trainer_backend.models.sources import model_folder, remember_chat_settings

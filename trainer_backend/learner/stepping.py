@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.errors import ModelFolderError, OutOfMemory
 from trainer_backend.inference.memory import is_out_of_memory
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.lora import adapter_dropouts
 

@@ -26,7 +26,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.core.units import ratio_units
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.scoring import Scorer, row_width
 from trainer_backend.learner.stepping import memory_watched, stepping
 from trainer_backend.learner.steps import Scored, in_steps, together

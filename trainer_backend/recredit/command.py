@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Group
 
 from trainer_backend.job import load_job
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.recredit.estimators import (
     Recredited,

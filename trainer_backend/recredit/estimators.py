@@ -12,7 +12,7 @@ from trainer_backend.core.errors import AdvantageError
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit import credits_of
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, read_values
 

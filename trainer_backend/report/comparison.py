@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.report.stored_episodes import paired_difference
 from trainer_backend.report.story import Row, Story, read_story
 from trainer_backend.rundir.layout import open_run

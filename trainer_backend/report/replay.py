@@ -17,8 +17,8 @@ from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.environment_client import EnvironmentClient
 from trainer_backend.errors import TaskAppError
-from trainer_backend.job_schema import JobConfig
-from trainer_backend.services import task_apps
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.services.task_apps import task_apps
 
 FRAME_SIDE = 144  # Crafter's textures are 16 pixels wide and 9 cells fill a side: nothing is lost or blurred
 

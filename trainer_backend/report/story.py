@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory
 
 Row = Mapping[str, Any]

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job import dump_job, load_job
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.boundary import writing
 
 _FOLDERS = ("rollouts", "checkpoints")

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer_backend.errors import JobError
-from trainer_backend.job_schema import JobConfig
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import SINKS
 from trainer_backend.protocols import Reporter
 from trainer_backend.rundir.layout import RunDirectory

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer_backend.errors import JobError
-from trainer_backend.job_sinks import SinksTable
+from trainer_backend.jobfile.sinks_table import SinksTable
 
 
 class Sink(Protocol):

@@ -16,7 +16,7 @@ from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
 from trainer_backend.report.replay import played_frames
-from trainer_backend.services import task_apps, told_of
+from trainer_backend.services.task_apps import task_apps, told_of
 
 JOB = tiny_job(rollout__max_turns=20, warmup__episodes=24, rollout__max_concurrent_rollouts=8)
 PLAN = Planner(JOB, "run").warmup()

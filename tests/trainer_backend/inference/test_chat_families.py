@@ -24,7 +24,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.inference.tool_parsing import tool_format_of
-from trainer_backend.job_model import ModelTable
+from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.plugins import TOOL_FORMATS

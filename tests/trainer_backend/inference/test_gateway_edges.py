@@ -19,7 +19,7 @@ from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, We
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import Listener
 from trainer_backend.logs import configure_logs
-from trainer_backend.serving import gateway_listener
+from trainer_backend.services.policy_server import gateway_listener
 
 KEY = "the-key-of-this-job"
 

@@ -12,7 +12,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
 from trainer_backend.inference.weights import copy_weights
-from trainer_backend.job_training import LoraTable
+from trainer_backend.jobfile.training_table import LoraTable
 from trainer_backend.learner.copies import copy_to_serve, folder_to_serve, held_copy
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner

@@ -10,11 +10,11 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import COW, WOOD, empty_run, evaluation_row, rollout, small_run
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.__main__ import app
-from trainer_backend.comparison_tables import comparison_table
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.report.compare import doubts, summary_rows, write_comparison
 from trainer_backend.report.comparison import against_first, read_sides, setting_differences
 from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.terminal.comparison_tables import comparison_table
 
 CHARTS = ("held_out", "training", "entropy", "success_rates")
 

@@ -8,7 +8,7 @@ from PIL import Image
 from trainer_backend.errors import TaskAppError
 from trainer_backend.report.replay import FRAME_SIDE, replay
 from trainer_backend.report.stored_episodes import best_episode
-from trainer_backend.services import task_apps
+from trainer_backend.services.task_apps import task_apps
 
 
 def with_other_actions(episode):

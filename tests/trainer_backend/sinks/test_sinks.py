@@ -14,7 +14,7 @@ from tests.conftest import ListReporter, tiny_job
 from trainer_backend import plugins
 from trainer_backend.errors import JobError
 from trainer_backend.job import load_job, load_new_job
-from trainer_backend.job_sinks import SinksTable
+from trainer_backend.jobfile.sinks_table import SinksTable
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.sinks.reporter import SinkReporter
 from trainer_backend.sinks.sink import is_installed, refuse_missing, scalars

@@ -1,0 +1,235 @@
+"""Pure: the body of POST /rollout -> what is to be played, and all of it that is cut, changed or ignored.
+
+The ancestor did all of that in silence; here each is a sentence of the reply's `warnings`.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from task_app.dialects.one_call.names import environment_name, policy_name
+from task_app.dialects.one_call.policy import policy_config
+from task_app.dialects.one_call.request import LegacyRollout
+from task_app.dialects.one_call.stepwise import Stepwise, read_stepwise
+from task_app.errors import InvalidRequest, clipped
+from task_app.plugins import PlugBoards
+from task_app.switches import KEY as STEP_REWARDS
+
+Warn = Callable[[str], None]
+
+DEFAULT_DECISIONS = 20
+MOST_DECISIONS = 10_000
+AGENT, ENV = frozenset({"agent", "policy", "model"}), frozenset({"env", "environment", "step"})
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyPlan:
+    """What `legacy_rollout` plays. A name is empty where the request names a living session."""
+
+    env_name: str
+    env_config: Mapping[str, Any]
+    seed: int
+    policy_name: str
+    policy_config: Mapping[str, Any]
+    stepwise: Stepwise | None
+    decisions: int
+    max_time_s: float
+    warnings: tuple[str, ...]
+
+
+def plan_rollout(body: LegacyRollout, boards: PlugBoards) -> LegacyPlan:
+    """Read the request as a whole.
+
+    Raises:
+        InvalidRequest: it cannot be played as it was meant; `where` is the body path.
+    """
+    warnings: list[str] = []
+    warn = warnings.append
+    _warn_of_extras(body, warn)
+    own_env, max_decisions = _take_env_params(body.env.config)
+    own_policy = dict(body.policy.config)
+    max_calls = own_policy.pop("max_llm_calls", None)
+    stepwise = _stepwise(own_policy.pop(STEP_REWARDS, None), own_env.pop(STEP_REWARDS, None))
+    plan = LegacyPlan(
+        env_name=_environment(body, boards),
+        env_config={},
+        seed=_seed(body, warn),
+        policy_name=_policy(body, boards),
+        policy_config={},
+        stepwise=stepwise,
+        decisions=_decisions(body, max_decisions, max_calls, warn),
+        max_time_s=body.safety.max_time_s,
+        warnings=(),
+    )
+    env_config = _env_config(own_env, plan.env_name, boards, warn)
+    config = policy_config(own_policy, plan.policy_name, body, warn)
+    if plan.policy_name:
+        fields = boards.policies[plan.policy_name].config.model_fields
+        config = known_only(config, fields, where="policy.config", warn=warn)
+    return replace(plan, env_config=env_config, policy_config=config, warnings=tuple(warnings))
+
+
+def known_only(
+    config: Mapping[str, Any], fields: Mapping[str, Any], *, where: str, warn: Warn
+) -> dict[str, Any]:
+    """Leave out what the plug-in does not know, and say so; what looks like a misspelling is refused."""
+    kept = {}
+    for name, value in config.items():
+        if name in fields:
+            kept[name] = value
+            continue
+        close = get_close_matches(name, fields, n=1, cutoff=0.85)
+        place = f"{where}.{clipped(name)}"
+        if close:
+            raise InvalidRequest(f"{place}: unknown key. Did you mean {close[0]!r}?", where=place)
+        warn(f"{place} is ignored; known: {', '.join(sorted(fields))}")
+    return kept
+
+
+def _warn_of_extras(body: LegacyRollout, warn: Warn) -> None:
+    parts = {
+        "": body,
+        "env.": body.env,
+        "policy.": body.policy,
+        "record.": body.record,
+        "safety.": body.safety,
+    }
+    for prefix, part in parts.items():
+        for name in part.model_extra or ():
+            warn(f"{prefix}{clipped(name)} is ignored; this task app does not know it")
+    if body.branch is not None:
+        warn("branch is ignored; POST /branch makes branches")
+
+
+def _take_env_params(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The rest of env.config, and its most decisions."""
+    rest = dict(config)
+    params = rest.pop("env_params", None)
+    where = "env.config.env_params"
+    if not isinstance(params, dict | None):
+        raise InvalidRequest(f"{where} is no object", where=where)
+    place = f"{where}.max_steps_per_episode"
+    unknown = [name for name in params or () if name != "max_steps_per_episode"]
+    if unknown:
+        place = f"{where}.{clipped(unknown[0])}"
+        raise InvalidRequest(f"{place}: unknown key; known: max_steps_per_episode", where=place)
+    return rest, _count((params or {}).get("max_steps_per_episode"), DEFAULT_DECISIONS, where=place)
+
+
+def _count(value: Any, default: int, *, where: str) -> int:
+    if value is None:
+        return default
+    if type(value) is not int or not 1 <= value <= MOST_DECISIONS:
+        found = clipped(repr(value))
+        raise InvalidRequest(
+            f"{where} is {found}; allowed: a whole number of decisions, 1 to {MOST_DECISIONS}", where=where
+        )
+    return value
+
+
+def _stepwise(of_policy: Any, of_env: Any) -> Stepwise | None:
+    """The policy's switches, or the environment's where the policy has none; they may not differ."""
+    found = [
+        read_stepwise(raw, where=f"{part}.config.{STEP_REWARDS}")
+        for part, raw in (("policy", of_policy), ("env", of_env))
+        if raw
+    ]
+    if len(found) == 2 and found[0] != found[1]:
+        raise InvalidRequest(
+            "policy.config.step_rewards differs from env.config.step_rewards; give one of them, or the same",
+            where="env.config.step_rewards",
+        )
+    return found[0] if found else None
+
+
+def _environment(body: LegacyRollout, boards: PlugBoards) -> str:
+    if (body.env.env_id is None) == (body.env.env_name is None):
+        raise InvalidRequest("env names one of env_id (it lives) and env_name (to make one)", where="env")
+    if body.env.env_name is None:
+        return ""
+    return environment_name(body.env.env_name, boards, where="env.env_name")
+
+
+def _policy(body: LegacyRollout, boards: PlugBoards) -> str:
+    if (body.policy.policy_id is None) == (body.policy.policy_name is None):
+        raise InvalidRequest(
+            "policy names one of policy_id (it lives) and policy_name (to make one)", where="policy"
+        )
+    if body.policy.policy_name is None:
+        return ""
+    return policy_name(body.policy.policy_name, boards, where="policy.policy_name")
+
+
+def _env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: Warn) -> dict[str, Any]:
+    if not name:
+        for key in own:
+            warn(f"env.config.{clipped(key)} is ignored; an environment that lives keeps its own config")
+        return {}
+    fields = boards.environments[name].config.model_fields
+    if "difficulty" in own and "difficulty" not in fields:
+        del own["difficulty"]
+        warn("env.config.difficulty is ignored; worlds differ by their seed alone")
+    return known_only(own, fields, where="env.config", warn=warn)
+
+
+def _seed(body: LegacyRollout, warn: Warn) -> int:
+    """The world's seed; without one, derived from the run_id as the ancestor did, in our range."""
+    if body.env.env_id is not None:
+        if body.env.seed is not None:
+            warn("env.seed is ignored; an environment that lives goes on where it stands (POST /env/reset)")
+        return 0
+    if body.env.seed is not None:
+        return body.env.seed
+    seed = int(hashlib.sha256(body.run_id.encode()).hexdigest()[:8], 16) % (2**31 - 1)
+    warn(f"env.seed is missing; {seed} was derived from run_id")
+    return seed
+
+
+def _decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Warn) -> int:
+    """How many decisions are played at most: complete agent, env pairs, within every bound."""
+    asked = _pairs(body, warn)
+    bounds = {
+        "env.config.env_params.max_steps_per_episode": max_decisions,
+        "policy.config.max_llm_calls": _count(max_calls, MOST_DECISIONS, where="policy.config.max_llm_calls"),
+        "safety.max_ops (two a decision)": body.safety.max_ops // 2,
+    }
+    if body.safety.max_ops < 2:
+        raise InvalidRequest("safety.max_ops is 1; a decision takes 2 ops", where="safety.max_ops")
+    least = min(bounds, key=lambda name: bounds[name])
+    if asked > bounds[least]:
+        warn(f"ops holds {asked} decisions; cut to {bounds[least]} by {least}")
+    return min(asked, bounds[least])
+
+
+def _pairs(body: LegacyRollout, warn: Warn) -> int:
+    """Count agent ops that an env op follows."""
+    pairs, waiting, lonely = 0, False, 0
+    for index, op in enumerate(body.ops):
+        if _kind(op, index) == "agent":
+            lonely += waiting
+            waiting = True
+        elif waiting:
+            pairs, waiting = pairs + 1, False
+        else:
+            lonely += 1
+    lonely += waiting
+    if not pairs:
+        raise InvalidRequest('ops holds no decision; ["agent", "env"] * N is a rollout of N', where="ops")
+    if lonely:
+        warn(f"{lonely} of {len(body.ops)} ops are not executed; a decision is an agent op, then an env op")
+    return pairs
+
+
+def _kind(op: str | dict[str, Any], index: int) -> str:
+    name = op if isinstance(op, str) else op.get("type", op.get("op"))
+    if isinstance(name, str):
+        lowered = name.strip().lower()
+        if lowered in AGENT:
+            return "agent"
+        if lowered in ENV:
+            return "env"
+    raise InvalidRequest(
+        f"ops.{index} is {clipped(repr(name))}; known: {', '.join(sorted(AGENT | ENV))}", where=f"ops.{index}"
+    )

@@ -1,0 +1,273 @@
+"""Pure: the episodes of a legacy rollout -> the reply of POST /rollout.
+
+One trajectory an episode; with `on_done = "reset"` there may be several. What the ancestor left out stands
+here too: the observation's data, the stop reason, exact tokens where asked for, and every warning.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from shared_schemas.trajectory import StepData, StopReason
+from task_app.actions import json_object
+from task_app.decisions import achievements_added
+from task_app.dialects.one_call.stepwise import Stepwise, stepwise_blocks, stepwise_details
+from task_app.dialects.one_call.trace import trace
+from task_app.errors import CriticalError, EpisodeFailed, TaskAppError, encodable
+from task_app.protocols import Observation
+from task_app.routes.wire import observation_json
+
+TIMED_OUT = "partial_max_time"
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What one RLRolloutWorker did. `seen` are the observations before each decision and after the last."""
+
+    steps: tuple[StepData, ...]
+    seen: tuple[Observation, ...]
+    outcome_reward: float | None
+    stop_reason: StopReason | None
+    failure: TaskAppError | None = None
+    timed_out: bool = False
+
+    @property
+    def cancelled(self) -> bool:
+        """It has no ending of its own: an abort or the end of the service took it."""
+        return self.stop_reason is None and self.failure is None and not self.timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the reply is about."""
+
+    run_id: str
+    env_id: str
+    policy_id: str
+    env_name: str
+    policy_name: str
+    seed: int
+    inference_url: str | None
+    correlation_id: str | None
+    policy_config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`record` of the request, the switches, and what was found about it before it was played."""
+
+    trajectories: bool
+    logprobs: bool
+    value: bool
+    trace_format: str | None
+    stepwise: Stepwise
+    warnings: tuple[str, ...]
+    metadata: Mapping[str, Any]
+    created_at: datetime
+
+
+def reply(episodes: Sequence[Episode], names: Names, wanted: Wanted, *, aborted: bool) -> dict[str, Any]:
+    """The whole answer.
+
+    Raises:
+        CriticalError: the environment or the policy broke; that is no soft failure.
+        JournalFailed: nothing was done.
+    """
+    for episode in episodes:
+        failure = episode.failure
+        if failure is not None and (isinstance(failure, CriticalError) or _did_nothing(episode)):
+            raise failure
+    blocks = [stepwise_blocks(episode.steps, wanted.stepwise) for episode in episodes]
+    trajectories = [_trajectory(*pair, names, wanted) for pair in zip(episodes, blocks, strict=True)]
+    decisions = sum(len(episode.steps) for episode in episodes)
+    return {
+        "run_id": names.run_id,
+        "trajectories": trajectories if wanted.trajectories else [],
+        "branches": {},
+        "metrics": _metrics(episodes, blocks, wanted),
+        "aborted": aborted,
+        "ops_executed": 2 * decisions,
+        "trace": _trace(episodes, names, wanted) if wanted.trace_format else None,
+        "trace_correlation_id": names.correlation_id,
+        "pipeline_metadata": {
+            "inference_url": names.inference_url,
+            "trace_correlation_id": names.correlation_id,
+            "env_name": names.env_name,
+            "seed": names.seed,
+            "policy_name": names.policy_name,
+            "policy_config": dict(names.policy_config),
+        },
+        "warnings": [*wanted.warnings, *_later_warnings(episodes, wanted, names)],
+    }
+
+
+def _trace(episodes: Sequence[Episode], names: Names, wanted: Wanted) -> dict[str, Any]:
+    return trace(
+        [episode.steps for episode in episodes],
+        names.run_id,
+        whole=wanted.trace_format != "compact",
+        metadata=wanted.metadata,
+        created_at=wanted.created_at,
+    )
+
+
+def _trajectory(
+    episode: Episode, blocks: list[dict[str, Any]], names: Names, wanted: Wanted
+) -> dict[str, Any]:
+    steps = [_step(episode, index, blocks, names, wanted) for index in range(len(episode.steps))]
+    shown: dict[str, Any] = {
+        "env_id": names.env_id,
+        "policy_id": names.policy_id,
+        "steps": steps,
+        "final": _final(episode),
+        "length": len(steps),
+        "inference_url": names.inference_url,
+        "trace_correlation_id": names.correlation_id,
+    }
+    if blocks:
+        shown["decision_samples"] = [
+            {
+                "decision_index": block["decision_index"],
+                "indicator": block["indicator"],
+                "r_i": block["reward"],
+                "actions": [
+                    {"tool": call["tool_name"], "args": call["arguments"]} for call in step["tool_calls"]
+                ],
+            }
+            for block, step in zip(blocks, steps, strict=True)
+        ]
+    return shown
+
+
+def _final(episode: Episode) -> dict[str, Any]:
+    final: dict[str, Any] = {
+        "observation": observation_json(episode.seen[-1]) if episode.seen else None,
+        "stop_reason": episode.stop_reason.value if episode.stop_reason else None,
+        "outcome_reward": episode.outcome_reward,
+    }
+    status, error = _rollout_status(episode)
+    if status is not None:
+        final |= {"rollout_status": status, "error": error, "at_op": 2 * len(episode.steps)}
+    return final
+
+
+def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
+    """The soft failures, as legacy endings, and two that the ancestor had no name for."""
+    if episode.timed_out:
+        return TIMED_OUT, "safety.max_time_s passed"
+    if episode.failure is not None:
+        of_policy = isinstance(episode.failure, EpisodeFailed)
+        status = "partial_policy_error" if of_policy else f"partial_{episode.failure.code}"
+        return status, encodable(episode.failure.detail)
+    if episode.stop_reason is StopReason.INVALID_ACTION:
+        last = episode.steps[-1]
+        status = "partial_invalid_action" if last.tool_calls else "partial_no_tool_calls"
+        return status, last.step_info.invalid_reason
+    if episode.stop_reason is StopReason.CONTEXT_LENGTH:
+        return "partial_policy_error", "the prompt does not fit the model any more"
+    return ("partial_aborted", "the rollout was cancelled") if episode.cancelled else (None, None)
+
+
+def _did_nothing(episode: Episode) -> bool:
+    """Something other than policy and environment was in the way from the start."""
+    return not episode.steps and not isinstance(episode.failure, EpisodeFailed)
+
+
+def _step(
+    episode: Episode, index: int, blocks: list[dict[str, Any]], names: Names, wanted: Wanted
+) -> dict[str, Any]:
+    step, before = episode.steps[index], episode.seen[index]
+    info: dict[str, Any] = {
+        "achievements_added": _added(step),
+        "executed_actions": list(step.step_info.executed_actions),
+        "meta": _meta(step, names, wanted),
+    }
+    if blocks:
+        info["stepwise"] = blocks[index]
+    if step.step_info.invalid_reason is not None:
+        reason = "invalid_action" if step.tool_calls else "no_tool_calls"
+        info |= {"terminated": step.is_done, "reason": reason, "error": step.step_info.invalid_reason}
+    return {
+        "obs": observation_json(before),
+        "tool_calls": [_call(call.function.name, call.function.arguments) for call in step.tool_calls],
+        "reward": float(sum(step.env_rewards or ())),
+        "env_rewards": list(step.env_rewards or ()),
+        "done": step.is_done,
+        "terminated": step.terminated,
+        "truncated": step.truncated,
+        "logprob": sum(step.policy_logprobs.logprobs) if wanted.logprobs and step.policy_logprobs else None,
+        "value": step.policy_value_estimate if wanted.value else None,
+        "info": info,
+    }
+
+
+def _meta(step: StepData, names: Names, wanted: Wanted) -> dict[str, Any]:
+    took = step.step_info
+    meta: dict[str, Any] = {
+        "inference_url": names.inference_url,
+        "inference_request": {
+            "messages": [
+                message.model_dump(mode="json", exclude_none=True)
+                for message in step.observation_data.messages
+            ]
+        },
+        "turn_index": step.turn,
+        "raw_response": step.raw_policy_output,
+        "usage": {"prompt_tokens": took.prompt_tokens, "completion_tokens": took.completion_tokens},
+        "inference_ms": 1_000 * took.policy_s,
+        "timing": {"inference_s": took.policy_s, "env_step_ms": 1_000 * took.environment_s},
+        **step.metadata.model_dump(mode="json", exclude_none=True),
+    }
+    if wanted.logprobs and step.policy_logprobs is not None:
+        meta["policy_logprobs"] = step.policy_logprobs.model_dump(mode="json")
+        meta["sampling"] = step.sampling.model_dump(mode="json") if step.sampling else None
+    return meta
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    """Arguments as an object where they are one; as the model wrote them where not."""
+    found = json_object(arguments)
+    return {"tool_name": name, "arguments": arguments if found is None else dict(found)}
+
+
+def _added(step: StepData) -> list[str]:
+    after = step.next_observation.achievements_counts if step.next_observation else {}
+    return achievements_added(step.observation_data.achievements_counts, after)
+
+
+def _metrics(
+    episodes: Sequence[Episode], blocks: Sequence[list[dict[str, Any]]], wanted: Wanted
+) -> dict[str, Any]:
+    returns = [float(sum(sum(step.env_rewards or ()) for step in episode.steps)) for episode in episodes]
+    last = episodes[-1] if episodes else None
+    counts = last.seen[-1].achievements_counts if last and last.seen else {}
+    unlocked = sorted(name for name, count in counts.items() if count)
+    details: dict[str, Any] = {"achievements": unlocked}
+    if wanted.stepwise.active:
+        details["stepwise"] = stepwise_details(blocks, wanted.stepwise, unlocked=unlocked)
+    return {
+        "episode_returns": returns,
+        "mean_return": sum(returns) / len(returns) if returns else 0.0,
+        "num_steps": sum(len(episode.steps) for episode in episodes),
+        "num_episodes": len(episodes),
+        "outcome_score": last.outcome_reward if last else None,
+        "events_score": details["stepwise"]["reward_sum"] if wanted.stepwise.active else None,
+        "details": details,
+    }
+
+
+def _later_warnings(episodes: Sequence[Episode], wanted: Wanted, names: Names) -> list[str]:
+    steps = [step for episode in episodes for step in episode.steps]
+    found = []
+    if wanted.logprobs and any(step.policy_logprobs is None for step in steps):
+        found.append("record.logprobs: this policy's server sends no exact tokens; logprob is null there")
+    if wanted.value and any(step.policy_value_estimate is None for step in steps):
+        found.append("record.value: this policy has no value estimate; value is null there")
+    if wanted.trace_format == "structured":
+        found.append("record.trace_format structured is the same as full here")
+    if len(episodes) > 1:
+        found.append(
+            f"on_done is reset: {len(episodes)} episodes of seed {names.seed} were played, a trajectory each"
+        )
+    return found

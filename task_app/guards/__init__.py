@@ -1,0 +1,1 @@
+"""What stands before the routes: keys, bounds, deadlines, repeated requests."""

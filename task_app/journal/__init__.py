@@ -1,0 +1,1 @@
+"""Sessions on disk: written before they are answered, and brought back after a kill."""

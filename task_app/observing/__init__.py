@@ -1,0 +1,1 @@
+"""What is counted, drawn and shown of what happens."""

@@ -1,0 +1,108 @@
+"""The service's counts in Prometheus' words, gathered when somebody scrapes."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from task_app.observing.metrics import Metrics
+from task_app.services import Services
+
+
+class Page(NamedTuple):
+    body: bytes
+    media_type: str
+
+
+def page(services: Services, *, version: str, sockets: int, accept: str) -> Page:
+    """All metrics, in the text format that `accept` (the request's header) asks for."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Service(services, version=version, sockets=sockets))
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    encode, media_type = choose_encoder(accept)
+    return Page(encode(registry), media_type)
+
+
+class _Service(Collector):
+    def __init__(self, services: Services, *, version: str, sockets: int) -> None:
+        self._services = services
+        self._version = version
+        self._sockets = sockets
+
+    def collect(self) -> Iterable[Metric]:
+        services = self._services
+        yield InfoMetricFamily(
+            "turnwise_task_app",
+            "Which task app this is.",
+            {"version": self._version, "instance_id": services.instance_id},
+        )
+        yield from _now(services, self._sockets)
+        yield from _so_far(services.metrics)
+
+
+def _now(services: Services, sockets: int) -> Iterator[Metric]:
+    """What there is at this moment."""
+    runner = services.runner
+    sessions = GaugeMetricFamily("turnwise_sessions", "Live sessions.", labels=["kind"])
+    sessions.add_metric(["env"], len(services.environments))
+    sessions.add_metric(["policy"], len(services.policies))
+    yield sessions
+    rollouts = GaugeMetricFamily("turnwise_rollouts", "Rollouts that have not ended.", labels=["state"])
+    for state, count in runner.unfinished().items():
+        rollouts.add_metric([state], count)
+    yield rollouts
+    yield GaugeMetricFamily(
+        "turnwise_rollouts_held", "Rollouts held: not ended, or not acknowledged.", len(runner.results)
+    )
+    yield GaugeMetricFamily(
+        "turnwise_held_bytes", "Bytes of results that wait to be acknowledged.", runner.results.held_bytes
+    )
+    yield GaugeMetricFamily("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
+
+
+def _so_far(metrics: Metrics) -> Iterator[Metric]:
+    """What has happened since the start."""
+    requests = CounterMetricFamily(
+        "turnwise_http_requests", "Requests that were answered.", labels=["method", "route", "status"]
+    )
+    for (method, route, status), count in metrics.requests.items():
+        requests.add_metric([method, route, str(status)], count)
+    yield requests
+    latency = HistogramMetricFamily(
+        "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
+    )
+    for route, histogram in metrics.latency.items():
+        latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
+    yield latency
+    ended = CounterMetricFamily(
+        "turnwise_rollouts_ended",
+        "Rollouts that ended, by stop reason or failure.",
+        labels=["status", "reason"],
+    )
+    for (state, reason), count in metrics.rollouts_ended.items():
+        ended.add_metric([state, reason], count)
+    yield ended
+    yield _by_source("turnwise_decisions", "Decisions taken.", metrics.decisions)
+    yield _by_source("turnwise_env_steps", "Env steps that ran.", metrics.env_steps)
+    yield CounterMetricFamily(
+        "turnwise_inference_retries",
+        "Attempts to ask a model after the first.",
+        value=metrics.inference_retries,
+    )
+
+
+def _by_source(name: str, text: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["source"])
+    for source in ("rollout", "session"):
+        family.add_metric([source], counts.get(source, 0))
+    return family

@@ -1,0 +1,156 @@
+"""What POST /rollout makes of its request: everything that is cut, changed or ignored is a warning."""
+
+import hashlib
+
+import pytest
+
+from task_app.dialects.one_call.plan import plan_rollout
+from task_app.dialects.one_call.policy import correlation_id
+from task_app.dialects.one_call.request import LegacyRollout
+from task_app.errors import InvalidRequest
+from task_app.plugins import default_plug_boards
+
+URL = "http://127.0.0.1:1/v1"
+
+
+def body(*, ops=4, env=None, policy=None, config=None, env_config=None, **rest):
+    return LegacyRollout.model_validate(
+        {
+            "run_id": "run",
+            "env": {"env_name": "crafter", "seed": 3, "config": env_config or {}, **(env or {})},
+            "policy": {
+                "policy_name": "crafter",
+                "config": {"inference_url": URL, "model": "m", **(config or {})},
+                **(policy or {}),
+            },
+            "ops": ["agent", "env"] * ops if isinstance(ops, int) else ops,
+            **rest,
+        }
+    )
+
+
+def planned(**changes):
+    return plan_rollout(body(**changes), default_plug_boards())
+
+
+def test_a_plain_request_is_played_as_it_stands_without_a_warning():
+    plan = planned(env_config={"text": "compact"}, config={"temperature": 0.5})
+    assert (plan.env_name, plan.env_config, plan.seed) == ("crafter", {"text": "compact"}, 3)
+    assert (plan.policy_name, plan.decisions, plan.max_time_s) == ("openai", 4, 3_600.0)
+    assert plan.policy_config == {
+        "inference_url": URL, "model": "m", "temperature": 0.5,
+        "max_tokens": 512, "tool_choice": "required", "ask_token_ids": False,
+    }  # fmt: skip
+    assert plan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "decisions", "words"),
+    [
+        ({"ops": 30}, 20, "cut to 20 by env.config.env_params.max_steps_per_episode"),
+        ({"ops": 30, "env_config": {"env_params": {"max_steps_per_episode": 25}}}, 25, "cut to 25"),
+        ({"config": {"max_llm_calls": 3}}, 3, "cut to 3 by policy.config.max_llm_calls"),
+        ({"safety": {"max_ops": 5}}, 2, "cut to 2 by safety.max_ops"),
+        ({"ops": ["env", "agent", "agent", "env", "agent"]}, 1, "3 of 5 ops are not executed"),
+    ],
+)
+def test_ops_that_are_not_played_are_told(changes, decisions, words):
+    plan = planned(**changes)
+    assert plan.decisions == decisions
+    (warning,) = plan.warnings
+    assert words in warning
+
+
+def test_ops_may_be_objects_and_go_by_all_their_names():
+    ops = [{"type": "policy"}, {"op": "environment"}, "MODEL", "step"]
+    assert planned(ops=ops).decisions == 2
+
+
+def test_a_missing_seed_is_derived_from_the_run_id_as_it_always_was():
+    plan = planned(env={"seed": None})
+    assert plan.seed == int(hashlib.sha256(b"run").hexdigest()[:8], 16) % (2**31 - 1)
+    assert str(plan.seed) in plan.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"env_config": {"difficulty": "hard"}}, "env.config.difficulty is ignored"),
+        ({"env_config": {"zoo": 1}}, "env.config.zoo is ignored; known: length, max_actions, text"),
+        ({"config": {"use_vision": True}}, "policy.config.use_vision is ignored"),
+        ({"config": {"use_tools": False}}, "policy.config.use_tools is ignored"),
+        ({"branch": {"max_branches": 2}}, "branch is ignored; POST /branch"),
+        ({"colour": 1}, "colour is ignored"),
+        ({"safety": {"colour": 1}}, "safety.colour is ignored"),
+        ({"mode": "rl"}, "no trace_correlation_id"),
+    ],
+)
+def test_what_is_ignored_is_told(changes, words):
+    assert [words in warning for warning in planned(**changes).warnings] == [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "words"),
+    [
+        ({"env_config": {"env_params": {"max_steps_per_episode": 0}}}, "env_params", "1 to 10000"),
+        ({"env_config": {"env_params": {"max_steps": 5}}}, "env_params", "unknown key"),
+        ({"env_config": {"max_action": 5}}, "env.config.max_action", "Did you mean 'max_actions'"),
+        ({"config": {"temprature": 5}}, "policy.config.temprature", "Did you mean 'temperature'"),
+        ({"config": {"max_llm_calls": "9"}}, "policy.config.max_llm_calls", "whole number"),
+        ({"config": {"thinking_mode": "hard"}}, "policy.config.thinking_mode", "no_think, think"),
+        ({"config": {"max_tokens": 1, "max_completion_tokens": 2}}, "max_completion_tokens", "differ"),
+        ({"ops": ["agent", "dance"]}, "ops.1", "'dance'"),
+        ({"ops": []}, "ops", "no decision"),
+        ({"ops": ["env"]}, "ops", "no decision"),
+        ({"safety": {"max_ops": 1}}, "safety.max_ops", "takes 2 ops"),
+        ({"env": {"env_id": "e"}}, "env", "one of env_id"),
+        ({"policy": {"policy_name": None}}, "policy", "one of policy_id"),
+        ({"env": {"env_name": "Chess"}}, "env.env_name", "unknown environment"),
+        ({"policy": {"policy_name": "craftr"}}, "policy.policy_name", "unknown policy"),
+    ],
+)
+def test_what_cannot_be_played_as_it_was_meant_is_refused(changes, where, words):
+    with pytest.raises(InvalidRequest) as found:
+        planned(**changes)
+    assert where in str(found.value.where)
+    assert words in found.value.detail
+
+
+def test_the_two_homes_of_the_step_rewards_may_not_differ():
+    on = {"enabled": True, "mode": "decision_stepwise"}
+    assert planned(env_config={"step_rewards": on}, config={"step_rewards": {}}).stepwise.active
+    with pytest.raises(InvalidRequest, match="differs from"):
+        planned(env_config={"step_rewards": on}, config={"step_rewards": {**on, "step_beta": 1.0}})
+
+
+def test_thinking_goes_where_chat_templates_read_it():
+    plan = planned(config={"thinking_mode": "no_think", "thinking_budget": 64})
+    assert plan.policy_config["extra_body"] == {
+        "chat_template_kwargs": {"enable_thinking": False, "thinking_budget": 64}
+    }
+
+
+def test_the_newer_name_of_max_tokens_is_sent_as_such():
+    config = planned(config={"max_completion_tokens": 9}).policy_config
+    assert (config["max_tokens"], config["max_tokens_name"]) == (9, "max_completion_tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"trace_correlation_id": "t"}, "t"),
+        ({"trace": "t"}, "t"),
+        ({"inference_url": URL + "?cid=u"}, "u"),
+        ({"inference_url": URL + "?trace=u", "trace": "t"}, "t"),
+        ({}, None),
+    ],
+)
+def test_the_correlation_id_is_found_where_it_may_stand(config, found):
+    assert correlation_id(body(config=config)) == found
+
+
+def test_a_training_client_finds_its_id_in_the_address():
+    plan = planned(mode="rl", config={"trace_correlation_id": "a b", "inference_url": URL + "?x=1"})
+    assert plan.policy_config["inference_url"] == URL + "?x=1&cid=a+b"
+    assert "cid was added" in plan.warnings[0]
+    assert planned(mode="eval", config={"trace_correlation_id": "t"}).policy_config["inference_url"] == URL

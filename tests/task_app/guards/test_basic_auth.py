@@ -1,0 +1,58 @@
+"""The key as the password of `Authorization: Basic`: for people's browsers, and nothing that acts."""
+
+import base64
+
+import httpx
+import pytest
+
+from task_app.app import create_app
+from task_app.guards.auth import asks_for_a_page, credentials, presented_keys
+from task_app.settings import Settings
+from tests.task_app.counting import KEY, boards
+
+
+def basic(user, password):
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def stranger():
+    app = create_app(Settings(api_keys=(KEY,)), boards=boards())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://task-app")
+
+
+@pytest.mark.parametrize(
+    ("user", "password", "status"), [("me", KEY, 200), (KEY, "", 200), ("me", "no", 401), (KEY, "no", 401)]
+)
+async def test_the_password_is_the_key(user, password, status):
+    async with stranger() as client:
+        answer = await client.get("/info", headers={"Authorization": basic(user, password)})
+    assert answer.status_code == status
+
+
+async def test_a_browser_that_another_site_commands_can_read_nothing_and_do_nothing():
+    # It adds the password to a form that a page elsewhere makes it send.
+    async with stranger() as client:
+        headers = {"Authorization": basic("me", KEY)}
+        assert (await client.post("/env/create", json={}, headers=headers)).status_code == 401
+        assert (await client.delete("/rollouts/a", headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize(("origin", "found"), [((), [b"k"]), (((b"origin", b"http://evil"),), [])])
+def test_a_socket_that_a_page_opens_cannot_use_it_and_a_program_can(origin, found):
+    headers = [(b"authorization", basic("me", "k").encode()), *origin]
+    assert presented_keys(credentials({"type": "websocket", "headers": headers})) == found
+
+
+@pytest.mark.parametrize("value", ["Basic", "Basic ", "Basic !!!", "Basic " + "=" * 9, "Basic Og=="])
+async def test_what_is_no_basic_header_is_no_key(value):
+    async with stranger() as client:
+        assert (await client.get("/info", headers={"Authorization": value})).status_code == 401
+
+
+async def test_only_a_person_is_asked_for_a_password():
+    async with stranger() as client:
+        page = await client.get("/env/x/view", headers={"Accept": "text/html,*/*"})
+        program = await client.get("/env/x/view")
+    assert page.headers["www-authenticate"].startswith("Basic realm=")
+    assert program.headers["www-authenticate"] == "Bearer"
+    assert not asks_for_a_page({"type": "http", "method": "POST", "headers": [(b"accept", b"text/html")]})

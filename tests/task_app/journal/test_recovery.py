@@ -1,0 +1,240 @@
+"""What a state folder holds, read back by another task app: as it was when the first one was killed.
+
+The folder is copied while the first app lives: that is what a kill leaves.
+"""
+
+import asyncio
+import base64
+import shutil
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from task_app.app import create_app
+from task_app.guards.idempotency import CLAIM, Claim
+from task_app.journal.files import JournalFile
+from task_app.plugins import default_plug_boards
+from task_app.settings import Settings
+from tests.task_app.counting import KEY
+from tests.task_app.fake_inference import completion, fake_inference
+from tests.task_app.guards.test_idempotency import keyed
+
+CRAFTER = {"env_name": "crafter", "seed": 17, "config": {"text": "compact"}}
+SECRET = "a-key-of-a-gateway-4711"
+
+
+@asynccontextmanager
+async def app_on(folder, plug_boards=None, **settings):
+    settings = Settings(api_keys=(KEY,), state_dir=folder, **settings)
+    app = create_app(settings, boards=plug_boards or default_plug_boards())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://t", headers={"X-API-Key": KEY}) as client,
+    ):
+        yield client
+
+
+def killed(folder, tmp_path):
+    """The folder as a kill at this moment would leave it."""
+    left = tmp_path / "left"
+    shutil.copytree(folder, left)
+    return left
+
+
+def acts(*names):
+    return [{"tool": "interact_many", "args": {"actions": list(names)}}]
+
+
+async def post(client, path, body, status=200, **headers):
+    answer = await client.post(path, json=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def step(client, env_id, calls=None, **more):
+    return await post(client, "/env/step", {"env_id": env_id, "tool_calls": calls or acts("noop")}, **more)
+
+
+async def created(client, **headers):
+    return (await post(client, "/env/create", CRAFTER, **headers))["env_id"]
+
+
+def journal_of(folder, session_id):
+    return folder / f"{session_id}.journal"
+
+
+async def one_session(folder, tmp_path, *, steps=3):
+    """A folder with one session of some steps, and its id."""
+    async with app_on(folder) as client:
+        env_id = await created(client)
+        for _ in range(steps):
+            await step(client, env_id)
+        return killed(folder, tmp_path), env_id
+
+
+async def test_a_torn_last_line_is_cut_off_and_logged(tmp_path):
+    left, env_id = await one_session(tmp_path / "s", tmp_path)
+    file = journal_of(left, env_id)
+    file.write_bytes(file.read_bytes()[:-5])
+    with capture_logs() as logs:
+        async with app_on(left) as client:
+            assert (await step(client, env_id))["info"]["turn"] == 3
+    assert [event["file"] for event in logs if event["event"] == "journal_torn"] == [file.name]
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data.replace(b'"format":1', b'"format":2', 1), "line 1 was changed"),
+        (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], "line 1 was changed"),
+        (lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:], "was changed after it was written"),
+        (lambda data: b"", "it holds no whole line"),
+    ],
+    ids=["another head", "a bit of the head", "a bit of a step", "empty"],
+)
+async def test_a_file_that_was_changed_costs_its_session_alone_and_stays(tmp_path, damage, told):
+    async with app_on(tmp_path / "s") as client:
+        bad, good = await created(client), await created(client)
+        await step(client, bad)
+        await step(client, good)
+        left = killed(tmp_path / "s", tmp_path)
+    file = journal_of(left, bad)
+    damaged = damage(file.read_bytes())
+    file.write_bytes(damaged)
+    with capture_logs() as logs:
+        async with app_on(left) as client:
+            assert (await step(client, good))["info"]["turn"] == 2
+            assert (await step(client, bad, status=404))["code"] == "unknown_id"
+    (refused,) = [event for event in logs if event["event"] == "journal_refused"]
+    assert refused["file"] == file.name
+    assert told in refused["reason"]
+    assert file.read_bytes() == damaged
+
+
+async def test_a_file_of_another_version_is_refused_by_name_and_stays(tmp_path):
+    left = tmp_path / "s"
+    left.mkdir()
+    JournalFile(left / "env_0123456789abcdef.journal").replace([{"format": 99, "kind": "env"}])
+    with capture_logs() as logs:
+        async with app_on(left) as client:
+            await step(client, "env_0123456789abcdef", status=404)
+    (refused,) = [event for event in logs if event["event"] == "journal_refused"]
+    assert refused["file"] == "env_0123456789abcdef.journal"
+    assert refused["reason"] == "it has format 99; this task app reads 1"
+    assert (left / "env_0123456789abcdef.journal").exists()
+
+
+async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(tmp_path):
+    left, env_id = await one_session(tmp_path / "s", tmp_path, steps=1)
+    # The kill hits between the record of a step and the answer to it.
+    async with app_on(left) as client:
+        session = client._transport.app.state.services.environments.find(env_id)
+        token = CLAIM.set(Claim("late", "digest", taken_s=0.0))
+        answer = await step(client, env_id, acts("move_right"))
+        CLAIM.reset(token)
+        assert (answer["info"]["turn"], session.turn) == (2, 2)
+        again = tmp_path / "again"
+        shutil.copytree(left, again)
+    async with app_on(again) as client:
+        assert await step(client, env_id, acts("move_right"), **keyed("late")) == answer
+        assert (await step(client, env_id))["info"]["turn"] == 3
+
+
+async def test_a_session_that_nobody_was_told_of_is_forgotten(tmp_path):
+    async with app_on(tmp_path / "s") as client:
+        token = CLAIM.set(Claim("late", "digest", taken_s=0.0))
+        await created(client)
+        CLAIM.reset(token)
+        left = killed(tmp_path / "s", tmp_path)
+    assert len(list(left.glob("env_*"))) == 1
+    async with app_on(left, max_sessions=1) as client:
+        await created(client)
+
+
+async def test_an_old_answer_that_was_forgotten_undoes_nothing(tmp_path):
+    async with app_on(tmp_path / "s", max_idempotency_keys=1) as client:
+        env_id = await created(client)
+        await step(client, env_id, **keyed("one"))
+        await post(client, "/env/create", CRAFTER, **keyed("two"))
+        book = client._transport.app.state.services.book
+        book.rotate()
+        book.rotate()
+        left = killed(tmp_path / "s", tmp_path)
+    async with app_on(left) as client:
+        assert (await step(client, env_id))["info"]["turn"] == 2
+
+
+async def test_what_was_answered_stays_done_over_any_number_of_restarts(tmp_path):
+    """One step is told, the next is undone, and the answers are forgotten meanwhile."""
+    folder = tmp_path / "0"
+    async with app_on(folder) as client:
+        env_id = await created(client)
+        await step(client, env_id, **keyed("told"))
+        token = CLAIM.set(Claim("late", "digest", taken_s=0.0))
+        await step(client, env_id)
+        CLAIM.reset(token)
+        shutil.copytree(folder, tmp_path / "1")
+    for number in (1, 2):
+        async with app_on(tmp_path / f"{number}") as client:
+            services = client._transport.app.state.services
+            assert services.environments.find(env_id).turn == 1
+            await post(client, "/env/create", CRAFTER, **keyed(f"{number}"))
+            services.book.rotate()
+            services.book.rotate()
+            shutil.copytree(tmp_path / f"{number}", tmp_path / f"{number + 1}")
+
+
+async def test_ended_sessions_leave_no_file(tmp_path):
+    folder = tmp_path / "s"
+    async with app_on(folder, session_idle_s=0.01, sweep_every_s=0.01) as client:
+        env_id = await created(client)
+        assert journal_of(folder, env_id).exists()
+        while journal_of(folder, env_id).exists():
+            await asyncio.sleep(0)  # let the sweeper come to it
+        await step(client, env_id, status=404)
+    async with app_on(folder) as client:
+        env_id = await created(client)
+        await post(client, "/env/terminate", {"env_id": env_id})
+        assert not journal_of(folder, env_id).exists()
+        assert sorted(path.name for path in folder.iterdir()) == ["lock"]
+
+
+async def test_policies_go_on_too_with_their_chance_and_the_switches_that_they_brought(tmp_path):
+    on = {"enabled": True, "mode": "decision_stepwise"}
+    policy = {"policy_name": "random", "config": {"seed": 5, "step_rewards": on}}
+    async with app_on(tmp_path / "s") as client:
+        env_id = await created(client)
+        made = await post(client, "/policy/create", policy | {"bound_env_id": env_id})
+        policy_id = made["policy_id"]
+        await post(client, "/policy/step", {"policy_id": policy_id})
+        left = killed(tmp_path / "s", tmp_path)
+        expected = (await post(client, "/policy/step", {"policy_id": policy_id}))["tool_calls"]
+    async with app_on(left) as client:
+        again = await post(client, "/policy/step", {"policy_id": policy_id})
+        assert (again["tool_calls"], again["meta"]["turn"]) == (expected, 2)
+        assert (await step(client, env_id))["metadata"]["decision_rewards"]["turn"] == 1
+
+
+async def test_no_key_is_written_so_a_policy_that_had_one_asks_for_it_again(tmp_path):
+    call = {"id": "c", "type": "function", "function": {"name": "interact_many", "arguments": "{}"}}
+    async with fake_inference(completion({"role": "assistant", "tool_calls": [call]})) as fake:
+        config = {"inference_url": fake.url, "model": "m", "ask_token_ids": False}
+        policy = {"policy_name": "openai", "config": config, "inference_key": SECRET}
+        async with app_on(tmp_path / "s") as client:
+            env_id = await created(client)
+            made = await post(client, "/policy/create", policy | {"bound_env_id": env_id})
+            policy_id = made["policy_id"]
+            await post(client, "/policy/step", {"policy_id": policy_id})
+            left = killed(tmp_path / "s", tmp_path)
+        for file in left.iterdir():
+            for form in (SECRET.encode(), base64.b64encode(SECRET.encode()), KEY.encode()):
+                assert form not in file.read_bytes()
+        async with app_on(left) as client:
+            asked = await post(client, "/policy/step", {"policy_id": policy_id}, status=428)
+            assert asked["code"] == "inference_key_needed"
+            body = {"policy_id": policy_id, "inference_key": SECRET}
+            assert (await post(client, "/policy/step", body))["meta"]["turn"] == 2
+            assert (await post(client, "/policy/step", {"policy_id": policy_id}))["meta"]["turn"] == 3

@@ -1,0 +1,134 @@
+"""GET /metrics: what was counted, in Prometheus' words. The numbers are those of the requests of the test."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from task_app.guards.auth import Keys
+from task_app.observing.metrics import LATENCY_EDGES_S, Histogram, Metrics
+from task_app.observing.observed import Observed
+from task_app.settings import Settings
+from tests.task_app.counting import KEY, rollout, running_app
+from tests.task_app.fake_inference import calling, fake_inference, status
+from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
+
+
+async def scraped(client):
+    """Every sample as {(name, labels): value}."""
+    answer = await client.get("/metrics")
+    assert answer.status_code == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def value(samples, name, **labels):
+    return samples.get((name, tuple(sorted(labels.items()))))
+
+
+def test_a_latency_falls_below_the_first_edge_that_holds_it():
+    histogram = Histogram()
+    for took_s in (0.0005, 0.0006, 99.0):
+        histogram.observe(took_s)
+    found = dict(histogram.cumulative())
+    assert (found["0.0005"], found["0.001"], found["30"], found["+Inf"]) == (1, 2, 2, 3)
+    assert histogram.sum_s == 0.0005 + 0.0006 + 99.0
+    assert list(LATENCY_EDGES_S) == sorted(LATENCY_EDGES_S)
+
+
+def test_a_made_up_method_is_no_label_of_its_own():
+    metrics = Metrics()
+    for number in range(100):
+        metrics.request_ended(f"METHOD{number}", "/", 405, 0.001)
+    assert dict(metrics.requests) == {("other", "/", 405): 100}
+
+
+async def test_requests_are_counted_by_route_and_status_and_ids_are_no_labels():
+    async with running_app() as client:
+        env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
+        step = {"env_id": env_id, "tool_calls": [{"tool": "add", "args": {"names": ["a", "b"]}}]}
+        for _ in range(3):
+            assert (await client.post("/env/step", json=step)).status_code == 200
+        await client.get(f"/env/{env_id}/frame")
+        await client.get("/nowhere/at/all")
+        await client.get("/info", headers={"X-API-Key": "wrong"})
+        samples = await scraped(client)
+    name = "turnwise_http_requests_total"
+    assert value(samples, name, method="POST", route="/env/create", status="200") == 1
+    assert value(samples, name, method="POST", route="/env/step", status="200") == 3
+    assert value(samples, name, method="GET", route="/env/{env_id}/frame", status="404") == 1
+    assert value(samples, name, method="GET", route="none", status="404") == 1
+    assert value(samples, name, method="GET", route="none", status="401") == 1
+    assert value(samples, "turnwise_http_request_seconds_count", route="/env/step") == 3
+    assert value(samples, "turnwise_http_request_seconds_bucket", route="/env/step", le="+Inf") == 3
+    assert value(samples, "turnwise_sessions", kind="env") == 1
+    assert value(samples, "turnwise_decisions_total", source="session") == 3
+    assert value(samples, "turnwise_env_steps_total", source="session") == 6
+    assert not [labels for _, labels in samples if any(env_id in text for pair in labels for text in pair)]
+
+
+async def test_rollouts_are_counted_by_how_they_ended():
+    broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
+    async with running_app() as client:
+        await accept(client, rollout("a"), broken)
+        await all_of(client, 2)
+        samples = await scraped(client)
+    ended = "turnwise_rollouts_ended_total"
+    assert value(samples, ended, status="finished", reason="max_decisions") == 1
+    assert value(samples, ended, status="failed", reason="critical_error") == 1
+    # `a` took two decisions of one env step each; a failure has no trajectory to count
+    assert value(samples, "turnwise_decisions_total", source="rollout") == 2
+    assert value(samples, "turnwise_env_steps_total", source="rollout") == 2
+    assert value(samples, "turnwise_rollouts_held") == 2
+    assert value(samples, "turnwise_held_bytes") > 0
+
+
+async def test_queued_and_running_rollouts_are_told_while_they_are():
+    (policy, _), plug_boards = waiting_boards(2)
+    async with running_app(plug_boards, max_concurrent_rollouts=1) as client:
+        await accept(client, rollout("a", **WAITING), rollout("b", **WAITING))
+        await policy.asked.wait()
+        samples = await scraped(client)
+        assert value(samples, "turnwise_rollouts", state="running") == 1
+        assert value(samples, "turnwise_rollouts", state="queued") == 1
+        await client.delete("/rollouts/b")
+        samples = await scraped(client)
+    assert value(samples, "turnwise_rollouts", state="queued") == 0
+    assert value(samples, "turnwise_rollouts_ended_total", status="cancelled", reason="cancelled") == 1
+
+
+async def test_a_second_attempt_to_ask_a_model_is_counted():
+    async with fake_inference(status(503, {}), calling("a")) as fake, running_app() as client:
+        config = {"inference_url": fake.url, "model": "m"}
+        policy = {"policy_name": "openai", "config": config}
+        await accept(client, rollout("a", policy=policy))
+        assert (await all_of(client, 1))["a"].status == "finished"
+        samples = await scraped(client)
+    assert value(samples, "turnwise_inference_retries_total") == 1
+
+
+async def test_metrics_need_the_key_unless_the_operator_opened_them():
+    async with running_app() as client:
+        assert (await client.get("/metrics", headers={"X-API-Key": ""})).status_code == 401
+        assert KEY not in (await client.get("/metrics")).text
+    async with running_app(open_routes=("metrics",)) as client:
+        assert (await client.get("/metrics", headers={"X-API-Key": ""})).status_code == 200
+        assert (await client.get("/info", headers={"X-API-Key": ""})).status_code == 401
+
+
+async def test_openmetrics_is_spoken_to_who_asks_for_it():
+    async with running_app() as client:
+        answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+async def test_a_client_that_leaves_before_the_answer_is_no_fault_of_the_service():
+    metrics = Metrics()
+
+    async def says_nothing(scope, receive, send):
+        return
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    await Observed(says_nothing, metrics=metrics, keys=Keys(Settings()))(scope, None, None)
+    assert dict(metrics.requests) == {("GET", "none", 499): 1}

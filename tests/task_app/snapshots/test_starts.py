@@ -1,0 +1,199 @@
+"""Where rollouts begin: at a snapshot by value, or in a world that is made once for all siblings."""
+
+import asyncio
+
+from shared_schemas.rollouts import EnvSpec
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.errors import CriticalError
+from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
+from task_app.protocols import Environment, Observation
+from task_app.snapshots.envelope import Contents, from_text, open_envelope, seal, to_text
+from task_app.snapshots.starts import Worlds
+from tests.task_app.counting import CountingEnvironment, running_app
+from tests.task_app.playing import ON, TO_THE_TREE, new_env, new_policy, post, refused, step
+
+SPEC = EnvSpec(env_name="crafter", config={})
+
+
+def rollout(rollout_id, start, **changes):
+    return {
+        "rollout_id": rollout_id,
+        "run_id": "r",
+        "start": start,
+        "env": {"env_name": "crafter"},
+        "policy": {"policy_name": "random", "config": {"seed": 4, "max_actions": 3}},
+        "step_rewards": ON,
+        "limits": {"max_decisions": 5},
+        **changes,
+    }
+
+
+async def played(client, *requests):
+    """The trajectories, without what a clock makes different."""
+    assert (await client.post("/rollouts", json={"rollouts": requests})).status_code == 202
+    ended, cursor = {}, ""
+    while len(ended) < len(requests):
+        params = {"run_id": "r", "wait_s": 20, "cursor": cursor}
+        page = (await client.get("/rollouts", params=params)).json()
+        cursor = page["cursor"]
+        ended |= {found["rollout_id"]: found for found in page["rollouts"]}
+    for found in ended.values():
+        if found["trajectory"] is not None:
+            found["trajectory"]["wall_s"] = 0
+            for taken in found["trajectory"]["steps"]:
+                taken["step_info"] |= {"policy_s": 0, "environment_s": 0}
+    return [ended[request["rollout_id"]] for request in requests]
+
+
+async def test_a_rollout_goes_on_from_a_snapshot():
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client)
+        await step(client, env_id, *TO_THE_TREE)
+        before = await step(client, env_id, "fly")
+        policy_id = await new_policy(client, bound_env_id=env_id)
+        prompt = await post(client, "/policy/step", policy_id=policy_id, dry_run=True)
+        taken = await post(client, "/env/snapshot", env_id=env_id)
+        start = {"snapshot": taken["snapshot"], "parent_rollout_id": "p/1", "parent_turn": 2}
+        one, two = await played(client, rollout("a", start), rollout("b", start))
+        assert one["status"] == "finished", one
+        trajectory = one["trajectory"]
+        assert trajectory == two["trajectory"]
+        assert (trajectory["parent_rollout_id"], trajectory["parent_turn"]) == ("p/1", 2)
+        assert trajectory["seed"] == 17
+        first = trajectory["steps"][0]
+        shown = [message["content"] for message in first["observation_data"]["messages"]]
+        assert shown == [message["content"] for message in prompt["meta"]["messages"]]
+        assert "fly" in shown[1], "its history went along"
+        counts = before["observation"]["achievements_counts"]
+        assert first["observation_data"]["achievements_counts"] == counts
+        # Turns and limits are the rollout's own; what was unlocked before the start is not unlocked again.
+        assert [taken["turn"] for taken in trajectory["steps"]] == [1, 2, 3, 4, 5]
+        assert trajectory["stop_reason"] == "max_decisions"
+        records = [taken["metadata"]["decision_rewards"] for taken in trajectory["steps"]]
+        unlocked = {name for record in records for name in record["unique"]}
+        assert "collect_wood" not in unlocked
+        assert trajectory["outcome_reward"] == 1 + len(unlocked)
+        # The same calls by hand are paid the same.
+        for decided in trajectory["steps"]:
+            told = await post(client, "/env/step", env_id=env_id, tool_calls=decided["tool_calls"])
+            assert told["env_rewards"] == decided["env_rewards"]
+
+
+async def test_a_start_that_is_none_is_refused_with_its_place():
+    async with running_app(default_plug_boards()) as client:
+        env_id = await new_env(client, length=3)
+        text = (await post(client, "/env/snapshot", env_id=env_id))["snapshot"]
+        policy_id = await new_policy(client)
+        policy = (await post(client, "/policy/snapshot", policy_id=policy_id))["snapshot"]
+        await step(client, env_id, "noop", "noop", "noop")
+        over = (await post(client, "/env/snapshot", env_id=env_id))["snapshot"]
+        same = {"env_name": "crafter", "config": {"length": 3}}
+        for start, env, where, told in (
+            ({}, same, "rollouts.0.start", "give either seed or snapshot"),
+            ({"seed": 1, "snapshot": text}, same, "rollouts.0.start", "give either seed or snapshot"),
+            ({"seed": 1, "parent_turn": 3}, same, "rollouts.0.start", "a parent goes with a snapshot"),
+            ({"snapshots": text}, same, "rollouts.0.start.snapshots", "Did you mean 'snapshot'?"),
+            ({"snapshot": text[:-8]}, same, "rollouts.0.start.snapshot", "cut short"),
+            ({"snapshot": policy}, same, "rollouts.0.start.snapshot", "kind 'policy'"),
+            ({"snapshot": over}, same, "rollouts.0.start.snapshot", "has ended"),
+            (
+                {"snapshot": text}, {"env_name": "crafter"}, "rollouts.0.start.snapshot",
+                "is of 'crafter' with {'length': 3}, the rollout is to play 'crafter' with {'length': 10000}",
+            ),
+            (
+                {"snapshot": text}, {"env_name": "count"}, "rollouts.0.env.env_name", "unknown environment",
+            ),
+        ):  # fmt: skip
+            body = {"rollouts": [rollout("a", start, env=env)]}
+            status, _, found, sentence = await refused(client, "/rollouts", **body)
+            assert (status, found) == (422, where), sentence
+            assert told in sentence
+
+
+async def test_a_snapshot_of_another_environment_is_refused():
+    both = {
+        **default_plug_boards().environments,
+        "twin": EnvironmentPlugin(CrafterConfig, CrafterEnvironment),
+    }
+    boards = PlugBoards(both, default_plug_boards().policies)
+    async with running_app(boards) as client:
+        taken = await post(client, "/env/snapshot", env_id=await new_env(client))
+        body = rollout("a", {"snapshot": taken["snapshot"]}, env={"env_name": "twin"})
+        _, code, _, told = await refused(client, "/rollouts", rollouts=[body])
+    assert code == "snapshot_refused"
+    assert "is of environment 'crafter', the rollout is to play environment 'twin'" in told
+
+
+class Worn(CrafterEnvironment):
+    """Crafter that writes down which of its worlds were generated, and may be told to fail."""
+
+    def __init__(self, made: list[int], failures: list[Exception] | None = None) -> None:
+        super().__init__()
+        self._made, self._failures = made, failures or []
+
+    def reset(self, seed: int) -> Observation:
+        self._made.append(seed)
+        if self._failures:
+            raise self._failures.pop()
+        return super().reset(seed)
+
+
+async def begun(worlds: Worlds, environment: Environment, seed: int) -> Observation:
+    return (await worlds.start(SPEC, seed).begin(environment)).observation
+
+
+async def test_siblings_share_one_generated_world_and_then_part():
+    made: list[int] = []
+    worlds, siblings = Worlds(), [Worn(made) for _ in range(8)]
+    seen = await asyncio.gather(*(begun(worlds, sibling, 3) for sibling in siblings))
+    await begun(worlds, Worn(made), 4)
+    assert made == [3, 4]
+    assert seen == [CrafterEnvironment().reset(3)] * 8
+    siblings[0].step([])
+    assert siblings[1].outcome_reward() == siblings[0].outcome_reward() == 0.0
+    ends = [[sibling.step([]).observation for _ in range(20)][-1] for sibling in siblings[1:]]
+    assert ends == [ends[0]] * 7
+
+
+async def test_when_the_first_sibling_fails_the_next_one_makes_the_world():
+    made: list[int] = []
+    failures: list[Exception] = [OSError("no more dice")]
+    worlds, siblings = Worlds(), [Worn(made, failures) for _ in range(3)]
+    first, *others = await asyncio.gather(
+        *(begun(worlds, sibling, 3) for sibling in siblings), return_exceptions=True
+    )
+    assert isinstance(first, CriticalError)
+    assert others == [CrafterEnvironment().reset(3)] * 2
+    assert made == [3, 3]
+
+
+async def test_an_environment_that_cannot_be_restored_is_reset_every_time():
+    worlds, one, two = Worlds(), CountingEnvironment(), CountingEnvironment()
+    assert await begun(worlds, one, 3) == await begun(worlds, two, 3) == CountingEnvironment().reset(3)
+
+
+async def test_a_group_plays_as_if_every_sibling_had_made_its_own_world():
+    group = [
+        rollout(f"g/{sibling}", {"seed": 9}, policy={"policy_name": "random", "config": {"seed": sibling}})
+        for sibling in range(4)
+    ]
+    async with running_app(default_plug_boards(), max_concurrent_rollouts=4) as client:
+        together = await played(client, *group)
+    apart = []
+    for one in group:
+        async with running_app(default_plug_boards()) as client:
+            apart += await played(client, one)
+    assert [found["trajectory"] for found in together] == [found["trajectory"] for found in apart]
+    assert len({str(found["trajectory"]["steps"]) for found in together}) == 4
+
+
+async def test_a_moment_that_its_environment_does_not_take_fails_the_rollout_and_says_so():
+    async with running_app(default_plug_boards()) as client:
+        taken = await post(client, "/env/snapshot", env_id=await new_env(client))
+        data = from_text(taken["snapshot"], where="snapshot")
+        found = open_envelope("environment", data, at_most_bytes=10**6)
+        torn = to_text(seal("environment", Contents(found.head, found.state[:-1]), at_most_bytes=10**6))
+        (ended,) = await played(client, rollout("a", {"snapshot": torn}))
+    assert ended["status"] == "failed"
+    assert ended["failure"]["code"] == "snapshot_refused"
+    assert "6591 bytes after its first line" in ended["failure"]["detail"]

@@ -1,0 +1,166 @@
+"""`turnwise eval --model --inference-url`: real HTTP to servers that know nothing of ours."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from tests.conftest import tiny_job
+from tests.foreign_server import (
+    busy,
+    foreign_server,
+    nonsense,
+    refuses_and_repeats_the_key,
+    repeats_the_key,
+)
+from trainer_backend.collect.plan import Inference
+from trainer_backend.errors import NothingToLearnFrom, TaskAppError
+from trainer_backend.evaluation.play import Checkpoint, evaluate
+from trainer_backend.job import dump_job
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.services.policy_server import serving
+from trainer_backend.services.task_apps import KEY_VARIABLE, task_apps
+
+KEY = "sk-very-secret-0123456789abcdef"
+ROOT = Path(__file__).parents[3]
+
+
+def short_job(**overrides):
+    """Two worlds, three decisions each."""
+    return tiny_job(rollout__max_turns=3, evaluation__instances=2, **overrides)
+
+
+def asked(server, key: str = KEY) -> Inference:
+    return Inference(server.url, "their-model", SecretStr(key))
+
+
+def played(job, player, **options):
+    return asyncio.run(evaluate(job, player, **options))
+
+
+def test_plain_openai_is_spoken_and_the_episodes_are_kept(tmp_path):
+    with foreign_server(key=KEY) as server:
+        found = played(short_job(), asked(server), keep=tmp_path / "episodes.parquet")
+    assert (found.unique.count, found.decisions.mean, found.failures) == (2, 3.0, {})
+    assert (found.prompt_tokens, found.sampled_tokens) == (600, 42)  # 2 worlds, 3 decisions
+    assert (found.policy, found.models) == (f"their-model at {server.url}", ("their-model-2026-01-01",))
+    assert set(server.bodies[0]) == {
+        "model", "messages", "tools", "tool_choice", "temperature", "top_p", "max_tokens", "seed"
+    }  # fmt: skip
+    assert not any(name.startswith("x-turnwise") for headers in server.headers for name in headers)
+    stored = read_rollouts(tmp_path / "episodes.parquet")
+    assert [rollout.trajectory.seed for rollout in stored] == [2**30, 2**30 + 1]
+    assert all(step.policy_logprobs is None for rollout in stored for step in rollout.trajectory.steps)
+
+
+def test_a_rate_limit_is_waited_for_and_loses_nothing():
+    with foreign_server(busy, busy, key=KEY) as server:
+        found = played(short_job(), asked(server))
+    assert (found.unique.count, found.lost, found.failures) == (2, 0, {})
+    assert len(server.bodies) == 8  # 6 decisions, and the two that were sent away
+
+
+def test_a_world_that_failed_once_is_played_again_and_counted():
+    with foreign_server(nonsense, key=KEY) as server:
+        found = played(short_job(), asked(server))
+    assert (found.unique.count, found.lost, found.failures) == (2, 0, {"inference_protocol": 1})
+
+
+def test_nothing_but_nonsense_is_told_and_kept_as_failures(tmp_path):
+    path = tmp_path / "episodes.parquet"
+    with (
+        foreign_server(*[nonsense] * 4, key=KEY) as server,
+        pytest.raises(NothingToLearnFrom, match="4 x inference_protocol") as caught,
+    ):
+        played(short_job(), asked(server), keep=path)
+    assert "answered nonsense: the body is no JSON" in str(caught.value)
+    assert [rollout.failure.code for rollout in read_rollouts(path)] == ["inference_protocol"] * 2
+
+
+def test_what_a_server_refuses_is_left_out_or_called_by_its_name():
+    job = short_job(
+        rollout__policy_config={
+            "leave_out": ["temperature", "top_p", "seed"],
+            "max_tokens_name": "max_completion_tokens",
+            "extra_body": {"reasoning_effort": "low"},
+        }
+    )
+    with foreign_server(key=KEY) as server:
+        found = played(job, asked(server))
+    assert found.unique.count == 2
+    assert set(server.bodies[0]) == {
+        "model", "messages", "tools", "tool_choice", "max_completion_tokens", "reasoning_effort"
+    }  # fmt: skip
+
+
+def test_a_task_app_of_its_operators_refuses_a_host_that_is_not_on_its_list(tmp_path, monkeypatch):
+    async def elsewhere(player):
+        async with task_apps(tiny_job(), tmp_path / "log") as (operators,):
+            monkeypatch.setenv(KEY_VARIABLE, operators.api_key.get_secret_value())
+            return await evaluate(short_job(services__task_url=operators.url), player)
+
+    with (
+        foreign_server(key=KEY) as server,
+        pytest.raises(TaskAppError, match="the operator extends it with TURNWISE_ALLOWED") as caught,
+    ):
+        asyncio.run(elsewhere(asked(server)))
+    place = server.url.removeprefix("http://")
+    assert f"inference host {place} is not on this task app's list" in str(caught.value)
+    assert server.bodies == []
+
+
+async def test_our_own_gateway_asked_as_a_foreign_one_gives_the_checkpoints_figures(trained):
+    directory = trained[0]
+    job, folder = directory.job(), directory.checkpoints / "iteration_2"
+    model = job.model.model_copy(update={"preset": None, "path": folder})
+    learner = LocalLearner.fresh(job.model_copy(update={"model": model}), [])
+    async with serving(job, learner) as server:
+        await server.publish(0)
+        over_the_wire = await evaluate(job, server.inference)
+    here = await evaluate(job, Checkpoint(folder))
+    assert over_the_wire.rates == here.rates
+    assert over_the_wire.env_reward == here.env_reward
+    assert over_the_wire.unique_by_turn == here.unique_by_turn
+
+
+@pytest.mark.parametrize("answer", [repeats_the_key, refuses_and_repeats_the_key])
+def test_the_key_is_in_no_output_and_no_file(tmp_path, answer):
+    """As a process: a key in its environment, a server that repeats it wherever it can."""
+    job = short_job(rollout__policy_config={"max_attempts": 2})
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    with foreign_server(*[answer] * 9, key=KEY) as server:
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "trainer_backend", "eval", "--job", "job.toml",
+                "--model", "their-model", "--inference-url", server.url, "--api-key-env", "THEIR_KEY",
+                "--json", "figures.json", "--rollouts", "episodes.parquet",
+            ],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "THEIR_KEY": KEY, "TMPDIR": str(tmp_path)},
+        )  # fmt: skip
+    assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+    assert done.returncode == (0 if answer is repeats_the_key else 1), done.stderr
+    assert KEY not in done.stdout + done.stderr
+    episodes = read_rollouts(tmp_path / "episodes.parquet")
+    assert len(episodes) == 2
+    assert not any(KEY in episode.model_dump_json() for episode in episodes)
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+    if answer is repeats_the_key:
+        assert "You sent me Bearer [key]." in episodes[0].model_dump_json()
+        assert json.loads((tmp_path / "figures.json").read_text())["models"] == ["their-model-2026-01-01"]
+
+
+def test_a_refused_key_is_told_without_a_part_of_it():
+    with (
+        foreign_server(key="another-key") as server,
+        pytest.raises(NothingToLearnFrom, match="status 401") as caught,
+    ):
+        played(short_job(), asked(server))
+    assert "secret" not in str(caught.value)

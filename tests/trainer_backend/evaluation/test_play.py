@@ -1,0 +1,195 @@
+import asyncio
+import io
+import json
+import socket
+import tempfile
+from collections import Counter
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.report.hand_made import LAST
+from trainer_backend.__main__ import app
+from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.plan import Inference
+from trainer_backend.errors import JobError, NothingToLearnFrom, RunDirectoryError
+from trainer_backend.evaluation.play import Checkpoint, Scripted, chosen_player, evaluate, what_to_evaluate
+from trainer_backend.evaluation.result import as_json, evaluated, span_width
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.jobfile.training_table import LoraTable
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.terminal.evaluation_tables import tables
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(dump_job(tiny_job()))
+    return path
+
+
+def test_the_figures_of_two_episodes_by_hand():
+    # three decisions that unlock wood, cow, table; two of which the second unlocks the cow
+    found = evaluated("p", Collection(LAST, failures=Counter({"inference_unavailable": 1})))
+    assert (found.unique.mean, found.decisions.mean, found.invalid_frac) == (2.0, 2.5, 0.0)
+    assert {name: rate.mean for name, rate in found.rates.items()} == {
+        "collect_wood": 0.5,
+        "eat_cow": 1.0,
+        "place_table": 0.5,
+    }
+    assert found.unique_by_turn == found.ach_by_turn == (0.5, 1.0, 0.5)
+    assert found.env_reward.mean == 2.0  # 1 for each of four decisions that unlocked something
+    assert found.env_steps.mean == 5.0
+    third = found.spans[2]
+    assert (third.first, third.last, third.playing, third.unique.mean, third.rewarded) == (3, 3, 1, 0.5, 1.0)
+    assert (found.spans[0].playing, found.spans[0].rewarded) == (2, 0.5)
+    assert found.endings == {"max_decisions": 2}
+    assert found.failures == {"inference_unavailable": 1}
+
+
+@pytest.mark.parametrize(
+    ("turns", "width"), [(1, 1), (12, 1), (13, 2), (50, 5), (120, 10), (121, 20), (10_000, 1_000)]
+)
+def test_turns_are_told_in_at_most_twelve_spans(turns, width):
+    assert span_width(turns) == width
+
+
+def test_figures_of_others_stand_beside_it_with_what_differs_first():
+    out = io.StringIO()
+    Console(file=out, width=120).print(tables(evaluated("p", Collection(LAST))))
+    told = out.getvalue()
+    assert "2 of 2 episodes here were cut short (longest: 6 env steps)" in told
+    assert told.index("cut short") < told.index("this, NOT comparable") < told.index("50.5 ± 6.8")
+    assert "[1] README of danijar/crafter: https://github.com/danijar/crafter" in told
+
+
+def test_another_environment_has_no_crafter_score_and_no_published_rows():
+    episodes = [
+        item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"env_name": "documents"})})
+        for item in LAST
+    ]
+    found = evaluated("p", Collection(tuple(episodes)))
+    assert (found.crafter_score, found.published) == (None, ())
+    out = io.StringIO()
+    Console(file=out, width=120).print(tables(found))
+    assert "Crafter" not in out.getvalue() and "published" not in out.getvalue()
+
+
+def test_worlds_that_were_lost_are_told():
+    lost = LAST[1].model_copy(update={"status": "failed", "trajectory": None})
+    found = evaluated("p", Collection(LAST[:1], (lost,), Counter({"deadline_exceeded": 2})))
+    assert found.lost == 1
+    out = io.StringIO()
+    Console(file=out, width=120).print(tables(found))
+    assert "1, 1 more lost to failures: in no figure" in out.getvalue()
+
+
+def test_a_name_in_brackets_is_printed_as_it_is():
+    out = io.StringIO()
+    found = evaluated("runs/[/x]/[best]", Collection(LAST, failures=Counter({"[odd]": 1})))
+    Console(file=out, width=100).print(tables(found))
+    assert "runs/[/x]/[best]" in out.getvalue()
+    assert "[odd] 1" in out.getvalue()
+
+
+def test_one_episode_has_no_interval_and_none_is_an_error():
+    written = json.loads(as_json(evaluated("p", Collection(LAST[:1]))))
+    assert written["unique"] == {"mean": 3.0, "low": None, "high": None, "count": 1}
+    with pytest.raises(NothingToLearnFrom):
+        evaluated("p", Collection(()))
+
+
+def test_a_run_plays_its_best_checkpoint_a_folder_of_it_plays_itself(trained):
+    run = trained[0].path
+    loaded, player = what_to_evaluate(run, None, None, ["evaluation.instances=3"])
+    assert loaded.config.evaluation.instances == 3
+    assert player == Checkpoint(run / "checkpoints" / (run / "checkpoints" / "best").read_text())
+    folder = run / "checkpoints" / "iteration_0"
+    assert what_to_evaluate(folder, None, None)[1] == Checkpoint(folder)
+    assert what_to_evaluate(run, None, Scripted("random"))[1] == Scripted("random")
+
+
+def test_a_scripted_policy_asks_no_server():
+    assert chosen_player(None, None, None, None) is None
+    assert chosen_player("random", None, None, None) == Scripted("random")
+    with pytest.raises(JobError, match="--policy random is played by the task app alone"):
+        chosen_player("random", "m", "http://h", None)
+
+
+def test_a_foreign_tokenizer_needs_more_than_the_demos_eight_tokens(job_file):
+    player = chosen_player(None, "m", "http://h", None)
+    loaded, found = what_to_evaluate(None, job_file, player)
+    assert found is player
+    assert any("rollout.max_tokens is 8" in warning for warning in loaded.warnings)
+    roomy = ["rollout.max_tokens=128"]
+    assert what_to_evaluate(None, job_file, player, roomy)[0].warnings == ()
+
+
+def test_what_cannot_be_evaluated_is_a_sentence(tmp_path, job_file):
+    with pytest.raises(JobError, match="give a run or model folder, or --policy"):
+        what_to_evaluate(None, job_file, None)
+    with pytest.raises(JobError, match="give --job"):
+        what_to_evaluate(tmp_path, None, None)
+    with pytest.raises(JobError, match="give --job"):
+        what_to_evaluate(None, None, Scripted("random"))
+    with pytest.raises(RunDirectoryError, match="no checkpoint yet"):
+        what_to_evaluate(create_run(tiny_job(), tmp_path / "run").path, None, None)
+
+
+async def test_a_checkpoint_plays_as_it_did_in_training(trained):
+    directory, reporter, _ = trained
+    loaded, player = what_to_evaluate(directory.path, None, None)
+    told = []
+    found = await evaluate(loaded.config, player, lambda done, total: told.append((done, total)))
+    iteration = int(player.folder.name.removeprefix("iteration_"))
+    row = next(r for r in reporter.rows if r["kind"] == "evaluation" and r["iteration"] == iteration)
+    assert found.unique.mean == row["eval/unique_achievements"]
+    assert {name: rate.mean for name, rate in found.rates.items()} == row["eval/success_rates"]
+    assert told[-1] == (4, 4)
+
+
+async def test_playing_a_checkpoint_needs_nothing_of_its_training(trained):
+    directory, _, _ = trained
+    loaded, player = what_to_evaluate(directory.path, None, None, ["evaluation.instances=1"])
+    nowhere = loaded.config.model_copy(update={"lora": LoraTable(target_modules=("no_such_layer",))})
+    assert (await evaluate(nowhere, player)).unique.count == 1
+
+
+def test_the_log_of_an_evaluation_that_failed_is_there_to_be_read(job_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "made"))
+    (tmp_path / "made").mkdir()
+    job = load_job(job_file, ["rollout.policy_config.max_attempts=1", "evaluation.instances=1"]).config
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        nobody = Inference(f"http://127.0.0.1:{taken.getsockname()[1]}", "m", None)
+        with pytest.raises(NothingToLearnFrom, match=r"log \(.*task_app\.log\) says more") as caught:
+            asyncio.run(evaluate(job, nobody))
+    (log,) = (tmp_path / "made").rglob("task_app.log")
+    assert str(log) in str(caught.value) and log.stat().st_size > 0
+    asyncio.run(evaluate(job, Scripted("random")))
+    assert list((tmp_path / "made").rglob("task_app.log")) == [log], "one that went well leaves none"
+
+
+def test_the_command_plays_a_scripted_policy_and_writes_json(job_file, tmp_path):
+    out = tmp_path / "figures.json"
+    arguments = ["eval", "--policy", "crafter_teacher", "--job", str(job_file), "--instances", "3"]
+    answer = CliRunner().invoke(app, [*arguments, "--json", str(out)], catch_exceptions=False)
+    assert answer.exit_code == 0
+    assert "unique achievements" in answer.output
+    figures = json.loads(out.read_text())
+    assert figures["policy"] == "crafter_teacher"
+    assert figures["unique"]["count"] == 3
+    assert figures["decisions"]["mean"] == tiny_job().rollout.max_turns
+    assert figures["invalid_frac"] == 0.0
+    assert figures["crafter_score"]["low"] <= figures["crafter_score"]["mean"]
+    assert figures["published"][1]["rows"][0] == {
+        "agent": "Human",
+        "score": {"value": 50.5, "spread": 6.8},
+        "reward": {"value": 14.3, "spread": 2.3},
+        "progress": None,
+        "learned_from": "unknown",
+        "source": "README of danijar/crafter",
+        "url": "https://github.com/danijar/crafter",
+    }

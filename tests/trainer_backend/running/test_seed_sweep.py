@@ -1,0 +1,62 @@
+"""`turnwise train JOB --seeds 0,1`: which runs are made, which go on, and which are left alone."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_job
+from trainer_backend.errors import JobError
+from trainer_backend.job import dump_job
+from trainer_backend.running.planned_runs import run_of_each_seed
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(dump_job(tiny_job(job__runs_dir=str(tmp_path / "runs"), training__iterations=3)))
+    return path
+
+
+def planned(job: Path, seeds: str, *, run: Path | None = None, overrides: tuple[str, ...] = ()):
+    return list(run_of_each_seed([job], run, None, overrides, seeds=seeds))
+
+
+def test_every_seed_has_a_directory_and_a_job_of_its_own(job: Path, tmp_path: Path):
+    runs = planned(job, "0, 7", overrides=("training.group_size=2",))
+    assert [run.directory.path for run in runs] == [tmp_path / f"runs/tiny-seeds/seed_{n}" for n in (0, 7)]
+    assert [run.directory.job().job.seed for run in runs] == [0, 7]
+    assert {run.directory.job().training.group_size for run in runs} == {2}
+    assert not any(run.resume for run in runs)
+
+
+def test_a_run_is_made_when_it_is_its_turn(job: Path, tmp_path: Path):
+    next(run_of_each_seed([job], tmp_path / "sweep", None, (), seeds="0,1"))
+    assert [path.name for path in (tmp_path / "sweep").iterdir()] == ["seed_0"]
+
+
+def test_given_again_what_is_done_is_left_and_what_was_begun_goes_on(job: Path, tmp_path: Path):
+    first, second = planned(job, "0,1", run=tmp_path / "sweep")
+    second.directory.append_metrics({"kind": "evaluation", "iteration": 2})
+    first.directory.append_metrics({"kind": "evaluation", "iteration": 3})  # the last one
+    again = planned(job, "0,1,2", run=tmp_path / "sweep")
+    assert [(run.directory.path.name, run.resume) for run in again] == [("seed_1", True), ("seed_2", False)]
+
+
+def test_the_run_of_another_job_is_not_continued(job: Path, tmp_path: Path):
+    planned(job, "0", run=tmp_path / "sweep")
+    with pytest.raises(JobError, match="seed_0 holds a run of another job"):
+        planned(job, "0", run=tmp_path / "sweep", overrides=("training.group_size=2",))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "told"), [("0,x", "expected whole numbers"), ("", "expected whole"), ("1,2,1", "comes twice")]
+)
+def test_what_are_no_seeds_is_refused(job: Path, seeds: str, told: str):
+    with pytest.raises(JobError, match=told):
+        planned(job, seeds)
+
+
+def test_seeds_need_a_job_and_no_run_to_resume(job: Path, tmp_path: Path):
+    for given in ((None, None, None), ([job], None, tmp_path)):
+        with pytest.raises(JobError, match="--seeds needs a job TOML and no --resume"):
+            list(run_of_each_seed(*given, (), seeds="0"))

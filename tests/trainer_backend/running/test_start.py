@@ -1,0 +1,120 @@
+"""How a run begins, and begins again: real task app, real model, a real signal."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job
+from tests.trainer_backend.report.hand_made import WOOD, rollout
+from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.plan import Planner
+from trainer_backend.errors import PortTaken
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.running.start import Stopped, _Beginning, run_job
+from trainer_backend.running.stopping import STOPPING
+
+
+class Interrupting(ListReporter):
+    """Sends Ctrl-C when the warm-up has made its first step."""
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        super().stage(name, done, total)
+        if (name, done) == ("warm-up", 1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory):
+    """A run that was stopped in its warm-up."""
+    job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1000)
+    directory, reporter = create_run(job, tmp_path_factory.mktemp("stopped") / "run"), Interrupting()
+    with pytest.raises(Stopped, match="in the warm-up"):
+        asyncio.run(run_job(job, directory, reporter, resume=False))
+    return directory, reporter
+
+
+def test_ctrl_c_ends_the_warm_up_and_its_thread_within_a_few_steps(stopped):
+    _, reporter = stopped
+    _, done, total = reporter.stages[-1]
+    assert reporter.stages[-1][0] == "warm-up"
+    assert done < total / 10
+    assert not [thread for thread in threading.enumerate() if "asyncio" in thread.name]
+
+
+def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
+    directory, _ = stopped
+    (before,) = rows_of(directory, "teacher")
+    stored = read_rollouts(directory.rollouts_file("warmup"))
+    again, reporter, progress = train_job(
+        tiny_job(training__iterations=0, evaluation__instances=1), directory.path, resume=directory
+    )
+    assert progress.iteration == 0
+    assert not any(name == "collect teacher" for name, _, _ in reporter.stages)
+    assert read_rollouts(directory.rollouts_file("warmup")) == stored
+    (evaluated,) = read_rollouts(directory.rollouts_file("evaluation_0"))
+    assert evaluated.run_id != stored[0].run_id, "what a killed start left at a task app is not met again"
+    (after,) = rows_of(again, "teacher")
+    played = {name: before[name] for name in before if name == "time/collect_s" or name.startswith("app/")}
+    assert {**after, **played} == before
+    (warmup,) = rows_of(again, "warmup")
+    assert warmup["warmup/steps"] > 0
+
+
+async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):
+    class Collector:
+        async def collect(self, requests: Sequence[RolloutRequest], progress: object) -> Collection:
+            return Collection((rollout(1, [WOOD]),))
+
+        async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
+
+    job = tiny_job()
+    directory = create_run(job, tmp_path / "run")
+    broken = rollout(1, [WOOD]).model_copy(update={"status": "failed", "trajectory": None})
+    write_rollouts(directory.rollouts_file("warmup"), [broken])
+    collector: Any = Collector()
+    beginning = _Beginning(job, directory, "run.1", collector, ListReporter(), asyncio.Event())
+    (played,) = await beginning._played("teacher", Planner(job, "run.1").warmup())
+    assert played.outcome_reward == 1.0
+    assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
+
+
+def test_every_start_has_ids_of_its_own_at_the_task_app(trained):
+    directory, _, _ = trained
+    (rollout, *_) = read_rollouts(directory.rollouts_file("iteration_1"))
+    assert rollout.run_id.startswith(directory.run_id + ".")
+    assert rollout.rollout_id.startswith(rollout.run_id + "/train/1/")
+
+
+class ImpatientAtOnce(ListReporter):
+    """Sends Ctrl-C when the task app is up."""
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        if text.startswith("task app:"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Path):
+    job, reporter = tiny_job(), ImpatientAtOnce()
+    with pytest.raises(Stopped, match="before anything was played"):
+        asyncio.run(run_job(job, create_run(job, tmp_path / "run"), reporter, resume=False))
+    assert (reporter.lines[-1], reporter.stages) == (STOPPING, [])
+
+
+def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job = tiny_job(services__gateway_port=taken.getsockname()[1])
+        directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
+        with pytest.raises(PortTaken):
+            asyncio.run(run_job(job, directory, reporter, resume=False))
+    assert (reporter.lines, reporter.stages) == ([], [])
+    assert not (directory.path / "task_app.log").exists()

@@ -1,0 +1,38 @@
+"""Where the key of a named task app comes from, against a real one in a process of its own."""
+
+import pytest
+
+from tests.conftest import tiny_job
+from trainer_backend.errors import JobError, TaskAppError
+from trainer_backend.services.embedded import EmbeddedTaskApp
+from trainer_backend.services.task_apps import task_apps
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("ENVIRONMENT_API_KEY", "ENVIRONMENT_API_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+async def test_the_key_may_lie_in_a_file(environment, tmp_path):
+    async with EmbeddedTaskApp(tmp_path / "log") as app:
+        job = tiny_job(services__task_url=(app.url,))
+        (tmp_path / "key").write_text(app.api_key.get_secret_value() + "\n")
+        environment.setenv("ENVIRONMENT_API_KEY_FILE", str(tmp_path / "key"))
+        async with task_apps(job, tmp_path / "log") as clients:
+            assert [client.url for client in clients] == [app.url]
+        (tmp_path / "key").write_text("another")
+        with pytest.raises(TaskAppError):
+            async with task_apps(job, tmp_path / "log"):
+                raise AssertionError("a wrong key was accepted")
+
+
+@pytest.mark.parametrize("content", [None, "\n"])
+async def test_a_key_file_without_a_key_is_told_before_anything_is_asked(environment, tmp_path, content):
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+    environment.setenv("ENVIRONMENT_API_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(JobError, match="ENVIRONMENT_API_KEY_FILE"):
+        async with task_apps(tiny_job(services__task_url=("http://127.0.0.1:9",)), tmp_path / "log"):
+            raise AssertionError("there was no key")

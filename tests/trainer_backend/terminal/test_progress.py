@@ -1,0 +1,68 @@
+"""What a person reads in the terminal. Nothing that is told may be taken for markup."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.report.hand_made import FIRST, LAST, empty_run, evaluation_row, small_run
+from trainer_backend.report.story import read_story
+from trainer_backend.terminal.progress import ConsoleReporter, closing_lines, evaluation_line
+
+BRACKETS = "[vllm] in /runs/[/x]/:bug:"
+
+
+def said(*, terminal: bool, line: str) -> str:
+    out = io.StringIO()
+    with ConsoleReporter(Console(file=out, force_terminal=terminal, width=60)) as reporter:
+        reporter.say(line)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_stands_in_brackets_is_told_as_it_is(terminal: bool):
+    assert BRACKETS in said(terminal=terminal, line=BRACKETS)
+
+
+def test_a_long_line_stays_a_line_in_a_log():
+    assert said(terminal=False, line="x" * 200).count("\n") == 1
+
+
+def test_an_evaluation_is_told_with_its_achievements():
+    out = io.StringIO()
+    row = evaluation_row(3, LAST, 1.0, 3.0)
+    row["eval/success_rates"]["[/odd]"] = 0.25
+    ConsoleReporter(Console(file=out)).metrics(row)
+    assert "held-out worlds after iteration 3: 2.00 (95 % 1.00 to 3.00) unique achievements" in out.getvalue()
+    assert "eat_cow 100%, collect_wood 50%, place_table 50%, [/odd] 25%" in out.getvalue()
+
+
+def test_an_evaluation_in_which_nothing_was_unlocked_ends_with_its_episodes():
+    row = evaluation_row(0, FIRST[1:], None, None)
+    row["eval/success_rates"] = {"eat_cow": 0.0}
+    assert evaluation_line(row).plain.endswith(" unique achievements, 1 episodes")
+
+
+def test_the_last_evaluation_is_the_result_and_the_best_is_named_apart(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    best = {**evaluation_row(1, LAST, 1.0, 3.0), "eval/outcome_reward": 9.0, "eval/unique_achievements": 9.0}
+    rows = run.metrics()
+    run.metrics_file.unlink()
+    for row in (*rows[:2], best, *rows[2:]):
+        run.append_metrics(row)
+    before, after, difference, chosen = closing_lines(read_story(run))
+    assert before.strip() == "before RL: 0.50 unique achievements"  # worlds with 1 and 0
+    assert after.strip() == "after iteration 2: 2.00 (95 % 1.00 to 3.00) unique achievements"
+    # world 10: 3 - 1, world 11: 1 - 0; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
+    assert difference.strip() == "difference, world by world: +1.50 (95 % -4.85 to +7.85), 2 worlds"
+    assert chosen.strip() == "best checkpoint: iteration 1, 9.00 (chosen on these worlds: not a result)"
+
+
+def test_a_run_with_one_evaluation_has_nothing_to_compare(tmp_path):
+    run = empty_run(tiny_job(), tmp_path / "run")
+    assert closing_lines(read_story(run)) == []
+    run.append_metrics(evaluation_row(0, FIRST, None, None))
+    assert [line.strip() for line in closing_lines(read_story(run))] == [
+        "before RL: 0.50 unique achievements"
+    ]

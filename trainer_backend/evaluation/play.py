@@ -1,0 +1,232 @@
+"""`turnwise eval`: a policy plays the held-out worlds over HTTP; its figures with 95 % intervals."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from shared_schemas.rollouts import RolloutRequest
+from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.errors import JobError, TrainerError
+from trainer_backend.evaluation.metrics import refuse_empty
+from trainer_backend.evaluation.result import Evaluated, evaluated
+from trainer_backend.job import LoadedJob, load_job
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.logs import configure_logs
+from trainer_backend.rundir.checkpoint_paths import model_in, run_of
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.services.endpoints import endpoint, sends_key_in_the_open, shown, warmup_key
+from trainer_backend.services.task_apps import task_apps
+
+Tell = Callable[[int, int], None]
+# A tool call is about this long in the tokens of a model that was not trained for this job's tokenizer.
+_TOOL_CALL_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A language model in a Hugging Face folder."""
+
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Scripted:
+    """A policy of the task app that asks no model, such as crafter_teacher or random."""
+
+    policy_name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+Player = Checkpoint | Scripted | Inference
+
+
+def chosen_player(
+    policy: str | None, model: str | None, inference_url: str | None, api_key_env: str | None
+) -> Scripted | Inference | None:
+    """Who plays by the flags of the command; None when the folder's own model does.
+
+    Raises:
+        JobError: flags that contradict each other, or a variable without a key.
+    """
+    if model is None and inference_url is None and api_key_env is None:
+        return Scripted(policy) if policy else None
+    if policy is not None:
+        raise JobError(
+            f"--policy {policy} is played by the task app alone; leave out --model, --inference-url and "
+            "--api-key-env, or --policy"
+        )
+    return endpoint(model, inference_url, api_key_env)
+
+
+def what_to_evaluate(
+    folder: Path | None,
+    job_path: Path | None,
+    player: Scripted | Inference | None,
+    overrides: Sequence[str] = (),
+) -> tuple[LoadedJob, Player]:
+    """From the arguments of the command to a job and who plays.
+
+    Args:
+        folder: a run (its best checkpoint plays), a checkpoint of a run, or a model folder.
+        job_path: a job TOML; absent, that of the run.
+        player: plays instead of the folder's model.
+        overrides: `table.key=value` for the job.
+
+    Raises:
+        JobError: neither folder nor player, or no job for them.
+        RunDirectoryError: the run has no checkpoint yet.
+    """
+    if folder is None and player is None:
+        raise JobError(
+            "give a run or model folder, or --policy with the name of a scripted policy, or --model with the "
+            "--inference-url of its server"
+        )
+    run = run_of(folder) if folder is not None else None
+    if job_path is None and run is None:
+        raise JobError(f"{folder or 'a policy'} is no run with a job of its own: give --job JOB.toml")
+    loaded = load_job(job_path or (run or Path()) / "job.toml", overrides)
+    if player is not None:
+        return _advised(loaded, player), player
+    assert folder is not None, "one of the two is given"
+    return loaded, Checkpoint(model_in(folder))
+
+
+def _advised(loaded: LoadedJob, player: Scripted | Inference) -> LoadedJob:
+    """The job with what a person should know before a model of somebody else's plays it."""
+    if isinstance(player, Scripted):
+        return loaded
+    advice = []
+    tokens = loaded.config.rollout.max_tokens
+    if tokens < _TOOL_CALL_TOKENS:
+        advice.append(
+            f"rollout.max_tokens is {tokens}: enough for this job's own tokenizer perhaps, but others need "
+            f"{_TOOL_CALL_TOKENS} and more for a tool call, and models that think, thousands"
+        )
+    if sends_key_in_the_open(player):
+        advice.append(f"the key goes to {shown(player.url)} unencrypted; prefer https")
+    return replace(loaded, warnings=(*loaded.warnings, *advice))
+
+
+async def evaluate(
+    job: JobConfig, player: Player, tell: Tell | None = None, *, keep: Path | None = None
+) -> Evaluated:
+    """Play every held-out world of the job once, on its task apps.
+
+    Sampling seeds are those of the job's own evaluations, so a checkpoint plays as it did in training.
+
+    Args:
+        job: environment, limits, worlds ([evaluation]) and services.
+        player: who plays.
+        tell: is called with how many episodes have ended, and of how many.
+        keep: Parquet file for the episodes, failed ones too, as a run stores them.
+
+    Raises:
+        TrainerError: no such model, a task app that refuses, no episode finished.
+    """
+    configure_logs()
+    asked = player if isinstance(player, Inference) else None
+    with _task_app_log() as log:
+        async with task_apps(job, log, asked) as apps:
+            collector = Collector(
+                apps,
+                timeout_s=job.services.iteration_timeout_s,
+                max_running=job.rollout.max_concurrent_rollouts,
+            )
+            if isinstance(player, Checkpoint):
+                collection = await _checkpoint(job, player, collector, tell)
+            else:
+                collection = await _played(collector, _plan(job, player), tell)
+        if keep is not None:
+            write_rollouts(keep, collection.all)
+        refuse_empty(collection, "evaluation", log=log)
+    return evaluated(_name(player), collection, _setting(job, player))
+
+
+@contextmanager
+def _task_app_log() -> Iterator[Path]:
+    """Where a task app of the evaluation's own logs. It is removed, unless it may say what went wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="turnwise-eval-"))
+    log, kept = folder / "task_app.log", False
+    try:
+        yield log
+    except TrainerError as error:
+        kept = (
+            error.status >= 500 and log.exists()
+        )  # below: a mistake of the user's, and the message says which
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(folder)
+
+
+def _plan(job: JobConfig, player: Scripted | Inference) -> list[RolloutRequest]:
+    if isinstance(player, Scripted):
+        teacher, config = _teacher(job, player.policy_name)
+        planner = Planner(job, _run_id(job), teacher)
+        return planner.evaluation(
+            "scripted", policy_name=player.policy_name, policy_config={**config, **player.config}
+        )
+    # Token ids are needed to train on an episode, not to judge it, and only gateways of ours send them.
+    plain = {"ask_token_ids": False, **job.rollout.policy_config}
+    return Planner(job, _run_id(job), player).evaluation("model", policy_config=plain)
+
+
+async def _checkpoint(
+    job: JobConfig, player: Checkpoint, collector: Collector, tell: Tell | None
+) -> Collection:
+    # torch is imported here alone: other policies are evaluated without it.
+    from trainer_backend.services.policy_server import FolderPolicy
+
+    policy = await asyncio.to_thread(FolderPolicy, job, player.folder)
+    with policy.serving() as inference:
+        plan = Planner(job, _run_id(job), inference).evaluation("checkpoint")
+        return await _played(collector, plan, tell)
+
+
+async def _played(collector: Collector, plan: Sequence[RolloutRequest], tell: Tell | None) -> Collection:
+    collection = await collector.collect(plan, tell)
+    await collector.ack(plan[0].run_id, collection.all)
+    return collection
+
+
+def _run_id(job: JobConfig) -> str:
+    return f"{job.job.name}.eval.{uuid4().hex[:12]}"
+
+
+def _teacher(job: JobConfig, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
+    """The warm-up's teacher is evaluated as the job configures it, with its key if it is a model."""
+    if job.warmup is None or job.warmup.policy_name != policy_name:
+        return None, {}
+    config = job.warmup.policy_config
+    url, model = config.get("inference_url"), config.get("model")
+    asked = Inference(url, str(model), warmup_key(job)) if isinstance(url, str) else None
+    return asked, config
+
+
+def _name(player: Player) -> str:
+    if isinstance(player, Inference):
+        return f"{player.model} at {shown(player.url)}"
+    return player.policy_name if isinstance(player, Scripted) else str(player.folder)
+
+
+def _setting(job: JobConfig, player: Player) -> dict[str, Any]:
+    """What the figures depend on beside the policy."""
+    rollout = job.rollout
+    setting: dict[str, Any] = {
+        "environment": f"{rollout.env_name} {rollout.env_config or ''}".strip(),
+        "decisions at most": rollout.max_turns,
+    }
+    if isinstance(player, Scripted):
+        return setting
+    setting |= {
+        "temperature": job.evaluation_temperature,
+        "tokens a decision at most": rollout.max_tokens,
+    }
+    return setting | ({"policy settings": rollout.policy_config} if rollout.policy_config else {})

@@ -1,0 +1,185 @@
+"""The figures of `turnwise eval`: from played episodes to numbers with 95 % intervals. Pure."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shared_schemas.rewards import DecisionRewards
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.collector import Collection
+from trainer_backend.core.proportions import wilson_interval
+from trainer_backend.core.scores import crafter_score_interval
+from trainer_backend.core.statistics import (
+    Interval,
+    ach_by_turn,
+    episode_metrics,
+    mean_interval,
+    step_deltas,
+    success_rates,
+    unique_achievements,
+    unique_by_turn,
+)
+from trainer_backend.evaluation.beside_published import ENVIRONMENT, Group, beside_published
+from trainer_backend.evaluation.metrics import finished_trajectories
+
+_MOST_SPANS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Decisions `first` to `last` of all episodes; one that ended earlier counts 0.
+
+    Attributes:
+        playing: episodes that took decision `first`.
+        unique, ach: sum of unique_delta, and of ach_delta, over the span; mean over episodes.
+        rewarded: share of the span's decisions that unlocked something.
+    """
+
+    first: int
+    last: int
+    playing: int
+    unique: Interval
+    ach: Interval
+    rewarded: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What came of an evaluation.
+
+    Attributes:
+        policy: a folder, a policy's name, or a model and its server.
+        models: the model's name as its server gives it; empty where there is no model.
+        setting: environment, limits and sampling that it was played with.
+        unique, outcome, decisions, env_steps: means over episodes, a world each.
+        env_reward: the environment's own reward, summed over an episode.
+        rates: share of episodes that unlocked each achievement.
+        unique_by_turn, ach_by_turn: [T] mean deltas of each decision turn; an ended episode counts 0.
+        spans: the same by spans of turns, with intervals.
+        crafter_score: in percent; None outside Crafter.
+        invalid_frac: share of decisions that were refused.
+        endings: episodes by stop reason.
+        lost: worlds without an episode, which are in no figure.
+        failures: failure codes met, and how often; a rollout that failed once was tried again.
+        prompt_tokens, sampled_tokens: over all episodes; None where no server counts them.
+        published: rows to compare with, and what keeps them from being comparable.
+    """
+
+    policy: str
+    models: tuple[str, ...]
+    setting: Mapping[str, Any]
+    unique: Interval
+    outcome: Interval
+    decisions: Interval
+    env_steps: Interval
+    env_reward: Interval
+    rates: Mapping[str, Interval]
+    unique_by_turn: tuple[float, ...]
+    ach_by_turn: tuple[float, ...]
+    spans: tuple[TurnSpan, ...]
+    crafter_score: Interval | None
+    invalid_frac: float
+    endings: Mapping[str, int]
+    lost: int
+    failures: Mapping[str, int]
+    prompt_tokens: int | None
+    sampled_tokens: int | None
+    published: tuple[Group, ...]
+
+
+def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | None = None) -> Evaluated:
+    """The figures of played episodes.
+
+    Args:
+        policy: who played, in words.
+        collection: what came back.
+        setting: how it was played, in names and values that JSON can hold.
+
+    Raises:
+        NothingToLearnFrom: no episode finished.
+    """
+    episodes = finished_trajectories(collection.rollouts, "evaluation")
+    metrics = episode_metrics(episodes)
+    endings = {
+        name.removeprefix("stop/"): round(share * len(episodes))
+        for name, share in metrics.items()
+        if name.startswith("stop/")
+    }
+    return Evaluated(
+        policy=policy,
+        models=tuple(sorted({item.model for item in episodes if item.model})),
+        setting=dict(setting or {}),
+        unique=mean_interval([float(unique_achievements(item)) for item in episodes]),
+        outcome=mean_interval([item.outcome_reward for item in episodes]),
+        decisions=mean_interval([float(len(item.steps)) for item in episodes]),
+        env_steps=mean_interval([float(item.env_steps) for item in episodes]),
+        env_reward=mean_interval([_env_reward(item) for item in episodes]),
+        rates=_rates(episodes),
+        unique_by_turn=tuple(unique_by_turn(episodes)),
+        ach_by_turn=tuple(ach_by_turn(episodes)),
+        spans=turn_spans(episodes),
+        crafter_score=_score(episodes),
+        invalid_frac=metrics["episode/invalid_frac"],
+        endings=endings,
+        lost=len(collection.failed),
+        failures=dict(sorted(collection.failures.items())),
+        prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
+        sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
+        published=beside_published(episodes),
+    )
+
+
+def as_json(result: Evaluated) -> str:
+    """The figures as JSON; what is not known (a bound of one episode) is null."""
+    return json.dumps(asdict(result), indent=2, allow_nan=False) + "\n"
+
+
+def turn_spans(episodes: Sequence[Trajectory]) -> tuple[TurnSpan, ...]:
+    """At most 12 spans of equal length over the turns of the longest episode."""
+    deltas = [[step_deltas(step) for step in episode.steps] for episode in episodes]
+    longest = max(map(len, deltas), default=0)
+    width = span_width(longest)
+    return tuple(_span(first + 1, min(first + width, longest), deltas) for first in range(0, longest, width))
+
+
+def span_width(turns: int) -> int:
+    """The least of 1, 2, 5, 10, 20, 50 ... that makes at most 12 spans of so many turns."""
+    widths = (digit * int(10**power) for power in range(20) for digit in (1, 2, 5))
+    return next(width for width in widths if math.ceil(turns / width) <= _MOST_SPANS)
+
+
+def _span(first: int, last: int, deltas: Sequence[Sequence[DecisionRewards]]) -> TurnSpan:
+    parts = [episode[first - 1 : last] for episode in deltas]
+    taken = [delta for part in parts for delta in part]
+    return TurnSpan(
+        first=first,
+        last=last,
+        playing=sum(map(bool, parts)),
+        unique=mean_interval([float(sum(delta.unique_delta for delta in part)) for part in parts]),
+        ach=mean_interval([float(sum(delta.ach_delta for delta in part)) for part in parts]),
+        rewarded=sum(delta.unique_delta > 0 for delta in taken) / len(taken),
+    )
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _env_reward(episode: Trajectory) -> float:
+    return math.fsum(reward for step in episode.steps for reward in step.env_rewards or ())
+
+
+def _score(episodes: Sequence[Trajectory]) -> Interval | None:
+    if any(item.env_name != ENVIRONMENT or not item.achievements_counts for item in episodes):
+        return None
+    return crafter_score_interval([item.achievements_counts for item in episodes])
+
+
+def _rates(episodes: Sequence[Trajectory]) -> dict[str, Interval]:
+    return {
+        name: wilson_interval(round(rate * len(episodes)), len(episodes))
+        for name, rate in success_rates(episodes).items()
+    }

@@ -1,0 +1,205 @@
+"""[training], [lora] and [algorithm] of a job TOML: how the policy is updated and how credit is given."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+from trainer_backend.core.losses import RatioLevel
+from trainer_backend.jobfile.table import Table
+
+
+class TrainingTable(Table):
+    """[training]"""
+
+    iterations: int = Field(default=20, ge=0, description="of collecting, crediting and updating")
+    group_size: int = Field(default=8, ge=1, description="G: episodes that share a start")
+    learning_rate: float = Field(default=5e-4, gt=0, description="AdamW's, at its highest")
+    learning_rate_schedule: str = Field(
+        default="linear", description="how it falls after its rise; constant stays at the highest"
+    )
+    learning_rate_final: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of learning_rate that it falls towards; it would be there one step after the last",
+    )
+    learning_rate_rise: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the run over which it rises from 0, the rate of the first step",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
+    update_passes: int = Field(
+        default=2, ge=1, description="times that an iteration's decisions are gone through"
+    )
+    batch_decisions: int = Field(default=512, ge=1, description="decisions of one optimizer step")
+    row_tokens: int = Field(default=192, ge=16, description="tokens of a packed row")
+    micro_batch_tokens: int = Field(
+        default=4096,
+        ge=64,
+        description="tokens of one forward and backward, whose gradients add up to a step's (accumulation); "
+        "small ones stay in a CPU's cache",
+    )
+    logits_chunk_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens whose logits exist at a time; absent: what fits a share of the device's memory",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="keep one tensor a layer and compute the rest again in the backward pass: less memory, "
+        "a third more work",
+    )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="keep AdamW's moments in main memory: the same steps, slower, 8 bytes less "
+        "of a GPU's memory for every trained weight",
+    )
+    target_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="nats a token; further than this from the policy that the iteration began with, its "
+        "remaining steps are skipped; absent: never",
+    )
+    skip_flat_groups: bool = Field(
+        default=False, description="leave groups whose advantages are all 0 out of the update; still stored"
+    )
+    refill_rounds: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="times that an iteration asks for other worlds in place of flat groups; a named bias: "
+        "what is learned from is chosen by its outcome",
+    )
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="ratios below 1 - clip_low are held")
+    clip_high: float = Field(default=0.25, gt=0, description="ratios above 1 + clip_high are held")
+    clip_dual: float | None = Field(
+        default=None, gt=1, description="a ratio above it is held where the advantage is negative too"
+    )
+    entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="weight of the KL to the model that RL started from"
+    )
+    kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that KL")
+    behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
+    value_coef: float = Field(
+        default=0.5, gt=0, description="critic: weight of half the squared error of its values"
+    )
+    value_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="critic: a value that has moved further than this in an iteration is not pushed on; "
+        "reward units; absent: never",
+    )
+    value_learning_rate: float = Field(
+        default=0.5,
+        gt=0,
+        description="critic: AdamW's for the value head, shared out over its inputs: about how far one step "
+        "may move a value, in reward units; it falls as learning_rate does",
+    )
+    value_trunk_gradient: bool = Field(
+        default=False,
+        description="critic: let the value loss change the policy's own weights too, not its head alone",
+    )
+    aggregation: str = Field(
+        default="token_mean",
+        description="what counts the same in an optimizer step: tokens, decisions, episodes",
+    )
+    threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
+    checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
+    step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
+    step_rewards_mode: StepRewardsMode = Field(default="off", description="where r_t comes from")
+    event_rewards_kind: EventRewardsKind = Field(
+        default="unique", description="count first unlocks, or every achievement whose counter rose"
+    )
+    step_rewards_beta: float = Field(default=0.0, ge=0, description="bonus beta * (T - t) for a first unlock")
+    step_rewards_indicator_lambda: float = Field(
+        default=0.0, ge=0, description="bonus for a decision with a first unlock"
+    )
+    step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
+        default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
+    )
+
+    @property
+    def step_rewards(self) -> StepRewards:
+        """The switches in the form that reaches the task app."""
+        return StepRewards(
+            enabled=self.step_rewards_enabled,
+            mode=self.step_rewards_mode,
+            kind=self.event_rewards_kind,
+            indicator_lambda=self.step_rewards_indicator_lambda,
+            step_beta=self.step_rewards_beta,
+        )
+
+
+class LoraTable(Table):
+    """[lora]: train low-rank adapters and leave the model's own weights as they are."""
+
+    rank: int = Field(default=16, ge=1, le=1024, description="of each adapter")
+    alpha: int = Field(default=32, ge=1, description="an adapter's product is scaled by alpha / rank")
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="of an adapter's input, in update steps alone; above 0 a first step's ratio is not 1",
+    )
+    target_modules: tuple[str, ...] = Field(
+        default=("all-linear",),
+        min_length=1,
+        description="names of the layers that get one; all-linear: every linear layer but the head",
+    )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name_is_a_list_of_one(cls, found: Any) -> Any:
+        return [found] if isinstance(found, str) else found
+
+
+class AlgorithmTable(Table):
+    """[algorithm]; which keys an estimator and a loss read stands on the plug board."""
+
+    advantage: str = Field(default="stepwise", description="the estimator of advantages")
+    loss: str = Field(default="clipped", description="of the policy")
+    ratio_level: RatioLevel | None = Field(
+        default=None,
+        description="whose ratio to the proximal policy a token has: its own, its decision's or its "
+        "episode's (geometric means); absent: token, and decision for gspo",
+    )
+    gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
+    gae_lambda: float = Field(
+        default=0.95, ge=0, le=1, description="gae: weight of longer looks ahead, over decisions"
+    )
+    gae_token_lambda: float = Field(
+        default=1.0, ge=0, le=1, description="gae_token: the same over the tokens of one decision"
+    )
+    omega: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="gigpo: share of the episode's advantage; the step's has the rest",
+    )
+    step_advantage_w: float = Field(
+        default=1.0, ge=0, description="gigpo_additive: weight of the step's advantage"
+    )
+    state_hashing_function: str = Field(
+        default="default", description="gigpo: what makes two states the same; a state key of the task app"
+    )
+    default_step_reward: float = Field(
+        default=0.0, description="gigpo: reward of a decision where rewards are off, in its step's returns"
+    )
+    fnorm: Literal["std", "one"] = Field(
+        default="std", description="gigpo: what divides the deviations of a group"
+    )
+    episode_baseline: Literal["trajectory", "step"] = Field(
+        default="trajectory", description="gigpo: what counts once in the mean of a group's scores"
+    )
+    context_depth: int = Field(
+        default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"
+    )
+    context_alpha: float = Field(
+        default=1.0, ge=0, description="gigpo: equal contexts of k earlier states weigh (k + 1)^alpha"
+    )

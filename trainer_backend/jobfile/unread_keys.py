@@ -1,0 +1,43 @@
+"""What is set must have an effect: keys that the job's estimator or loss does not read. Pure."""
+
+from collections.abc import Iterator
+
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.plugins import ESTIMATORS, estimator, policy_loss
+
+_OF_CRITICS = ("value_coef", "value_clip", "value_learning_rate", "value_trunk_gradient")
+_OF_ESTIMATORS = sorted(frozenset().union(*(plug.takes for plug in ESTIMATORS.values())))
+
+
+def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Key and sentence for each key that is set to other than its default and that nothing reads.
+
+    gamma belongs to the task, and a clip range stands in every job: so jobs that differ in one name alone
+    can be compared.
+    """
+    algorithm, training = config.algorithm, config.training
+    plug = estimator(algorithm.advantage)
+    takes = plug.takes
+    for key in () if plug.needs_values else _OF_CRITICS:
+        if getattr(training, key) != TrainingTable.model_fields[key].default:
+            readers = ", ".join(name for name, other in ESTIMATORS.items() if other.needs_values)
+            told = f"needs a critic, which algorithm.advantage = {algorithm.advantage!r} has not; known"
+            yield f"training.{key}", f"training.{key} {told} to: {readers}"
+    for key in _OF_ESTIMATORS:
+        if key not in takes and getattr(algorithm, key) != AlgorithmTable.model_fields[key].default:
+            readers = ", ".join(name for name, plug in ESTIMATORS.items() if key in plug.takes)
+            told = f"is not read by algorithm.advantage = {algorithm.advantage!r}; known to: {readers}"
+            yield f"algorithm.{key}", f"algorithm.{key} {told}"
+    if training.clip_dual is not None and "clip_dual" not in policy_loss(algorithm.loss).takes:
+        yield (
+            "training.clip_dual",
+            f"training.clip_dual is not read by algorithm.loss = {algorithm.loss!r}",
+        )
+    mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
+    if algorithm.default_step_reward and mode != "off":
+        yield (
+            "algorithm.default_step_reward",
+            "algorithm.default_step_reward is for decisions without rewards of their own; "
+            f"training.step_rewards_mode is {mode!r}",
+        )

@@ -1,0 +1,65 @@
+"""What an iteration has gathered before its update, and what a row of metrics says of it. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.collector import Collection
+from trainer_backend.core.statistics import ach_by_turn, episode_metrics, unique_by_turn
+from trainer_backend.credit import Credited
+from trainer_backend.evaluation.metrics import collection_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Stops 2 to 10 of an iteration: collected, credited, stored.
+
+    Attributes:
+        refilled: groups that were asked for beyond the plan, in place of flat ones.
+        started, ended: on the monotonic clock; collect_s of what lies between went into collecting.
+    """
+
+    collection: Collection
+    trajectories: list[Trajectory]
+    credited: Credited
+    inference: dict[str, float]
+    refilled: int
+    started: float
+    collect_s: float
+    ended: float
+
+
+def gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
+    """What the rollouts of an iteration that ended at `ended` say of themselves."""
+    trajectories, metrics = gathered.trajectories, gathered.credited.metrics
+    steps = [step.step_info for item in trajectories for step in item.steps]
+    decisions = metrics["decision/count"]
+    return {
+        **episode_metrics(trajectories),
+        **metrics,
+        **collection_metrics(gathered.collection),
+        **gathered.inference,
+        "decision/unique_by_turn": unique_by_turn(trajectories),
+        "decision/ach_by_turn": ach_by_turn(trajectories),
+        "group/refilled": float(gathered.refilled),
+        "time/collect_s": gathered.collect_s,
+        "time/credit_s": gathered.ended - gathered.started - gathered.collect_s,
+        "time/environment_s": sum(step.environment_s for step in steps),
+        "time/policy_s": sum(step.policy_s for step in steps),
+        "perf/decisions_per_s": decisions / (ended - gathered.started),
+        "perf/collect_decisions_per_s": decisions / gathered.collect_s,
+    }
+
+
+def inference_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
+    """What was inferred between two looks at `InferenceServer.totals`. Pure.
+
+    A step samples one token for every request that runs, so their mean number is tokens a step.
+    """
+    used = {name: float(after[name] - before[name]) for name in after}
+    steps = used["steps"]
+    return {
+        **{f"inference/{name}": count for name, count in used.items()},
+        "inference/mean_running": used["sampled_tokens"] / steps if steps else 0.0,
+    }

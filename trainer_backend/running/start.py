@@ -1,0 +1,240 @@
+"""From a job to a run that trains: services, model, warm-up, inference. `train.train` does the rest."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import SecretStr
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.trial import try_job
+from trainer_backend.evaluation.metrics import (
+    collection_metrics,
+    evaluation_metrics,
+    finished_trajectories,
+    refuse_empty,
+)
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.learner.capacity import memory_plan, refuse_too_large
+from trainer_backend.learner.device import place
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.value_head import told_on_resume
+from trainer_backend.logs import configure_logs
+from trainer_backend.protocols import Progress, Reporter
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.running.stopping import stop_on_signals, until, until_on_thread
+from trainer_backend.services.endpoints import warmup_key
+from trainer_backend.services.policy_server import gateway_listener, model_name, serving
+from trainer_backend.services.task_apps import task_apps, told_of
+from trainer_backend.train import Run, train, work_left
+
+# Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
+_PROMPT_EPISODES = 64
+# Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
+_FILES = {"teacher": "warmup", "prompts": "prompts"}
+
+
+class Stopped(Exception):
+    """Somebody asked to stop before there was anything to save."""
+
+
+class Ended(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        progress: the last finished iteration, which is saved.
+        stopped: somebody asked to stop, and a resumed run has something left to do.
+    """
+
+    progress: Progress
+    stopped: bool
+
+
+async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *, resume: bool) -> Ended:
+    """Start everything, train, and end everything again, also after an error or Ctrl-C.
+
+    Raises:
+        TrainerError: with a sentence for the user.
+        Stopped: a stop was asked for before the first checkpoint.
+    """
+    configure_logs()
+    place(job.model.device)  # a GPU that is not there is told before anything is started
+    # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
+    # ids with another body would be refused. Seeds do not depend on it.
+    run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
+    # The port first: a taken one must not cost the minutes of a warm-up.
+    with stop_on_signals(reporter.say) as stop, gateway_listener(job) as listener:
+        async with task_apps(job, directory.task_app_log, tell=reporter.say) as apps:
+            collector = Collector(
+                apps,
+                timeout_s=job.services.iteration_timeout_s,
+                max_running=job.rollout.max_concurrent_rollouts,
+            )
+            reporter.say(told_of(apps))
+            reporter.say(echo_of_switches(job))
+            # Nobody asks the gateway yet, and the key that it will want does not exist yet.
+            planner = Planner(job, run_id, Inference(listener.url, model_name(job), SecretStr("")))
+            from_scratch = latest_checkpoint(directory.checkpoints) is None
+            await until(stop, try_job(planner, apps, from_scratch=from_scratch))
+            if stop.is_set():
+                raise Stopped("stopped before anything was played; nothing new to save")
+            beginning = _Beginning(job, directory, run_id, collector, reporter, stop)
+            learner, progress = await (beginning.resumed() if resume else beginning.fresh())
+            async with serving(job, learner, listener) as server:
+                reporter.say(f"gateway: {server.inference.url} serves {server.inference.model}")
+                run = Run(job, directory, run_id, collector, learner, server, reporter)
+                progress = await train(run, progress, stop)
+                return Ended(progress, stop.is_set() and work_left(run, progress))
+
+
+def echo_of_switches(job: JobConfig) -> str:
+    """Reward mode and flags in one line, as source 1 asks for at start."""
+    table = job.training
+    return (
+        f"step_rewards_enabled={str(table.step_rewards_enabled).lower()} "
+        f"step_rewards_mode={table.step_rewards_mode} event_rewards_kind={table.event_rewards_kind} "
+        f"step_rewards_beta={table.step_rewards_beta:g} "
+        f"step_rewards_indicator_lambda={table.step_rewards_indicator_lambda:g} "
+        f"advantage={job.algorithm.advantage} gamma={job.algorithm.gamma:g}"
+    )
+
+
+class _Beginning:
+    """The policy that RL starts from: a checkpoint's, or a fresh one after its warm-up."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        directory: RunDirectory,
+        run_id: str,
+        collector: Collector,
+        reporter: Reporter,
+        stop: asyncio.Event,
+    ) -> None:
+        self._job, self._directory, self._collector = job, directory, collector
+        self._run_id, self._reporter, self._stop = run_id, reporter, stop
+        self._planner = Planner(job, run_id)
+
+    async def resumed(self) -> tuple[LocalLearner, Progress]:
+        """The newest checkpoint; a run that was stopped before its first one begins anew."""
+        checkpoint = latest_checkpoint(self._directory.checkpoints)
+        if checkpoint is None:
+            self._reporter.say("no checkpoint yet: the run begins anew")
+            return await self.fresh()
+        await self._plan_memory(checkpoint)
+        learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._job, checkpoint)
+        # The next resume, the report and eval read it, so it is what the run goes on with; and not sooner: a
+        # job that was refused must not stay.
+        self._directory.replace_job(self._job)
+        self._directory.forget_metrics_after(progress.iteration)
+        self._reporter.say(f"resumed from {checkpoint}")
+        critic = told_on_resume(self._job, checkpoint)
+        if critic is not None:
+            self._reporter.say(critic)
+        return learner, progress
+
+    async def fresh(self) -> tuple[LocalLearner, Progress]:
+        """Rollouts to begin with, the model that the job names, and its warm-up."""
+        self._directory.forget_metrics_after(-1)
+        await self._plan_memory(None)
+        # What is wrong with a named model shows when it is loaded: before minutes of rollouts, not after.
+        named = None if self._job.model.preset is not None else await self._learner([])
+        self._directory.replace_job(self._job)
+        if self._job.warmup is None:
+            plan = self._planner.prompts(_PROMPT_EPISODES) if named is None else []
+            prompts = await self._played("prompts", plan)
+            return named or await self._learner(prompts), Progress()
+        episodes = await self._played("teacher", self._planner.warmup(warmup_key(self._job)))
+        learner = named or await self._learner(episodes)
+        await self._warm_up(learner, episodes)
+        return learner, Progress()
+
+    async def _plan_memory(self, checkpoint: Path | None) -> None:
+        """Tell what the run will need; one that cannot fit ends here, before the weights are read."""
+        plan = await asyncio.to_thread(memory_plan, self._job, checkpoint)
+        self._reporter.say(str(plan))
+        refuse_too_large(plan, self._job)
+
+    async def _learner(self, prompts: Sequence[Trajectory]) -> LocalLearner:
+        self._reporter.say(f"model: {self._job.model.source}")
+        return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts)
+
+    async def _warm_up(self, learner: LocalLearner, episodes: Sequence[Trajectory]) -> None:
+        started = time.monotonic()
+
+        def work(check: Callable[[], None]) -> dict[str, float]:
+            def tell(done: int, total: int) -> None:
+                check()
+                self._reporter.stage("warm-up", done, total)
+
+            return learner.warm_up(episodes, tell)
+
+        metrics = await until_on_thread(self._stop, work)
+        if metrics is None:
+            raise Stopped("stopped in the warm-up; nothing to save yet")
+        # Minutes of work: on disk before anything else can fail.
+        folder = self._directory.checkpoints / "iteration_0"
+        await asyncio.to_thread(learner.save, folder, Progress())
+        row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
+        self._directory.append_metrics(row)
+        self._reporter.say(
+            f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
+            f"loss {metrics['warmup/loss']:.3f} nats a token, {row['time/warmup_s']:.0f} s"
+        )
+
+    async def _played(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+        """Finished episodes of a plan, and their row; those of an interrupted start are used again."""
+        if not requests:
+            return []
+        path = self._directory.rollouts_file(_FILES[kind])
+        stored = read_rollouts(path) if path.exists() else []
+        started = time.monotonic()
+        if any(rollout.trajectory is not None for rollout in stored):
+            collection, time_taken, told = _collection_of(stored), {}, "as stored before"
+        else:
+            collection = await self._collected(kind, path, requests)
+            time_taken = {"time/collect_s": time.monotonic() - started}
+            told = f"{time_taken['time/collect_s']:.0f} s"
+        row = {
+            "kind": kind,
+            "iteration": 0,
+            **evaluation_metrics(collection.rollouts),
+            **collection_metrics(collection),
+            **time_taken,
+        }
+        self._directory.append_metrics(row)
+        self._reporter.say(
+            f"{kind}: {row['eval/episodes']} episodes with {row['eval/unique_achievements']:.2f} unique "
+            f"achievements on average, {told}"
+        )
+        return finished_trajectories(collection.rollouts, kind)
+
+    async def _collected(self, kind: str, path: Path, requests: Sequence[RolloutRequest]) -> Collection:
+        """Collect, store, and only then look whether anything was finished."""
+
+        def tell(done: int, total: int) -> None:
+            self._reporter.stage(f"collect {kind}", done, total)
+
+        collection = await until(self._stop, self._collector.collect(requests, tell))
+        if collection is None:
+            raise Stopped(f"stopped while collecting ({kind}); nothing to save yet")
+        write_rollouts(path, collection.all)
+        refuse_empty(collection, kind)
+        await self._collector.ack(self._run_id, collection.all)
+        return collection
+
+
+def _collection_of(stored: Sequence[Rollout]) -> Collection:
+    """A stored stage as it was collected; failures that a second attempt made good are not stored."""
+    failed = tuple(rollout for rollout in stored if rollout.trajectory is None)
+    codes = Counter(rollout.failure.code for rollout in failed if rollout.failure is not None)
+    return Collection(tuple(item for item in stored if item.trajectory is not None), failed, codes)

@@ -1,0 +1,53 @@
+"""What `turnwise train` does with one run: train, tell how it went, write the report."""
+
+import asyncio
+
+from rich.console import Console
+
+from trainer_backend.errors import TrainerError
+from trainer_backend.report.story import read_story
+from trainer_backend.report.write import write_report
+from trainer_backend.running.planned_runs import Planned
+from trainer_backend.running.start import Ended, Stopped, run_job
+from trainer_backend.sinks.reporter import SinkReporter
+from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
+from trainer_backend.terminal.telling import tell
+
+
+def train_one(out: Console, planned: Planned, *, report: bool) -> bool:
+    """Train to the end; False where somebody stopped it before.
+
+    Raises:
+        TrainerError: with a sentence for the user; a directory in which nothing was done is removed again.
+    """
+    directory = planned.directory
+    ended = _trained(out, planned)
+    if ended is None:
+        return False
+    for line in closing_lines(read_story(directory)):
+        tell(out, line)
+    if report:
+        tell(out, f"report: {write_report(directory).resolve()}")
+    if ended.stopped:
+        tell(out, f"stopped early; continue with: turnwise train --resume {directory.path}")
+    return not ended.stopped
+
+
+def _trained(out: Console, planned: Planned) -> Ended | None:
+    """None when it was stopped before there was anything to save."""
+    config, directory, resume = planned.loaded.config, planned.directory, planned.resume
+    with ConsoleReporter(out) as console:
+        console.say(f"run directory: {directory.path}")
+        try:
+            with SinkReporter(config, directory, console) as reporter:
+                ended = asyncio.run(run_job(config, directory, reporter, resume=resume))
+        except Stopped as stopped:
+            console.say(str(stopped))
+            return None
+        except TrainerError as error:
+            # A mistake of the user's is told in the message; for any other the task app's log may be needed.
+            if not resume and directory.remove_if_unused(with_log=error.status < 500):
+                console.say(f"{directory.path} is removed again: nothing was done in it")
+            raise
+        console.say(f"{ended.progress.iteration} iterations done; saved in {directory.checkpoints}")
+    return ended

@@ -1,0 +1,85 @@
+"""The task apps of a job: its own child process, or those that [services] names."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from trainer_backend.collect.apps import TaskApps, Tell, logged
+from trainer_backend.collect.plan import Inference
+from trainer_backend.errors import JobError
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.services.embedded import EmbeddedTaskApp
+from trainer_backend.services.endpoints import hosts_to_call
+
+KEY_VARIABLE = "ENVIRONMENT_API_KEY"
+KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
+
+
+# Of the job's own task app, whose port is another one in every start.
+OWN = "own"
+
+
+@asynccontextmanager
+async def task_apps(
+    job: JobConfig, log_file: Path, player: Inference | None = None, *, tell: Tell = logged
+) -> AsyncIterator[TaskApps]:
+    """The job's task apps. One at least is known to be up, and each that is up, to accept the key.
+
+    Args:
+        job: names them in [services], or none.
+        log_file: where an embedded one logs.
+        player: a model at somebody else's server; an embedded task app is allowed to call it. What another
+            one may call, its operator decides.
+        tell: is given a sentence when one is lost, and when it is back.
+
+    Raises:
+        JobError: [services] names task apps, but no key is given for them; or a server's URL is none.
+        TaskAppError: none can be reached, or one refuses the key.
+    """
+    table = job.services
+    async with AsyncExitStack() as stack:
+        if table.task_url:
+            apps = TaskApps(
+                table.task_url, _key(job),
+                timeout_s=table.request_timeout_s, lost_wait_s=table.task_app_wait_s, tell=tell,
+            )  # fmt: skip
+        else:
+            child = await stack.enter_async_context(
+                EmbeddedTaskApp(log_file, hosts_to_call(job, player), plugins=table.task_plugins)
+            )
+            # Nobody would start it again: there is nothing to wait for.
+            apps = TaskApps(
+                (child.url,), child.api_key, timeout_s=table.request_timeout_s, label=OWN, tell=tell
+            )
+        yield await stack.enter_async_context(apps)
+
+
+def told_of(apps: TaskApps) -> str:
+    """Where the task apps are, and what those said that do not answer, in one line."""
+    urls = ", ".join(client.url for client in apps)
+    missing = apps.answers()
+    return f"task app{'s' if len(apps) > 1 else ''}: {urls}" + (f"; not there: {missing}" if missing else "")
+
+
+def _key(job: JobConfig) -> SecretStr:
+    if job.services.task_api_key is not None:
+        return job.services.task_api_key
+    value = os.environ.get(KEY_VARIABLE, "").strip() or _key_in_file(os.environ.get(KEY_FILE_VARIABLE, ""))
+    if not value:
+        raise JobError(
+            f"services.task_url is given, but no key: set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} in the "
+            "environment, or services.task_api_key in the job"
+        )
+    return SecretStr(value)
+
+
+def _key_in_file(name: str) -> str:
+    if not name:
+        return ""
+    try:
+        return Path(name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{KEY_FILE_VARIABLE} names {name!r}, which cannot be read: {error}") from error

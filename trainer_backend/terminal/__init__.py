@@ -1,0 +1,1 @@
+"""What a person sees in a terminal, and what the shell completes."""

@@ -1,0 +1,81 @@
+"""The figures of `turnwise eval` for a terminal."""
+
+from collections.abc import Iterable
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from trainer_backend.core.statistics import Interval
+from trainer_backend.evaluation.result import Evaluated
+from trainer_backend.terminal.published_tables import published
+
+
+def tables(result: Evaluated) -> Group:
+    """Everything that was measured. Text, never strings: what is in brackets is no markup."""
+    return Group(_facts(result), "", _rates(result), "", _turns(result), *published(result))
+
+
+def _facts(result: Evaluated) -> Table:
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_row("policy", Text(result.policy))
+    if result.models:
+        facts.add_row("model, as its server says", Text(", ".join(result.models)))
+    for name, value in result.setting.items():
+        facts.add_row(Text(name), Text(str(value)))
+    lost = f", {result.lost} more lost to failures: in no figure" if result.lost else ""
+    facts.add_row("episodes", f"{result.unique.count}{lost}")
+    facts.add_row("unique achievements", _interval(result.unique, "{:.2f}"))
+    facts.add_row("environment's reward", _interval(result.env_reward, "{:.2f}"))
+    facts.add_row("decisions", _interval(result.decisions, "{:.1f}"))
+    facts.add_row("env steps", _interval(result.env_steps, "{:.1f}"))
+    if result.crafter_score is not None:
+        facts.add_row("Crafter score", _interval(result.crafter_score, "{:.1f} %"))
+    facts.add_row("invalid decisions", f"{result.invalid_frac:.2%}")
+    if result.prompt_tokens is not None:
+        facts.add_row(
+            "tokens", f"{result.prompt_tokens:,} of prompts, {result.sampled_tokens or 0:,} sampled"
+        )
+    facts.add_row("ended by", _counts(sorted(result.endings.items())))
+    facts.add_row("failures", _counts(result.failures.items()))
+    return facts
+
+
+def _rates(result: Evaluated) -> Table:
+    rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
+    for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
+        rates.add_row(Text(name), f"{rate.mean:.1%}", _bounds(rate, "{:.1%}"))
+    return rates
+
+
+def _turns(result: Evaluated) -> Table:
+    turns = Table(
+        "decisions", "playing", "unlocks", "95 %", "rises", "95 %", "rewarded", box=None, pad_edge=False
+    )  # fmt: skip
+    for span in result.spans:
+        turns.add_row(
+            str(span.first) if span.first == span.last else f"{span.first} to {span.last}",
+            str(span.playing),
+            f"{span.unique.mean:.2f}",
+            _bounds(span.unique, "{:.2f}"),
+            f"{span.ach.mean:.2f}",
+            _bounds(span.ach, "{:.2f}"),
+            f"{span.rewarded:.1%}",
+        )
+    return turns
+
+
+def _counts(items: Iterable[tuple[str, int]]) -> Text:
+    return Text(", ".join(f"{name} {count}" for name, count in items) or "none")
+
+
+def _interval(found: Interval, form: str) -> str:
+    bounds = _bounds(found, form)
+    return f"{form.format(found.mean)} (95 % {bounds})" if bounds else form.format(found.mean)
+
+
+def _bounds(found: Interval, form: str) -> str:
+    """`6.88 to 7.96`, or nothing where there are no bounds."""
+    if found.low is None or found.high is None:
+        return ""
+    return f"{form.format(found.low)} to {form.format(found.high)}"

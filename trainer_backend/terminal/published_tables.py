@@ -1,0 +1,64 @@
+"""Published rows beside an evaluation, for a terminal: first what keeps them from being comparable."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer_backend.core.statistics import Interval
+from trainer_backend.evaluation.beside_published import Group, Row
+from trainer_backend.evaluation.published_crafter import Figure
+from trainer_backend.evaluation.result import Evaluated
+
+_COLUMNS = (("score", "score %"), ("reward", "reward"), ("progress", "progress %"))
+
+
+def published(result: Evaluated) -> Iterator[RenderableType]:
+    """A table a group of rows that were measured alike, and the addresses of their sources below."""
+    sources = list(dict.fromkeys((row.source, row.url) for group in result.published for row in group.rows))
+    for group in result.published:
+        yield ""
+        yield Text(f"published: {group.title}", style="bold")
+        for difference in group.differences:
+            yield Text(f"- {difference}")
+        yield _rows(result, group, sources)
+    if sources:
+        yield ""
+    for number, (title, url) in enumerate(sources, start=1):
+        yield Text(f"[{number}] {title}: {url}")
+
+
+def _rows(result: Evaluated, group: Group, sources: list[tuple[str, str]]) -> Table:
+    shown = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in group.rows)]
+    table = Table("agent", *(title for _, title in shown), "learned from", "", box=None, pad_edge=False)
+    ours = _ours(result)
+    name = "this evaluation" if group.comparable else "this, NOT comparable"
+    table.add_row(Text(name, style="bold"), *(_mean(ours[column]) for column, _ in shown), "", "")
+    for row in group.rows:
+        cells = [_figure(getattr(row, column)) for column, _ in shown]
+        table.add_row(Text(row.agent), *cells, row.learned_from, Text(_mark(row, sources)))
+    return table
+
+
+def _ours(result: Evaluated) -> dict[str, float | None]:
+    score: Interval | None = result.crafter_score
+    return {
+        "score": score.mean if score else None,
+        "reward": result.env_reward.mean,
+        "progress": 100 * result.unique.mean / len(result.rates) if result.rates else None,
+    }
+
+
+def _mark(row: Row, sources: list[tuple[str, str]]) -> str:
+    return f"[{sources.index((row.source, row.url)) + 1}]"
+
+
+def _figure(figure: Figure | None) -> str:
+    if figure is None:
+        return "-"
+    return str(figure.value) if figure.spread is None else f"{figure.value} ± {figure.spread}"
+
+
+def _mean(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
