@@ -6,11 +6,11 @@ The folder is moved away and back: every write fails meanwhile.
 from contextlib import contextmanager
 
 import pytest
-from tests.task_app.test_recovery import app_on, killed, post
 
 from task_app.errors import JournalFailed
 from tests.task_app.guards.test_idempotency import keyed
 from tests.task_app.journal.test_killed_requests import BOTH, SNAPSHOTS, created, living, many, turns
+from tests.task_app.journal.test_recovery import app_on, killed, post
 from tests.task_app.rollout_client import waiting_boards
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from tests.task_app.test_recovery import app_on, killed, post
 
 from task_app.errors import SessionBusy
 from task_app.guards.idempotency import CLAIM, Answers, Claim, request_digest
@@ -17,6 +16,7 @@ from task_app.plugins import default_plug_boards
 from task_app.routes.problems import problem_response
 from tests.task_app.counting import boards, rollout
 from tests.task_app.guards.test_idempotency import keyed
+from tests.task_app.journal.test_recovery import app_on, killed, post
 from tests.task_app.rollout_client import WAITING, accept, waiting_boards
 
 BOTH = boards()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.task_app.test_recovery import app_on, post
 
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.plugins import default_plug_boards
 from task_app.protocols import ToolRequest
 from tests.task_app.counting import CountingEnvironment, boards
+from tests.task_app.journal.test_recovery import app_on, post
 
 ACTIONS = st.lists(
     st.sampled_from(["noop", "move_left", "move_right", "do", "sleep"]), min_size=1, max_size=3
