@@ -21,43 +21,23 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import asyncio
 import random
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
+from demo_iteration import played
 
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.one_row import one_row
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.credit import credit
-from trainer_backend.job import load_job
 from trainer_backend.learner.attention import attention_for
 from trainer_backend.learner.by_length import groups_of
 from trainer_backend.learner.device import place
 from trainer_backend.learner.scoring import row_width
-from trainer_backend.rundir.layout import create_run
-from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.running.start import run_job
 
 LIMIT = 0.03
-JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_cpu.toml"
-SETTINGS = (
-    "training.iterations=1", "evaluation.instances=8", "warmup.episodes=60", "warmup.epochs=1",
-)  # fmt: skip
-
-
-class Silent:
-    """A reporter that has nothing to say."""
-
-    def say(self, text: str) -> None: ...
-
-    def stage(self, name: str, done: int, total: int) -> None: ...
-
-    def metrics(self, row: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +51,9 @@ class Sizes:
 
 def crafter() -> tuple[list[Segment], Sizes]:
     """Every decision of an iteration of the demo, collected by its own job."""
-    job = load_job(JOB, SETTINGS).config
-    with tempfile.TemporaryDirectory() as folder:
-        directory = create_run(job, Path(folder) / "run")
-        asyncio.run(run_job(job, directory, Silent(), resume=False))
-        (stored,) = Path(folder).rglob("rollouts/iteration_1.parquet")
-        episodes = credit(job, read_rollouts(stored)).episodes
-    table = job.training
+    found = played()
+    episodes = credit(found.job, found.rollouts).episodes
+    table = found.job.training
     sizes = Sizes(table.batch_decisions, table.row_tokens, table.micro_batch_tokens)
     return [segment for episode in episodes for segment in episode.segments], sizes
 

@@ -1,8 +1,9 @@
-"""What the study of reward modes found: from run directories to JSON, and from there to a picture."""
+"""What a study found: from run directories to JSON, and from there to a picture and a table."""
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,59 @@ from trainer_backend.rundir.layout import open_run
 
 UNIQUE = "eval/unique_achievements"
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
-COLOURS = {"decision_stepwise": 0, "off": 1}
-LABELS = {"decision_stepwise": "a reward a decision", "off": "outcome alone"}
+MARKERS = "osD^v"
 
 
-def collect(
-    folder: Path, seeds: Sequence[int], arms: Sequence[str], settings: Sequence[str]
-) -> dict[str, Any]:
-    """Everything that the finished and the running arms have on disk."""
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the ways that a study compares.
+
+    label: in pictures and tables.
+    switches: `table.key=value`, over the job and the settings of the study.
+    """
+
+    label: str
+    switches: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Arms that start from one checkpoint, a seed at a time, on the demo's job.
+
+    name: of the folder in runs/ and of the files in bench/results/.
+    arms: by name, in the order in which they are run.
+    against: the arm whose result is taken from every other's.
+    settings: `table.key=value`, of all arms.
+    """
+
+    name: str
+    title: str
+    arms: Mapping[str, Arm]
+    against: str
+    settings: Sequence[str]
+
+
+def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Everything that the finished and the running arms have on disk, of whichever call."""
     runs = {
-        arm: {str(seed): curve(folder / f"seed_{seed}" / arm) for seed in seeds if _begun(folder, seed, arm)}
-        for arm in arms
+        arm: {
+            path.parent.name.removeprefix("seed_"): curve(path)
+            for path in sorted(folder.glob(f"seed_*/{arm}"))
+            if (path / "run.json").exists()
+        }
+        for arm in study.arms
     }
+    runs = {arm: by_seed for arm, by_seed in runs.items() if by_seed}
     return {
-        "study": "reward_modes",
+        "study": study.name,
         "job": "configs/crafter_cpu.toml",
         "settings": list(settings),
-        "seeds": list(seeds),
+        "switches": {arm: list(study.arms[arm].switches) for arm in runs},
+        "seeds": sorted({int(seed) for by_seed in runs.values() for seed in by_seed}),
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
         "arms": runs,
-        "summary": summary(runs),
+        "summary": summary(runs, against=study.against),
     }
 
 
@@ -61,6 +94,9 @@ def curve(path: Path) -> dict[str, Any]:
                 "iteration": row["iteration"],
                 "unique_achievements": row["episode/unique_achievements"],
                 "entropy": row.get("loss/entropy"),
+                # A decision is a request: so those count too that are played to measure others.
+                "decisions": int(row["inference/requests"]),
+                "steps": int(row["optim/steps"]),
             }
             for row in story.iterations
         ],
@@ -68,49 +104,71 @@ def curve(path: Path) -> dict[str, Any]:
     }
 
 
-def summary(runs: dict[str, Any]) -> dict[str, Any]:
-    """Gain over the warm start at the last evaluation, a value a seed; and the arms' difference, paired.
+def summary(runs: Mapping[str, Any], *, against: str) -> dict[str, Any]:
+    """Result and gain over the warm start at the last evaluation; and the arms' differences, paired by seed.
 
     Intervals are over seeds (Student's t), so they speak of other seeds; with one seed there are none.
     """
-    last = {
+    ends = {
         arm: {
-            seed: found["evaluations"][-1] for seed, found in by_seed.items() if len(found["evaluations"]) > 1
+            seed: (found["evaluations"][0], found["evaluations"][-1])
+            for seed, found in by_seed.items()
+            if len(found["evaluations"]) > 1
         }
         for arm, by_seed in runs.items()
     }
-    told: dict[str, Any] = {}
-    for arm, by_seed in last.items():
-        gains = [
-            row["unique_achievements"] - runs[arm][seed]["evaluations"][0]["unique_achievements"]
-            for seed, row in by_seed.items()
-        ]
-        told[arm] = {
-            "final": _interval([row["unique_achievements"] for row in by_seed.values()]),
-            "gain": _interval(gains),
+    told: dict[str, Any] = {
+        arm: {
+            "final": _interval([_unique(last) for _, last in by_seed.values()]),
+            "gain": _interval([_unique(last) - _unique(first) for first, last in by_seed.values()]),
+            "decisions": [sum(row["decisions"] for row in runs[arm][seed]["training"]) for seed in by_seed],
+            "decisions_an_iteration": _mean_of(runs[arm], by_seed, "decisions"),
+            "steps_an_iteration": _mean_of(runs[arm], by_seed, "steps"),
         }
-    first, second = last
-    both = [seed for seed in last[first] if seed in last[second]]
-    differences = [
-        last[first][seed]["unique_achievements"] - last[second][seed]["unique_achievements"]
-        for seed in both
-        if last[first][seed]["iteration"] == last[second][seed]["iteration"]
+        for arm, by_seed in ends.items()
+    }
+    base = ends.get(against, {})
+    for arm, by_seed in ends.items():
+        if arm != against and base:
+            told[f"{arm}_minus_{against}"] = _interval(
+                [
+                    _unique(last) - _unique(base[seed][1])
+                    for seed, (_, last) in by_seed.items()
+                    if seed in base and base[seed][1]["iteration"] == last["iteration"]
+                ]
+            )
+    return told
+
+
+def table(study: Study, outcome: Mapping[str, Any]) -> str:
+    """The summary for a terminal: a line an arm, 95 % intervals over seeds."""
+    told = outcome["summary"]
+    lines = [
+        f"{'unique achievements, held out':30s}{'after':>24s}{'gain':>24s}{'minus ' + study.against:>24s}"
+        f"{'decisions':>12s}{'steps':>8s}  (an iteration)"
     ]
-    return told | {f"{first}_minus_{second}": _interval(differences)}
+    for arm in outcome["arms"]:
+        cells = (told[arm]["final"], told[arm]["gain"], told.get(f"{arm}_minus_{study.against}"))
+        lines.append(f"{study.arms[arm].label:30s}" + "".join(f"{_cell(cell):>24s}" for cell in cells))
+        lines[-1] += f"{_figure(told[arm]['decisions_an_iteration']):>12s}"
+        lines[-1] += f"{_figure(told[arm]['steps_an_iteration']):>8s}"
+    return "\n".join(lines)
 
 
-def draw(outcome: dict[str, Any], path: Path) -> None:
+def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
     """Held-out curves: a thin line a seed with its interval, a thick one for the mean."""
 
     def figure_of(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
-        for arm, by_seed in outcome["arms"].items():
-            colour, marker = theme.series[COLOURS[arm]], "os"[COLOURS[arm]]
+        for index, (arm, made) in enumerate(study.arms.items()):
+            by_seed = outcome["arms"].get(arm, {})
+            colour, marker = theme.series[index], MARKERS[index]
             for found in by_seed.values():
                 _thin(axes, found["evaluations"], colour)
             x, mean = mean_curve([found["evaluations"] for found in by_seed.values()])
-            label = f"{LABELS[arm]} (mean of {len(by_seed)})"
-            axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=label)
+            if x:
+                label = f"{made.label} (mean of {len(by_seed)})"
+                axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=label)
         axes.set_xlabel("iterations")
         axes.set_ylabel("unique achievements, held-out worlds")
         axes.xaxis.set_major_locator(whole_numbers())
@@ -137,8 +195,26 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _begun(folder: Path, seed: int, arm: str) -> bool:
-    return (folder / f"seed_{seed}" / arm / "run.json").exists()
+def _unique(row: Mapping[str, Any]) -> float:
+    return float(row["unique_achievements"])
+
+
+def _cell(found: Mapping[str, Any] | None) -> str:
+    if found is None or found["mean"] is None:
+        return "-"
+    if found["low"] is None:
+        return f"{found['mean']:.2f}"
+    return f"{found['mean']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def _mean_of(of_arm: Mapping[str, Any], seeds: Iterable[str], name: str) -> float | None:
+    """Mean over the iterations of these seeds; None where there is none yet."""
+    values = [row[name] for seed in seeds for row in of_arm[seed]["training"]]
+    return sum(values) / len(values) if values else None
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _interval(values: Sequence[float]) -> dict[str, Any]:

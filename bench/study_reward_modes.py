@@ -1,6 +1,6 @@
 """Does rewarding each decision help? The demo's job with decision rewards, and with the outcome alone.
 
-    python bench/study_reward_modes.py [--quick] [--seeds 0 1 2] [--background]
+    python bench/study_reward_modes.py [--quick] [--seeds 0 1 2] [--arms …] [--background]
 
 For each seed one warm start, which both arms load: `decision_stepwise` with `stepwise` advantages, and mode
 `off` with `grpo` (whole trajectories). Worlds, sampling seeds, episodes, passes and learning rates are equal.
@@ -10,134 +10,35 @@ What is done is skipped, what was interrupted is resumed. After each arm bench/r
 Left out: tuning each arm for itself; both use what was found for decision rewards.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see trainer_backend.__main__
-
-import argparse
-import asyncio
-import json
-import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from study_results import collect, draw
+from study_results import Arm, Study
+from study_runs import main
 
-from trainer_backend.job import dump_job, load_job
-from trainer_backend.jobfile.schema import JobConfig, ModelTable
-from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
-from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.running.start import Stopped, run_job
-from trainer_backend.terminal.progress import ConsoleReporter
-
-ROOT = Path(__file__).resolve().parent.parent
-JOB = ROOT / "configs" / "crafter_cpu.toml"
-ARMS = {
-    "decision_stepwise": (
-        "training.step_rewards_enabled=true",
-        "training.step_rewards_mode=decision_stepwise",
-        "algorithm.advantage=stepwise",
-    ),
-    "off": (
-        "training.step_rewards_enabled=false",
-        "training.step_rewards_mode=off",
-        "algorithm.advantage=grpo",
-    ),
-}
-FULL = ("training.keep_checkpoints=1",)  # the demo's own length and settings
-QUICK = (
-    "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",
-    "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
-    "warmup.batch_decisions=32",
-)  # fmt: skip
-
-
-def study(folder: Path, results: Path, *, seeds: Sequence[int], settings: Sequence[str]) -> dict[str, Any]:
-    """Run what is missing; the results, which are also written after every arm."""
-    outcome: dict[str, Any] = {}
-    for seed in seeds:
-        common = (*settings, f"job.seed={seed}")
-        warm_start = _finished(folder / f"seed_{seed}" / "warm_start", warm_start_job(common))
-        for arm, switches in ARMS.items():
-            job = arm_job((*common, *switches), warm_start.checkpoints / "iteration_0")
-            _finished(folder / f"seed_{seed}" / arm, job)
-            outcome = collect(folder, seeds, tuple(ARMS), settings)
-            results.parent.mkdir(parents=True, exist_ok=True)
-            results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            draw(outcome, results.with_suffix(".png"))
-    return outcome
-
-
-def warm_start_job(settings: Sequence[str]) -> JobConfig:
-    """Warm-up and its evaluation, no RL."""
-    return load_job(JOB, (*settings, "training.iterations=0")).config
-
-
-def arm_job(settings: Sequence[str], checkpoint: Path) -> JobConfig:
-    """RL from the shared warm start."""
-    job = load_job(JOB, settings).config
-    return job.model_copy(update={"warmup": None, "model": ModelTable(path=checkpoint)})
-
-
-def is_finished(directory: RunDirectory, iterations: int) -> bool:
-    """The last evaluation and the last checkpoint are on disk, so nothing is left to do."""
-    newest = latest_checkpoint(directory.checkpoints)
-    evaluated = {row["iteration"] for row in directory.metrics() if row["kind"] == "evaluation"}
-    return iterations in evaluated and newest is not None and newest.name == f"iteration_{iterations}"
-
-
-def _finished(path: Path, job: JobConfig) -> RunDirectory:
-    """The run in `path`, started, resumed or left as it is."""
-    resume = (path / "run.json").exists()
-    directory = open_run(path) if resume else create_run(job, path)
-    if resume and dump_job(directory.job()) != dump_job(job):
-        raise SystemExit(f"{path} was made with other settings; move it away, or give another --out")
-    if is_finished(directory, job.training.iterations):
-        return directory
-    with ConsoleReporter(Console()) as reporter:
-        reporter.say(f"{path}: {'resumed' if resume else 'started'}")
-        ended = asyncio.run(run_job(job, directory, reporter, resume=resume))
-    if ended.stopped or not is_finished(directory, job.training.iterations):
-        raise Stopped(f"{path} is not finished")
-    return directory
-
-
-def _in_background(arguments: Sequence[str], log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        child = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-        )  # fmt: skip
-    print(f"process {child.pid} writes {log}; stop it with: kill -INT {child.pid}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="decision rewards against the outcome alone, equal budget")
-    parser.add_argument("--quick", action="store_true", help="20 seconds; shows that it works, no more")
-    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="default: 0 1 2")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=None, help="JSON file to write")
-    parser.add_argument("--background", action="store_true", help="return at once")
-    options = parser.parse_args()
-    name = "reward_modes_quick" if options.quick else "reward_modes"
-    folder = (options.out or ROOT / "runs" / name).resolve()
-    if options.background:
-        _in_background([item for item in sys.argv[1:] if item != "--background"], folder / "study.log")
-        return 0
-    results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
-    seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    try:
-        outcome = study(folder, results, seeds=seeds, settings=QUICK if options.quick else FULL)
-    except Stopped as stopped:
-        print(f"stopped: {stopped}; the same command goes on from there")
-        return 130
-    print(json.dumps({"study": name, "results": str(results), **outcome["summary"]}))
-    return 0
-
+STUDY = Study(
+    name="reward_modes",
+    title="decision rewards against the outcome alone, equal budget",
+    against="off",
+    settings=("training.keep_checkpoints=1",),  # the demo's own length and settings
+    arms={
+        "decision_stepwise": Arm(
+            "a reward a decision",
+            (
+                "training.step_rewards_enabled=true",
+                "training.step_rewards_mode=decision_stepwise",
+                "algorithm.advantage=stepwise",
+            ),
+        ),
+        "off": Arm(
+            "outcome alone",
+            (
+                "training.step_rewards_enabled=false",
+                "training.step_rewards_mode=off",
+                "algorithm.advantage=grpo",
+            ),
+        ),
+    },
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(STUDY))

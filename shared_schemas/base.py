@@ -1,5 +1,6 @@
-"""The base classes of all wire data, and the one helper that turns a misspelling into a suggestion."""
+"""The base classes of all wire data, and the helpers that refuse a number and suggest a spelling."""
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -16,6 +17,13 @@ class OpenBody(BaseModel):
     """A frozen body whose shape others own (OpenAI's, or a legacy route): unknown keys are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+
+def finite(reward: float) -> float:
+    """The reward; NaN and infinity are refused: JSON would lose them, and somebody would read a 0."""
+    if not math.isfinite(reward):
+        raise ValueError(f"a reward is {reward}; it must be a finite number")
+    return reward
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,11 +4,21 @@ Ids are the trainer's, so a repeated request is harmless: the same id with the s
 rollout, the same id with another body is a 409.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    JsonValue,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from shared_schemas.base import Body
+from shared_schemas.patterns import Pattern
 from shared_schemas.rewards import StepRewards
 from shared_schemas.trajectory import Trajectory
 
@@ -16,6 +26,8 @@ Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:
 Name = Annotated[str, Field(max_length=200)]
 # Strict: `false`, "7" and 7.0 are mistakes, and would start another world than the caller meant.
 Seed = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
+
+Turn = Annotated[int, Field(ge=1, le=10_000, strict=True)]
 
 
 def _fits_a_header(key: SecretStr) -> SecretStr:
@@ -26,6 +38,17 @@ def _fits_a_header(key: SecretStr) -> SecretStr:
 
 
 InferenceKey = Annotated[SecretStr, Field(max_length=500), AfterValidator(_fits_a_header)]
+
+MAX_GROUND_TRUTH_BYTES = 100_000
+
+
+def _bounded(value: JsonValue) -> JsonValue:
+    if (size := len(json.dumps(value, allow_nan=False))) > MAX_GROUND_TRUTH_BYTES:
+        raise ValueError(f"as JSON it has {size} bytes; at most {MAX_GROUND_TRUTH_BYTES} are allowed")
+    return value
+
+
+GroundTruth = Annotated[JsonValue, AfterValidator(_bounded)]
 
 
 class Start(Body):
@@ -63,10 +86,24 @@ class PolicySpec(Body):
     inference_key: InferenceKey | None = None
 
 
+Decisions = Annotated[int, Field(ge=1, le=10_000)]
+Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
+TerminationTarget = Literal["raw", "text"]
+
+
 class RolloutLimits(Body):
-    max_decisions: int = Field(default=50, ge=1, le=10_000)
-    max_invalid_decisions: int = Field(default=5, ge=1, le=10_000)
-    timeout_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
+    """What ends an episode that its environment does not end."""
+
+    max_decisions: Decisions = 50
+    max_invalid_decisions: Decisions = 5
+    timeout_s: Seconds = 600.0
+    termination_regex: Pattern | None = Field(
+        default=None,
+        description="ends the episode after a decision whose last 4,096 bytes hold it; Rust's regex syntax",
+    )
+    termination_target: TerminationTarget = Field(
+        default="raw", description="searched: all that the policy wrote, or the text beside its tool calls"
+    )
 
 
 class RolloutRequest(Body):
@@ -86,6 +123,31 @@ class RolloutRequest(Body):
     state_keys: tuple[Name, ...] = Field(
         default=(), max_length=8, description="kinds of state key that each decision is to carry"
     )
+    snapshot_turns: tuple[Turn, ...] = Field(
+        default=(),
+        max_length=64,
+        description="turns before whose decision the environment is kept, on the step: for branches",
+    )
+    ground_truth: GroundTruth = Field(
+        default=None,
+        repr=False,
+        description="any JSON: what the episode is scored by; the policy never sees it, no log holds it",
+    )
+    reward_function: Name | None = Field(
+        default=None, description="of the operator: its score becomes the outcome_reward of the episode"
+    )
+
+    @field_validator("snapshot_turns")
+    @classmethod
+    def _turns_that_can_be(cls, turns: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        twice = next((turn for turn in turns if turns.count(turn) > 1), None)
+        if twice is not None:
+            raise ValueError(f"turn {twice} is named more than once; each is kept once")
+        # Without limits, they were refused themselves.
+        most = limits.max_decisions if (limits := info.data.get("limits")) else 10_000
+        if turns and max(turns) > most:
+            raise ValueError(f"turn {max(turns)} is above limits.max_decisions, {most}: it is never reached")
+        return turns
 
 
 class RolloutBatch(Body):

@@ -6,15 +6,13 @@ from typing import Any
 from pydantic import Field
 
 from shared_schemas.base import Body
+from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rewards import DecisionRewards, RewardPart
 
 
 class StopReason(StrEnum):
-    """Why an episode ended, in the order in which the reasons are tested (DESIGN.md 4.5).
-
-    Nothing gives TERMINATION_REGEX yet: a caller's pattern needs a bound on its time first.
-    """
+    """Why an episode ended, in the order in which the reasons are tested (DESIGN.md 4.5)."""
 
     CRITICAL_ERROR = "critical_error"
     ENVIRONMENT_DONE = "environment_done"
@@ -85,11 +83,16 @@ class StepInfo(Body):
     environment_s: float = 0.0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    finish_reason: str | None = Field(
+        default=None, description="how the model's answer ended, also where its tokens are not known"
+    )
 
 
 class StepData(Body):
     """One decision of an episode: a model call, its tool calls and the S env steps they triggered.
 
+    The source's `resulting_messages_history` is no field: the conversation would travel once a step, and the
+    wire grow with its square. The function of that name in task_app/transcript.py makes it (DESIGN.md 4.2).
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
 
@@ -100,6 +103,10 @@ class StepData(Body):
     )
     action_taken: dict[str, Any] = Field(description='{"type": "text" | "tool_call" | "terminate", ...}')
     tool_calls: tuple[ToolCall, ...] = ()
+    snapshot: str | None = Field(
+        default=None,
+        description="of the environment before this decision, for `start.snapshot`; where it was asked for",
+    )
     raw_policy_output: str | None = None
     policy_name: str = ""
     sampling: Sampling | None = None
@@ -126,6 +133,21 @@ class StepData(Body):
         """t, from 0 (the name that source 2 publishes)."""
         return self.turn - 1
 
+    @property
+    def assistant_turn_index(self) -> int:
+        """Which of the conversation's answers is this step's, from 0: what a `StepOutput` names."""
+        return self.turn - 1
+
+
+class UserReward(Body):
+    """What a user's reward function said of an episode, and the environment's own outcome, which its score
+    stands in for."""
+
+    reward_function: str
+    result: EvaluateResult
+    environment_outcome_reward: float
+    environment_outcome_definition: str
+
 
 class Trajectory(Body):
     """A finished episode. `outcome_definition` says in words what `outcome_reward` measures."""
@@ -148,3 +170,7 @@ class Trajectory(Body):
     truncated: bool
     stop_reason: StopReason
     wall_s: float = Field(ge=0.0)
+    user_reward: UserReward | None = Field(default=None, description="where a reward function was asked for")
+    warnings: tuple[str, ...] = Field(
+        default=(), description="what somebody should look at, though the episode counts; a sentence each"
+    )

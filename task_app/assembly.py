@@ -1,10 +1,12 @@
 """From a rollout request to the worker that runs it; whatever is wrong with a request is found here."""
 
 from shared_schemas.rollouts import EnvSpec, RolloutRequest
+from shared_schemas.task_definition import TaskDefinitionModel
 from task_app.episode import RLRolloutWorker
 from task_app.errors import SnapshotRefused
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.snapshots.envelope import from_text
+from task_app.snapshots.episodes import KeptMoments, refuse_unrestorable
 from task_app.snapshots.sessions import EnvironmentSnapshot, episode_start, open_environment
 from task_app.snapshots.starts import Worlds
 from task_app.switches import agreed_step_rewards, take_step_rewards
@@ -31,6 +33,8 @@ def build_worker(
     if "step_rewards" in request.model_fields_set:
         found[where + "step_rewards"] = request.step_rewards
     env = EnvSpec(env_name=request.env.env_name, config=env_config)
+    if request.reward_function is not None:
+        boards.reward_function(request.reward_function, where=where)
     environment = boards.environment(env.env_name, env.config, where=where + "env.")
     if request.start.snapshot is not None:
         taken = _taken(request.start.snapshot, env, boards, context, where=where + "start.snapshot")
@@ -38,16 +42,28 @@ def build_worker(
     else:
         assert request.start.seed is not None, "a start is one of the two"
         seed, start = request.start.seed, worlds.start(env, request.start.seed, context.threads)
+    if request.snapshot_turns:
+        refuse_unrestorable(environment, where=where + "snapshot_turns")
+    switches = agreed_step_rewards(found)
     return RLRolloutWorker(
+        task_definition=TaskDefinitionModel.of_request(request),
         environment=environment,
         agent_policy=boards.policy(
             request.policy.policy_name, policy_config, context, where=where + "policy."
         ),
         seed=seed,
         start=start,
-        limits=request.limits,
-        step_rewards=agreed_step_rewards(found),
+        step_rewards=switches,
         state_keys=boards.state_keys(request.state_keys, env.env_name, where=where),
+        keep=KeptMoments(
+            frozenset(request.snapshot_turns),
+            boards.resolved(env),
+            seed,
+            switches if found else None,
+            at_most_bytes=context.settings.max_snapshot_bytes,
+            timeout_s=request.limits.timeout_s,
+            threads=context.threads,
+        ),
         threads=context.threads,
     )
 

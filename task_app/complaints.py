@@ -28,8 +28,9 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
 
 
 def _found(error: Mapping[str, Any], place: str) -> str:
-    """The beginning of the offending value, when it is a scalar and cannot be a key."""
+    """The beginning of the offending value, when it is a scalar and can be neither a key nor an answer."""
     value = error.get("input")
-    if error["type"] == "missing" or "key" in place or not isinstance(value, str | int | float | bool):
+    secret = "key" in place or "ground_truth" in place
+    if error["type"] == "missing" or secret or not isinstance(value, str | int | float | bool):
         return ""
     return f"; found {value[:80]!r}" if isinstance(value, str) else f"; found {clipped(str(value))}"

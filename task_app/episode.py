@@ -6,14 +6,12 @@ Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; DESIGN.md 4.2 to 4.5.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
-from shared_schemas.rollouts import RolloutLimits
+from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from task_app.actions import ReadAction, read_action
 from task_app.errors import (
@@ -26,7 +24,8 @@ from task_app.errors import (
     boundary,
     encodable,
 )
-from task_app.guards.threads import Threads, in_thread
+from task_app.execution import execute
+from task_app.guards.threads import Threads
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,
@@ -35,27 +34,29 @@ from task_app.protocols import (
     PastDecision,
     PolicyObservation,
     RetryingPolicy,
-    steps_quickly,
 )
 from task_app.records import Choice, Decided, ended, finite, step_data
 from task_app.snapshots.starts import EpisodeStart, world_of
 from task_app.state_keys import EpisodeStateKeys
-from task_app.termination import EpisodeFacts, stop_reason
+from task_app.termination import EpisodeFacts, stop_reason, termination_signal
 from task_app.transcript import transcript
 
 PAST_DECISIONS_SHOWN = 3
+# What is kept of the environment before the next decision, if anything (task_app.snapshots.episodes).
+Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Awaitable[str | None]]
 
 
 class RLRolloutWorker:
     """Runs one episode once. `run_episode` collects the steps; afterwards `trajectory()` holds them.
 
     Args:
-        environment: started here; not shared with another worker.
+        task_definition: the limits of the episode, and the ground truth, which is handed through.
+        environment: the one that it names, built; started here, not shared with another worker.
         agent_policy: asked once a decision.
         seed: of the world.
         start: how the environment is brought to its start; into the world of `seed` when absent.
-        limits: decisions, invalid decisions, seconds.
         step_rewards: whether the steps' metadata carries decision_rewards.
+        keep: is asked before every decision for a snapshot, which the step then carries.
         threads: where resets run, and the steps of an environment that does not promise quick ones; threads
             of the event loop's own without it.
         clock: seconds that only grow.
@@ -64,13 +65,14 @@ class RLRolloutWorker:
     def __init__(
         self,
         *,
+        task_definition: TaskDefinitionModel,
         environment: Environment,
         agent_policy: AgentPolicy,
         seed: int,
         start: EpisodeStart | None = None,
-        limits: RolloutLimits | None = None,
         step_rewards: StepRewards | None = None,
         state_keys: EpisodeStateKeys | None = None,
+        keep: Keep | None = None,
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -78,9 +80,12 @@ class RLRolloutWorker:
         self._policy = agent_policy
         self._seed = seed
         self._start_at = start or world_of(seed, threads)
-        self._limits = limits or RolloutLimits()
+        self._ground_truth = task_definition.ground_truth
+        self._limits = task_definition.limits
+        self._signals_the_end = termination_signal(self._limits)
         self._step_rewards = step_rewards or StepRewards()
         self._state_keys = state_keys or EpisodeStateKeys({})
+        self._keep = keep
         self._threads = threads
         self._clock = clock
         self._tools = [tool.model_dump(mode="json") for tool in environment.tools()]
@@ -114,7 +119,7 @@ class RLRolloutWorker:
         """Play until a reason to end holds.
 
         Returns:
-            The steps, the whole conversation, and the ground truth (None: this kind of task has none).
+            The steps, the whole conversation, and the ground truth of the task definition.
 
         Raises:
             EpisodeFailed: no trajectory came out; its `decisions_done` says how far it got.
@@ -135,7 +140,7 @@ class RLRolloutWorker:
                 exc.decisions_done = self.decisions_done
             self.failure = exc
             raise
-        return list(self._steps), transcript(self._steps), None
+        return list(self._steps), transcript(self._steps), self._ground_truth
 
     def trajectory(self) -> Trajectory:
         """The finished episode as data; only after `run_episode`."""
@@ -187,6 +192,7 @@ class RLRolloutWorker:
                 raise
             return self._facts(context_exceeded=True)
         answered_s = self._clock()
+        kept = await self._keep(self._environment, self._steps, self._past) if self._keep else None
         try:
             outcome = await self._execute_action_in_environment(read)
         except CriticalError as exc:
@@ -202,6 +208,7 @@ class RLRolloutWorker:
             choice=choice,
             read=read,
             outcome=outcome,
+            snapshot=kept,
             policy_s=answered_s - asked_s,
             environment_s=self._clock() - answered_s,
         )
@@ -225,20 +232,13 @@ class RLRolloutWorker:
             return Choice(action, raw, log_probs or {}, value), read_action(action)
 
     async def _execute_action_in_environment(self, read: ReadAction) -> DecisionOutcome:
-        """A quick step runs inline: tens of microseconds. A terminate action runs no env step."""
-        if read.terminate:
-            # No env step: what the last one paid is not paid again.
-            return DecisionOutcome(replace(self._observation, reward_last_step=0.0), env_rewards=())
-        step = partial(self._environment.step, read.requests, invalid_reason=read.invalid_reason)
-        with boundary("environment.step"):
-            if steps_quickly(self._environment):
-                return step()
-            try:
-                # All of the time once more: what the policy has used up is no fault of the environment.
-                async with asyncio.timeout(self._limits.timeout_s):
-                    return await in_thread(self._threads, "environment.step", step)
-            except TimeoutError as exc:
-                raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
+        return await execute(
+            self._environment,
+            read,
+            before=self._observation,
+            timeout_s=self._limits.timeout_s,
+            threads=self._threads,
+        )
 
     def _record(self, decided: Decided) -> EpisodeFacts:
         """Append the decision to everything that remembers it."""
@@ -254,6 +254,7 @@ class RLRolloutWorker:
         return self._facts(
             environment_done=outcome.terminated or outcome.truncated,
             terminate_action=decided.read.terminate,
+            pattern_found=self._signals_the_end(decided.choice.raw_output, decided.choice.action),
         )
 
     def _facts(self, *, elapsed_s: float | None = None, **found: Any) -> EpisodeFacts:

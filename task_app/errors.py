@@ -30,6 +30,7 @@
         ├── PolicyUnavailable           inference_unavailable         502  or inference_protocol, _refused
         ├── ContextLengthExceeded       context_length_exceeded       422  fails only a first decision
         ├── DeadlineExceeded            deadline_exceeded             504  fails only a first decision
+        ├── RewardFunctionFailed        reward_function_failed        500  or reward_function_deadline
         └── CriticalError               critical_error                500  the environment or policy broke
 
 Every one says where, what was found, what is allowed and the likely intent. `routes.problems` turns them into
@@ -253,6 +254,10 @@ class ContextLengthExceeded(EpisodeFailed):
 class DeadlineExceeded(EpisodeFailed):
     code = "deadline_exceeded"
     status = 504
+
+
+class RewardFunctionFailed(EpisodeFailed):
+    code = "reward_function_failed"
 
 
 class CriticalError(EpisodeFailed):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -16,7 +17,7 @@ from task_app.errors import TaskAppError, UnknownName
 from task_app.guards.threads import Threads
 from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
-from task_app.protocols import AgentPolicy, Environment
+from task_app.protocols import AgentPolicy, Environment, RewardMode
 from task_app.settings import Settings
 from task_app.state_keys import EpisodeStateKeys, StateKey, chosen_keys
 
@@ -50,6 +51,14 @@ class PolicyPlugin(Generic[C]):
     build: Callable[[C, PolicyContext], AgentPolicy]
 
 
+@dataclass(frozen=True, slots=True)
+class RewardPlugin:
+    """Where a child process finds a reward function: under its name in the REWARD_FUNCTIONS of `file`."""
+
+    mode: RewardMode
+    file: Path
+
+
 def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
     return OpenAIAgentPolicy(
         config,
@@ -72,6 +81,9 @@ POLICIES: dict[str, PolicyPlugin[Any]] = {
     "random": PolicyPlugin(RandomConfig, lambda config, context: RandomPolicy(config)),
 }
 
+# None of ours yet: those of the operator's files join it.
+REWARD_FUNCTIONS: dict[str, RewardPlugin] = {}
+
 # Names that other Crafter task apps use, in lower case: for the routes that keep their contract, no others.
 ENVIRONMENT_ALIASES = {"crafterclassic": "crafter", "crafter_classic": "crafter"}
 POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
@@ -83,6 +95,18 @@ class PlugBoards:
 
     environments: Mapping[str, EnvironmentPlugin[Any]]
     policies: Mapping[str, PolicyPlugin[Any]]
+    reward_functions: Mapping[str, RewardPlugin] = field(default_factory=dict)
+
+    def reward_function(self, name: str, *, where: str = "") -> RewardPlugin:
+        """The named reward function.
+
+        Raises:
+            UnknownName: with the body path below `where`.
+        """
+        plugin = self.reward_functions.get(name)
+        if plugin is None:
+            raise UnknownName("reward function", name, self.reward_functions, where=where + "reward_function")
+        return plugin
 
     def environment(self, name: str, config: Mapping[str, Any], *, where: str = "") -> Environment:
         """Build the named environment.
@@ -134,7 +158,7 @@ class PlugBoards:
 
 
 def default_plug_boards() -> PlugBoards:
-    return PlugBoards(ENVIRONMENTS, POLICIES)
+    return PlugBoards(ENVIRONMENTS, POLICIES, REWARD_FUNCTIONS)
 
 
 def _validated(model: type[C], config: Mapping[str, Any], *, where: str) -> C:

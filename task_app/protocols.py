@@ -5,9 +5,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from shared_schemas.messages import Message, ToolSpec
+
+RewardMode = Literal["pointwise", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,8 @@ def steps_quickly(environment: Environment) -> bool:
 class RestorableEnvironment(Environment, Protocol):
     """An Environment whose moments can be kept: for branches, siblings from one world, a journal.
 
-    `snapshot` copies, on the event loop; `restore` may take milliseconds and runs where `step` does. State is
-    plain data, never pickle: it may come back from outside.
+    `restore`, and `snapshot` within an episode, may take milliseconds and run where `step` does; elsewhere
+    `snapshot` copies on the event loop. State is plain data, never pickle: it may come back from outside.
     """
 
     def snapshot(self) -> bytes:
@@ -182,3 +184,26 @@ class RetryingPolicy(Protocol):
     """
 
     pending_failure: str | None
+
+
+@runtime_checkable
+class RewardFunction(Protocol):
+    """A user's judgement of whole episodes: what `task_app.reward_functions.reward_function` makes.
+
+    The service never calls it: a child process does, which finds it by its name in the operator's file.
+    """
+
+    mode: RewardMode
+
+    def __call__(self, **given: Any) -> Any:
+        """Judge.
+
+        Args:
+            given: pointwise: `messages` (list[Message]: every decision's prompt, answer and tool results in
+                order) and `ground_truth` of an episode; batch: `rollouts_messages` and `ground_truth`, both
+                lists. Beside them facts of the episode, which may grow in number.
+
+        Returns:
+            An EvaluateResult or the dict of its fields, in batch mode a list with one for each episode, or an
+            awaitable of that. `step_outputs` name decisions by `step_index`, t from 0.
+        """

@@ -1,10 +1,10 @@
 """Pure: what happened in one decision -> its StepData, as DESIGN.md 4.2 wants every step to be."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared_schemas.base import finite as finite
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
 from shared_schemas.trajectory import (
@@ -52,6 +52,7 @@ class Decided:
     read: ReadAction
     outcome: DecisionOutcome
     state_keys: Mapping[str, str] = field(default_factory=dict)
+    snapshot: str | None = None
     policy_s: float = 0.0
     environment_s: float = 0.0
 
@@ -71,13 +72,6 @@ def observation_data(
     )
 
 
-def finite(reward: float) -> float:
-    """The reward; NaN and infinity are refused: JSON would lose them, and somebody would read a 0."""
-    if not math.isfinite(reward):
-        raise ValueError(f"a reward is {reward}; it must be a finite number")
-    return reward
-
-
 def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) -> StepData:
     """The record of a decision that did not end the episode; `ended` marks the last one.
 
@@ -91,6 +85,7 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         next_observation=observation_data(outcome.observation),
         action_taken=encodable_json(choice.action),
         tool_calls=decided.read.tool_calls,
+        snapshot=decided.snapshot,
         raw_policy_output=None if choice.raw_output is None else encodable(choice.raw_output),
         policy_name=policy_name,
         sampling=choice.log_probs.get("sampling"),
@@ -125,6 +120,7 @@ def _step_info(decided: Decided) -> StepInfo:
         environment_s=decided.environment_s,
         prompt_tokens=log_probs.get("prompt_tokens"),
         completion_tokens=log_probs.get("completion_tokens"),
+        finish_reason=log_probs.get("finish_reason"),
     )
 
 

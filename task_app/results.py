@@ -39,6 +39,7 @@ class Record:
     digest: bytes
     env: EnvSpec
     seed: int | None
+    reward_function: str | None = None
     status: RolloutStatus = "queued"
     sequence: int = 0
     ended_s: float = 0.0
@@ -102,6 +103,7 @@ class Results:
             digest=digest,
             env=request.env,
             seed=request.start.seed,
+            reward_function=request.reward_function,
         )
         self._records[record.rollout_id] = record
         return record

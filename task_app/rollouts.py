@@ -12,24 +12,15 @@ from functools import partial
 
 import structlog
 
-from shared_schemas.rollouts import (
-    RolloutBatch,
-    RolloutRequest,
-    RolloutsAccepted,
-    RolloutStatus,
-)
+from shared_schemas.rollouts import RolloutBatch, RolloutRequest, RolloutsAccepted, RolloutStatus
 from task_app import endings
 from task_app.assembly import build_worker
 from task_app.batches import digest_of, new_and_known
 from task_app.episode import RLRolloutWorker
-from task_app.errors import (
-    InvalidRequest,
-    ShuttingDown,
-    TaskAppError,
-    boundary,
-)
+from task_app.errors import InvalidRequest, ShuttingDown, TaskAppError, boundary
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.results import Record, Results, page_json, page_of, rollout_json
+from task_app.reward_functions.pool import RewardFunctions
 from task_app.runs import RunLife, Runs
 from task_app.settings import Settings
 from task_app.snapshots.starts import Worlds
@@ -72,6 +63,7 @@ class RolloutRunner:
         self._played: dict[str, asyncio.Future[None]] = {}
         self._queue: OrderedDict[str, tuple[Record, RLRolloutWorker, Context]] = OrderedDict()
         self._running: dict[str, asyncio.Task[tuple[RolloutStatus, bytes]]] = {}
+        self.rewards = RewardFunctions(boards, settings)
         self._draining = False
 
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
@@ -255,8 +247,13 @@ class RolloutRunner:
         structlog.contextvars.bind_contextvars(run_id=record.run_id, rollout_id=record.rollout_id)
         try:
             with boundary(f"rollout {record.rollout_id}"):
-                await worker.run_episode()
-                told = endings.finished(record, worker.trajectory(), self.results.instance_id)
+                _, messages, ground_truth = await worker.run_episode()
+                trajectory, judge = worker.trajectory(), record.reward_function
+                if judge is not None:
+                    trajectory = await self.rewards.judged(
+                        judge, trajectory, messages, ground_truth, rollout_id=record.rollout_id
+                    )
+                told = endings.finished(record, trajectory, self.results.instance_id)
                 return "finished", told
         except TaskAppError as exc:
             return "failed", endings.failed(record, exc, self.results.instance_id)

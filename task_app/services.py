@@ -174,6 +174,7 @@ class Services:
 
     async def close(self) -> None:
         await self.runner.drain()
+        await self.runner.rewards.close()
         await self.session.close()
         if self.state is not None:
             self.state.close()

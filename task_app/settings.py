@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
 
 from shared_schemas.base import Body
 from task_app.errors import SettingsError
@@ -20,8 +20,19 @@ KEY_VARIABLE = "ENVIRONMENT_API_KEY"
 KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 ALIASES_VARIABLE = "ENVIRONMENT_API_KEY_ALIASES"
 
-_LISTS = ("allowed_inference_hosts", "open_routes")
+_LISTS = ("allowed_inference_hosts", "open_routes", "reward_variables")
 Host = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^/@\s]+$")]
+
+
+def _no_key_of_ours(name: str) -> str:
+    if name.startswith(KEY_VARIABLE):
+        raise ValueError(f"{name} is a key of this service; whoever has it can ask the service for anything")
+    return name
+
+
+Variable = Annotated[
+    str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_no_key_of_ours)
+]
 
 
 class Settings(Body):
@@ -72,6 +83,27 @@ class Settings(Body):
     )
     max_plugin_threads: int = Field(
         default=16, ge=1, le=1_000, description="resets and slow steps at once, and hung ones at once"
+    )
+    max_reward_processes: int = Field(
+        default=2, ge=1, le=1_000, description="child processes of each reward function"
+    )
+    max_reward_batch: int = Field(
+        default=64, ge=1, le=10_000, description="episodes of one call, of reward functions in batch mode"
+    )
+    max_reward_bytes: int = Field(
+        default=1 << 20, ge=1_024, le=1 << 30, description="of what one call of a reward function answers"
+    )
+    reward_deadline_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        le=86_400.0,
+        description="for one call of a reward function, which is then killed",
+    )
+    reward_start_s: float = Field(
+        default=60.0, gt=0.0, le=86_400.0, description="for its process to start and import the file"
+    )
+    reward_variables: tuple[Variable, ...] = Field(
+        default=(), description="environment variables that its process is given beside the harmless ones"
     )
     max_idempotency_keys: int = Field(default=65_536, ge=1, le=10_000_000)
     max_idempotency_bytes: int = Field(

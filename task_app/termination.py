@@ -3,10 +3,14 @@
 Source: 2-rollout-worker-and-gigpo.md, Task 2.3; the order is that of DESIGN.md 4.5.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from shared_schemas.patterns import LinearPattern
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StopReason
+from task_app.errors import encodable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class EpisodeFacts:
         critical_error: the environment raised what it may not raise.
         environment_done: the environment's own end, or a limit inside it.
         terminate_action: the policy chose to stop.
+        pattern_found: what the policy wrote holds the pattern of limits.termination_regex.
         context_exceeded: the next prompt did not fit the model.
     """
 
@@ -29,6 +34,7 @@ class EpisodeFacts:
     critical_error: bool = False
     environment_done: bool = False
     terminate_action: bool = False
+    pattern_found: bool = False
     context_exceeded: bool = False
 
 
@@ -38,6 +44,7 @@ def stop_reason(facts: EpisodeFacts, limits: RolloutLimits) -> StopReason | None
         StopReason.CRITICAL_ERROR: facts.critical_error,
         StopReason.ENVIRONMENT_DONE: facts.environment_done,
         StopReason.TERMINATE_ACTION: facts.terminate_action,
+        StopReason.TERMINATION_REGEX: facts.pattern_found,
         StopReason.INVALID_ACTION: facts.invalid_decisions >= limits.max_invalid_decisions,
         StopReason.CONTEXT_LENGTH: facts.context_exceeded,
         StopReason.DEADLINE: facts.elapsed_s >= limits.timeout_s,
@@ -46,8 +53,27 @@ def stop_reason(facts: EpisodeFacts, limits: RolloutLimits) -> StopReason | None
     return next((reason for reason in StopReason if holds.get(reason)), None)
 
 
+def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[str, Any]], bool]:
+    """What says of a raw policy output and its action whether the policy gave the signal to end.
+
+    A policy that is no model writes nothing (None), so that nothing is found in it.
+    """
+    if limits.termination_regex is None:
+        return lambda raw_output, action: False
+    pattern = LinearPattern(limits.termination_regex)
+
+    def given(raw_output: str | None, action: Mapping[str, Any]) -> bool:
+        text = raw_output if limits.termination_target == "raw" else action.get("content")
+        return isinstance(text, str) and pattern.found_in(encodable(text))
+
+    return given
+
+
 def ends_by_a_limit(reason: StopReason) -> bool:
-    """True when the episode was cut off (`truncated`); an environment says so itself."""
+    """True when the episode was cut off (`truncated`); an environment says so itself.
+
+    A signal of the policy, by action or by pattern, cuts nothing off: the episode has terminated.
+    """
     return reason in {
         StopReason.INVALID_ACTION,
         StopReason.CONTEXT_LENGTH,

@@ -20,6 +20,17 @@ def transcript(steps: Sequence[StepData]) -> list[Message]:
     return messages
 
 
+def resulting_messages_history(steps: Sequence[StepData], t: int) -> list[Message]:
+    """The conversation after decision t (from 0) of an episode; source 2 stores it on the step, so named.
+
+    Raises:
+        ValueError: the episode has no decision t.
+    """
+    if not 0 <= t < len(steps):
+        raise ValueError(f"t is {t}; decisions of this episode are 0..{len(steps) - 1}")
+    return transcript(steps[: t + 1])
+
+
 def _answer(step: StepData) -> Message:
     # The raw output of a call holds the call itself, which stands in tool_calls already.
     written = step.action_taken.get("content", step.raw_policy_output) or ""

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from trainer_backend.job import parse_job
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run
+
+# A busy machine is no failure: nothing here asserts on time.
+settings.register_profile("turnwise", deadline=None)
+settings.load_profile("turnwise")
 
 
 class ListReporter:

@@ -4,11 +4,12 @@ Pure: a stored rollout file gives the same numbers anywhere.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.branching import Branches
 from trainer_backend.core.critic import (
     ByToken,
     CriticTargets,
@@ -18,16 +19,34 @@ from trainer_backend.core.critic import (
 )
 from trainer_backend.core.errors import AdvantageError, place
 from trainer_backend.core.flat_groups import flat_groups
-from trainer_backend.core.guards import refuse_lost_reward
+from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.returns import discounted_returns
-from trainer_backend.core.rewards import RewardConfig, reward_vector
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.core.statistics import decision_metrics
 from trainer_backend.evaluation.metrics import finished_trajectories
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.rewarding import Earned, earned_by, kl_metrics
 from trainer_backend.rundir.rollout_files import Credit
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of rollouts after they were played, for estimators that ask; by rollout id.
+
+    Attributes:
+        values: of a critic; they are stored with the credit.
+        branches: what was played on from an episode's decisions; None: nobody did.
+        scored: what policy and reference say of its tokens, and of its branches'.
+    """
+
+    values: Mapping[str, OfEpisode] = field(default_factory=dict)
+    branches: Mapping[str, Branches] | None = None
+    scored: Mapping[str, ScoredTokens] = field(default_factory=dict)
+
+
+NOTHING = Measured()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +56,8 @@ class Credited:
     Attributes:
         episodes: those to be trained: all of them, or without `flat` where the job skips it.
         credits: of every episode, in the order given.
-        flat: ids of the groups whose advantages are all 0 (core.flat_groups).
+        flat: ids of the groups whose advantages are all 0 (core.flat_groups), by what was earned: what is
+            paid for KL differs a little between any two episodes, and is no spread of theirs.
     """
 
     episodes: list[CreditedEpisode]
@@ -46,22 +66,18 @@ class Credited:
     flat: list[str]
 
 
-def credit(
-    job: JobConfig, rollouts: Sequence[Rollout], values: Mapping[str, OfEpisode] | None = None
-) -> Credited:
+def credit(job: JobConfig, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> Credited:
     """Segments, r_t and advantages of finished rollouts. Pure: a stored file gives the same anywhere.
 
     Args:
         rollouts: finished ones.
-        values: of a critic, by rollout id, for an estimator that needs them; they are stored with the credit.
+        measured: what the job's estimator needs beside them.
 
     Raises:
         CreditError: what an episode lacks, or has broken, by the name of its rollout.
     """
-    found = _estimate(job, rollouts, values)
-    flat = flat_groups(
-        found.episodes, [item.flat if isinstance(item, ByToken) else item for item in found.trained]
-    )
+    found = _estimate(job, rollouts, measured)
+    flat = _flat(_estimate(_without_kl(job), rollouts, measured) if _pays_kl(job) else found)
     skipped = set(flat) if job.training.skip_flat_groups else set()
     columns = zip(rollouts, found.trajectories, found.trained, found.targets, strict=True)
     episodes = [
@@ -72,18 +88,30 @@ def credit(
         if rollout.group_id not in skipped
     ]
     metrics = {
-        **decision_metrics(found.trajectories, [episode.rewards_T for episode in found.episodes]),
+        **decision_metrics(found.trajectories, [item.paid_T for item in found.earned]),
+        **kl_metrics(found.earned),
         **found.advantages.diagnostics,
         "group/flat": float(len(flat)),
     }
     return Credited(episodes, found.credits(job), metrics, flat)
 
 
-def credits_of(
-    job: JobConfig, rollouts: Sequence[Rollout], values: Mapping[str, OfEpisode] | None = None
-) -> list[Credit]:
+def credits_of(job: JobConfig, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
     """The credits of `credit` alone, without what only an update and its logs need; else the same."""
-    return _estimate(job, rollouts, values).credits(job)
+    return _estimate(job, rollouts, measured).credits(job)
+
+
+def _flat(found: "_Estimated") -> list[str]:
+    advantages = [item.flat if isinstance(item, ByToken) else item for item in found.trained]
+    return flat_groups(found.episodes, advantages)
+
+
+def _pays_kl(job: JobConfig) -> bool:
+    return job.training.kl_reward_coef > 0
+
+
+def _without_kl(job: JobConfig) -> JobConfig:
+    return job.model_copy(update={"training": job.training.model_copy(update={"kl_reward_coef": 0.0})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +124,7 @@ class _Estimated:
     """
 
     trajectories: list[Trajectory]
+    earned: list[Earned]
     episodes: list[EpisodeRewards]
     advantages: Advantages
     trained: Sequence[OfEpisode]
@@ -108,14 +137,12 @@ class _Estimated:
         ]
 
 
-def _estimate(
-    job: JobConfig, rollouts: Sequence[Rollout], values: Mapping[str, OfEpisode] | None
-) -> _Estimated:
+def _estimate(job: JobConfig, rollouts: Sequence[Rollout], measured: Measured) -> _Estimated:
     trajectories = finished_trajectories(rollouts, "credit")
-    rewards = _rewards(job, rollouts, trajectories)
+    earned = [earned_by(job, rollout, measured.scored) for rollout in rollouts]
     episodes = [
-        _rewarded(job, rollout, item, rewards_T, (values or {}).get(rollout.rollout_id, ()))
-        for rollout, item, rewards_T in zip(rollouts, trajectories, rewards, strict=True)
+        _rewarded(job, rollout, item, found.rewards_T, measured)
+        for rollout, item, found in zip(rollouts, trajectories, earned, strict=True)
     ]
     advantages = estimator(job.algorithm.advantage).compute(episodes, advantage_config(job))
     trained: Sequence[OfEpisode] = advantages.per_token or advantages.per_episode
@@ -123,7 +150,7 @@ def _estimate(
         targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
         for episode, item in zip(episodes, trained, strict=True)
     ]
-    return _Estimated(trajectories, episodes, advantages, trained, targets)
+    return _Estimated(trajectories, earned, episodes, advantages, trained, targets)
 
 
 def segments_by_rollout(rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
@@ -139,36 +166,40 @@ def segments_by_rollout(rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]
     }
 
 
-def _rewards(
-    job: JobConfig, rollouts: Sequence[Rollout], trajectories: Sequence[Trajectory]
-) -> list[list[float]]:
-    """r_t [T] of each episode, in which nothing that was achieved is lost."""
-    config = reward_config(job)
-    rewards = [
-        reward_vector(
-            item.steps, outcome_reward=item.outcome_reward, config=config, rollout_id=rollout.rollout_id
-        )
-        for rollout, item in zip(rollouts, trajectories, strict=True)
-    ]
-    for rollout, item, rewards_T in zip(rollouts, trajectories, rewards, strict=True):
-        refuse_lost_reward(item, rewards_T, config, rollout_id=rollout.rollout_id)
-    return rewards
-
-
 def _rewarded(
-    job: JobConfig, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], values: OfEpisode
+    job: JobConfig, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], measured: Measured
 ) -> EpisodeRewards:
     """An episode as the job's estimator sees it."""
-    plug = estimator(job.algorithm.advantage)
+    plug, name = estimator(job.algorithm.advantage), rollout.rollout_id
+    values = measured.values.get(name, ())
     by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
+    branched = plug.needs_branches and measured.branches is not None
     return EpisodeRewards(
-        rollout.rollout_id,
+        name,
         rollout.group_id,
         rewards_T,
-        state_keys_T=_state_keys(job, trajectory, rollout.rollout_id) if plug.needs_state_keys else (),
+        state_keys_T=_state_keys(job, trajectory, name) if plug.needs_state_keys else (),
         values_T=firsts(values) if plug.needs_values else (),
         token_values=by_token,
+        branch_returns_T=_branch_returns(job, trajectory, measured, name) if branched else (),
     )
+
+
+def _branch_returns(
+    job: JobConfig, parent: Trajectory, measured: Measured, rollout_id: str
+) -> list[list[float]]:
+    """[T] the discounted return of each branch from before a decision: what the parent's is held against."""
+    of_episode = (measured.branches or {}).get(rollout_id, {})
+    return [
+        [_return_from(job, step.turn, rollout, measured.scored) for rollout in of_episode.get(step.turn, ())]
+        for step in parent.steps
+    ]
+
+
+def _return_from(job: JobConfig, turn: int, branch: Rollout, scored: Mapping[str, ScoredTokens]) -> float:
+    """G of a branch, which counts its decisions anew: its horizon is what was left of the parent's."""
+    earned = earned_by(job, branch, scored, decisions_done=turn - 1)
+    return discounted_returns(earned.rewards_T, job.algorithm.gamma)[0]
 
 
 def _credit(
@@ -186,6 +217,7 @@ def _credit(
         discounted_T if targets is None else firsts(targets.returns),
         {name: values[index] for name, values in advantages.parts.items()},
         episode.state_keys_T,
+        branch_returns_T=episode.branch_returns_T,
         token_advantages=advantages.per_token[index] if advantages.per_token else None,
         token_values=episode.token_values,
     )
@@ -222,17 +254,3 @@ def _state_keys(job: JobConfig, trajectory: Trajectory, rollout_id: str) -> list
             )
         keys.append(key)
     return keys
-
-
-def reward_config(job: JobConfig) -> RewardConfig:
-    """The step-reward switches of [training], for `core.rewards`."""
-    table = job.training
-    return RewardConfig(
-        enabled=table.step_rewards_enabled,
-        mode=table.step_rewards_mode,
-        kind=table.event_rewards_kind,
-        beta=table.step_rewards_beta,
-        indicator_lambda=table.step_rewards_indicator_lambda,
-        horizon=table.step_rewards_horizon,
-        max_decisions=job.rollout.max_turns,
-    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from shared_schemas.base import did_you_mean
+from trainer_backend.core.advantages.branch import branch
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.advantages.gae import gae, gae_token
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
@@ -42,18 +43,23 @@ _ANCHORED = frozenset(
     | {"context_alpha"}
 )
 ESTIMATORS: dict[str, EstimatorPlug] = {
-    "grpo": EstimatorPlug(grpo),
+    "grpo": EstimatorPlug(grpo, divides_by_std=True),
     "grpo_no_std": EstimatorPlug(grpo_no_std),
     "rloo": EstimatorPlug(rloo),
     "stepwise": EstimatorPlug(stepwise),
-    "reinforce_pp": EstimatorPlug(reinforce_pp),
-    "reinforce_pp_baseline": EstimatorPlug(reinforce_pp_baseline),
+    "branch": EstimatorPlug(
+        branch, frozenset({"branches_per_episode", "branch_rollouts"}), needs_branches=True
+    ),
+    "reinforce_pp": EstimatorPlug(reinforce_pp, divides_by_std=True),
+    "reinforce_pp_baseline": EstimatorPlug(reinforce_pp_baseline, divides_by_std=True),
     "gae": EstimatorPlug(gae, frozenset({"gae_lambda"}), needs_values="decision"),
     "gae_token": EstimatorPlug(
         gae_token, frozenset({"gae_lambda", "gae_token_lambda"}), needs_values="token"
     ),
-    "gigpo": EstimatorPlug(gigpo, _ANCHORED | {"omega"}, needs_state_keys=True),
-    "gigpo_additive": EstimatorPlug(gigpo_additive, _ANCHORED | {"step_advantage_w"}, needs_state_keys=True),
+    "gigpo": EstimatorPlug(gigpo, _ANCHORED | {"omega"}, needs_state_keys=True, divides_by_std=True),
+    "gigpo_additive": EstimatorPlug(
+        gigpo_additive, _ANCHORED | {"step_advantage_w"}, needs_state_keys=True, divides_by_std=True
+    ),
 }
 LOSSES: dict[str, LossPlug] = {
     "clipped": LossPlug(clipped_policy_loss, takes=frozenset({"clip_low", "clip_high", "clip_dual"})),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.critic import CriticTargets, OfEpisode
+from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.segments import Segment
 
 
@@ -59,6 +60,12 @@ class Learner(Protocol):
         """V of each episode where the job's estimator reads it; only a job whose estimator needs it asks.
 
         Raises AdvantageError where one is not finite, by rollout, turn and token.
+        """
+
+    def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
+        """What the policy and the one that RL started from say of each episode's tokens, by rollout id.
+
+        Only a job whose rewards have the KL between the two asks.
         """
 
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:

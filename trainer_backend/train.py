@@ -12,8 +12,8 @@ from pathlib import Path
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector, joined
 from trainer_backend.collect.plan import Planner
-from trainer_backend.core.critic import OfEpisode
-from trainer_backend.credit import Credited, credit, segments_by_rollout
+from trainer_backend.core.branching import by_parent
+from trainer_backend.credit import NOTHING, Credited, Measured, credit, segments_by_rollout
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation.metrics import (
     collection_metrics,
@@ -103,49 +103,81 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
 
     What a round brought is stored before the task apps forget it and before another round is asked for.
     """
-    name, started = f"iteration_{iteration}", time.monotonic()
+    started = time.monotonic()
     rounds: list[Collection] = []
-    values: dict[str, OfEpisode] = {}
+    branched: list[Collection] = []
+    measured = NOTHING
     collect_s, before = 0.0, run.server.totals()
     refilled = 0
     requests = run.planner.training(iteration)  # 2, 3
     while True:
         asked = time.monotonic()
-        found = await _collect(run, requests, _stage(iteration, len(rounds)), stop)  # 4 to 6
+        found = await _collect(run, requests, _stage("collect", iteration, len(rounds)), stop)  # 4 to 6
         if found is None:
+            return None
+        new = run.planner.branches(found.rollouts)  # 3; none, but for an estimator that asks for them
+        if new:  # what goes wrong with them loses no parent
+            _store(run, f"iteration_{iteration}", joined([*rounds, found]), None, measured)
+        beside = await _collect(run, new, _stage("branches", iteration, len(rounds)), stop)  # 4 to 6
+        if beside is None:
             return None
         collect_s += time.monotonic() - asked
         rounds.append(found)
-        collection = joined(rounds)
-        credited = await _credited(run, name, collection, values)  # 7 to 10
-        await run.collector.ack(run.run_id, found.all)
+        branched.append(beside)
+        collection, branches = joined(rounds), joined(branched)
+        credited, measured = await _credited(run, iteration, collection, branches, measured)  # 7 to 10
+        await run.collector.ack(run.run_id, [*found.all, *beside.all])
         missing = len(credited.flat) - refilled
         if not missing or len(rounds) > run.job.training.refill_rounds:
             break
         requests = run.planner.refill(iteration, len(rounds), missing, refilled=refilled)
         refilled += missing
-    trajectories = finished_trajectories(collection.rollouts, name)
+    trajectories = finished_trajectories(collection.rollouts, f"iteration_{iteration}")
     inferred = inference_metrics(before, run.server.totals())
     ended = time.monotonic()
-    return Gathered(collection, trajectories, credited, inferred, refilled, started, collect_s, ended)
+    return Gathered(
+        collection, branches, trajectories, credited, inferred, refilled, started, collect_s, ended
+    )
 
 
-async def _credited(run: Run, name: str, collection: Collection, values: dict[str, OfEpisode]) -> Credited:
+async def _credited(
+    run: Run, iteration: int, collection: Collection, branches: Collection, known: Measured
+) -> tuple[Credited, Measured]:
     """Credit the rollouts and store them; stored they are also when they cannot be credited.
 
-    `values` has those of earlier rounds, and is given those of this one.
+    `known` was measured of those of earlier rounds; with that of this one it is given back.
     """
+    name, measured = f"iteration_{iteration}", known
+
+    def keep(credits: Sequence[Credit] | None) -> None:
+        if estimator(run.job.algorithm.advantage).needs_branches:  # so also that none was played
+            _store(run, f"branches_{iteration}", branches, None, measured)
+        _store(run, name, collection, credits, measured)
+
     try:
         refuse_empty(collection, name.replace("_", " "))
-        if estimator(run.job.algorithm.advantage).needs_values:
-            new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
-            values |= await asyncio.to_thread(run.learner.values, segments_by_rollout(new))  # 7, 8
-        credited = credit(run.job, collection.rollouts, values)  # 7, 9, 10
+        measured = await _measured(run, collection, branches, known)  # 7, 8
+        credited = credit(run.job, collection.rollouts, measured)  # 7, 9, 10
     except TrainerError:
-        _store(run, name, collection, None)  # what was wrong with them can be looked at
+        keep(None)  # what was wrong with them can be looked at
         raise
-    _store(run, name, collection, credited.credits)
-    return credited
+    keep(credited.credits)
+    return credited, measured
+
+
+async def _measured(run: Run, collection: Collection, branches: Collection, known: Measured) -> Measured:
+    """Stop 8, where the estimator or the rewards of the job need it: of what is not `known`."""
+    values, scored = dict(known.values), dict(known.scored)
+    if estimator(run.job.algorithm.advantage).needs_values:
+        new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
+        values |= await asyncio.to_thread(run.learner.values, segments_by_rollout(new))
+    if run.job.training.kl_reward_coef > 0:
+        played = (*collection.rollouts, *branches.rollouts)
+        new = [rollout for rollout in played if rollout.rollout_id not in scored]
+        found = await asyncio.to_thread(run.learner.score, segments_by_rollout(new))
+        lengths = {item.rollout_id: len(item.trajectory.steps) for item in new if item.trajectory is not None}
+        scored |= {name: item.over(lengths[name]) for name, item in found.items()}
+    return Measured(values, by_parent(branches.rollouts), scored)
 
 
 async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
@@ -227,14 +259,17 @@ def _mark_best(run: Run) -> None:
 async def _collect(
     run: Run, requests: Sequence[RolloutRequest], name: str, stop: asyncio.Event
 ) -> Collection | None:
+    if not requests:
+        return Collection(())
+
     def tell(done: int, total: int) -> None:
         run.reporter.stage(name, done, total)
 
     return await until(stop, run.collector.collect(requests, tell))
 
 
-def _stage(iteration: int, refills: int) -> str:
-    return f"collect {iteration}" + (f", refill {refills}" if refills else "")
+def _stage(what: str, iteration: int, refills: int) -> str:
+    return f"{what} {iteration}" + (f", refill {refills}" if refills else "")
 
 
 def _folder(run: Run, iteration: int) -> Path:
@@ -249,5 +284,11 @@ async def _save(run: Run, progress: Progress) -> None:
         prune_checkpoints(run.directory.checkpoints, run.job.training.keep_checkpoints)
 
 
-def _store(run: Run, name: str, collection: Collection, credits: Sequence[Credit] | None) -> None:
-    write_rollouts(run.directory.rollouts_file(name), collection.all, credits)
+def _store(
+    run: Run,
+    name: str,
+    collection: Collection,
+    credits: Sequence[Credit] | None,
+    measured: Measured = NOTHING,
+) -> None:
+    write_rollouts(run.directory.rollouts_file(name), collection.all, credits, measured.scored)

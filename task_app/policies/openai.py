@@ -5,7 +5,9 @@ Source: 2-rollout-worker-and-gigpo.md, Task 2.2; what our gateway adds to the wi
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import aiohttp
@@ -18,7 +20,7 @@ from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.endpoint import chat_completions_url
-from task_app.policies.replies import Reply, is_context_length, protocol_error, read_reply, refusal
+from task_app.policies.replies import Reply, is_context_length, protocol_error, read_reply, refusal, wait_told
 from task_app.protocols import PolicyObservation
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -62,7 +64,7 @@ class OpenAIConfig(Body):
     )
     request_timeout_s: float = Field(default=120.0, gt=0.0, le=3_600.0)
     max_attempts: int = Field(default=5, ge=1, le=100)
-    retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no new attempt after this")
+    retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no wait begins after this")
 
     @field_validator("extra_body")
     @classmethod
@@ -74,7 +76,11 @@ class OpenAIConfig(Body):
 
 
 class TryAgain(Exception):
-    """Nothing answered, or the server said 'later'; the same request may be sent again."""
+    """Nothing answered, or the server said 'later', and perhaps when; the same request may be sent again."""
+
+    def __init__(self, sentence: str, *, after_s: float | None = None) -> None:
+        super().__init__(sentence)
+        self.after_s = after_s
 
 
 def decision_seed(seed: int, turn: int) -> int:
@@ -94,6 +100,7 @@ class OpenAIAgentPolicy:
         inference_key: Bearer key that came in the same request as config.inference_url, for it alone.
         max_reply_bytes: bound of one reply.
         on_retry: told of every attempt after the first.
+        clock: seconds that only grow.
 
     Raises:
         InvalidRequest: inference_url is no URL, or its host is not allowed.
@@ -111,6 +118,7 @@ class OpenAIAgentPolicy:
         inference_key: SecretStr | None = None,
         max_reply_bytes: int = 16 << 20,
         on_retry: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self._url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
@@ -124,6 +132,7 @@ class OpenAIAgentPolicy:
         self._timeout = aiohttp.ClientTimeout(total=config.request_timeout_s)
         self._max_reply_bytes = max_reply_bytes
         self._on_retry = on_retry
+        self._clock = clock
         self._turn = 0
         self._ids_seen = 0
         self._answered = False
@@ -196,9 +205,10 @@ class OpenAIAgentPolicy:
 
     async def _ask_again(self, body: dict[str, Any], failed: TryAgain) -> Reply:
         """The attempts after the first. Apart from it: stamina's machinery costs as much as an env step."""
+        until_s = self._clock() + self.config.retry_budget_s
         try:
             async for attempt in stamina.retry_context(
-                on=TryAgain,
+                on=partial(self._wait, until_s),
                 attempts=self.config.max_attempts,
                 timeout=self.config.retry_budget_s,
                 wait_initial=0.1,
@@ -214,11 +224,19 @@ class OpenAIAgentPolicy:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         raise AssertionError("retry_context returns or raises")
 
+    def _wait(self, until_s: float, failed: Exception) -> bool | float:
+        """Seconds before the next attempt; True for a growing wait, False for no further one."""
+        if not isinstance(failed, TryAgain):
+            return False
+        if failed.after_s is None:
+            return True
+        return self._clock() + failed.after_s <= until_s and failed.after_s
+
     async def _ask_once(self, body: Mapping[str, Any], *, first: bool) -> Reply:
         # A repeated request whose first answer was lost must not build on that lost answer's ids, nor a
         # first decision on those of an earlier attempt at the same rollout: ask for the whole prompt.
         sent = {**body, "return_token_ids": True} if first and self.config.ask_token_ids else body
-        status, text = await self._post(json.dumps(sent).encode())
+        status, text, after_s = await self._post(json.dumps(sent).encode())
         if len(self._key) >= SECRET_FROM:
             # A server that repeats its request (proxies do) would have the key recorded with the episode.
             text = text.replace(self._key.encode(), b"[key]")
@@ -226,18 +244,20 @@ class OpenAIAgentPolicy:
             return read_reply(text)
         code, sentence = refusal(status, text, key=self._key)
         if status in TRY_AGAIN:
-            raise TryAgain(sentence)
+            raise TryAgain(sentence, after_s=after_s)
         if is_context_length(code, sentence):
             raise ContextLengthExceeded(sentence)
         raise PolicyUnavailable(f"the inference server refused: {sentence}", code="inference_refused")
 
-    async def _post(self, data: bytes) -> tuple[int, bytes]:
+    async def _post(self, data: bytes) -> tuple[int, bytes, float | None]:
+        """Status, body, and after how many seconds the server wants to be asked again, if it says so."""
         try:
             # No redirects: they would lead past the list of allowed hosts.
             async with self._session.post(
                 self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
             ) as response:
-                return response.status, await self._bounded(response)
+                after_s = wait_told(response.headers.get("Retry-After"))
+                return response.status, await self._bounded(response), after_s
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self.config.request_timeout_s:g} s") from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:

@@ -18,6 +18,7 @@ from task_app.actions import NO_TOOL_CALL
 from task_app.errors import PolicyUnavailable, encodable
 
 PROTOCOL = "inference_protocol"
+FILTERED = "the server's content filter withheld the reply or a part of it; call one of the tools"
 UNAUTHORISED = frozenset({401, 403})
 
 
@@ -48,7 +49,7 @@ def read_reply(body: bytes) -> Reply:
     raw_usage = reply.get("usage")
     usage = raw_usage if isinstance(raw_usage, dict) else {}
     return Reply(
-        action=_action(message),
+        action=_action(message, _finish_reason(choice)),
         text=_raw_text(choice, message),
         tokens=_tokens(reply, choice),
         finish_reason=_finish_reason(choice),
@@ -87,6 +88,12 @@ def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
     return code, f"status {status} {code} {sentence[:300]}".strip()
 
 
+def wait_told(retry_after: str | None) -> float | None:
+    """The Retry-After header in seconds; None without one, or for a date: whose clock it is, nobody knows."""
+    told = (retry_after or "").strip()
+    return float(told) if told.isascii() and told.isdigit() and len(told) < 10 else None
+
+
 def is_context_length(code: str, sentence: str) -> bool:
     """Our gateway and OpenAI send the code; others only say it."""
     return code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower()
@@ -107,13 +114,14 @@ def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:
     return choices[0]
 
 
-def _action(message: Mapping[str, Any]) -> dict[str, Any]:
+def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
     """All calls of a message are one action; a message without one is text with a reason."""
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         named = [_call(call, index) for index, call in enumerate(calls)]
         return {"type": "tool_call", "tool_calls": named, "content": _text(message)}
-    reason = _string(message.get("tool_call_error")) or NO_TOOL_CALL
+    withheld = FILTERED if finish_reason == "content_filter" else NO_TOOL_CALL
+    reason = _string(message.get("tool_call_error")) or withheld
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
 
 

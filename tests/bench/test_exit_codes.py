@@ -1,6 +1,7 @@
 """A figure that misses its target fails its script, so that `make bench` and CI notice."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,25 @@ def test_log_probs_that_differ_too_much_fail(limit: str, code: int, told: str):
     done = bench("logprob_exactness.py", "--requests", "4", "--limit", limit)
     assert (done.returncode, done.stderr) == (code, "")
     assert told in done.stdout
+
+
+@pytest.mark.parametrize(("limit", "code", "told"), [("1000", 0, "ok"), ("0", 1, "TOO SLOW")])
+def test_state_keys_that_take_too_long_fail(limit: str, code: int, told: str):
+    done = bench("state_keys_speed.py", "--decisions", "60", "--limit", limit)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert told in done.stdout and "text_history" in done.stdout
+
+
+def test_credit_is_held_against_an_iteration_that_was_really_played():
+    done = bench("credit_share.py", "--quick", "--limit", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "an iteration of 40 decisions took" in done.stdout
+    assert "of that rewards and advantages" in done.stdout
+    whole, share = re.findall(
+        r"all of credit, stepwise .*?([0-9.]+%)|all of credit is ([0-9.]+%)", done.stdout
+    )
+    assert whole[0] == share[1], "what is held to the limit is all that the loop calls, not a part of it"
+    assert "at most 0.00%): MISSED" in done.stdout
 
 
 @pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])

@@ -63,6 +63,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "evaluation.temperature, sent to rollout.policy_name 'openai' as 'temperature': "
         "Input should be less than or equal to 100; found 1000.0",
     ),
+    "reward function": (
+        {"rollout__reward_function": "fair"},
+        HERE,
+        "rollout.reward_function: unknown reward function 'fair'; it has none (says the task app at",
+    ),
     "teacher": (NO_TEACHER, HERE, "warmup.policy_name: unknown policy 'crafter_techer'"),
     "key of the teacher": (
         {"warmup__policy_config": {"memry": False}},

@@ -25,7 +25,7 @@ def files(tmp_path):
         if name:
             (tmp_path / name.group(1)).write_text(block, encoding="utf-8")
     found = sorted(tmp_path.glob("*.py"))
-    assert [path.name for path in found] == ["guess.py", "halver.py", "safe.py"]
+    assert [path.name for path in found] == ["guess.py", "halver.py", "safe.py", "thrifty.py"]
     return found
 
 
@@ -70,3 +70,21 @@ async def test_both_tools_of_the_page_open_the_safe(files):
     assert [(answer["reward"], answer["terminated"]) for answer in answers] == [(0.0, False)] * 3 + [
         (1.0, True)
     ]
+
+
+async def test_the_reward_function_of_the_page_judges_what_the_policy_of_the_page_plays(files):
+    spec = {
+        "env": {"env_name": "guess"},
+        "policy": {"policy_name": "halver"},
+        "limits": {"max_decisions": 7},
+        "reward_function": "thrifty",
+    }
+    async with running_app(with_plugins(default_plug_boards(), files)) as client:
+        await accept(client, *(rollout(str(seed), start={"seed": seed}, **spec) for seed in range(4)))
+        ended = await all_of(client, 4)
+    for one in ended.values():
+        found = one.trajectory
+        assert found.outcome_reward == 1.0 / len(found.steps), "halver finds every number"
+        assert found.user_reward.result.reason == f"{len(found.steps)} guesses"
+        assert [step.base_reward for step in found.steps] == [0.0] * len(found.steps)
+        assert found.warnings == ()

@@ -1,14 +1,16 @@
 """RLRolloutWorker over the counting environment: what every step carries, and how an episode ends."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from shared_schemas.rewards import StepRewards
-from shared_schemas.rollouts import RolloutLimits
+from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
 from task_app.episode import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, PolicyUnavailable
+from task_app.transcript import resulting_messages_history
 from tests.task_app.counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
 
 ON = StepRewards(enabled=True, mode="decision_stepwise")
@@ -26,12 +28,16 @@ class Clock:
         self.now_s += 1.0
 
 
-def worker(*moves, length=1_000, step_rewards=ON, policy=None, clock=None, **limits):
+def task(**facts):
+    return TaskDefinitionModel(resource_type="counting", **{"max_episode_steps": 3, **facts})
+
+
+def worker(*moves, length=1_000, step_rewards=ON, policy=None, clock=None, **facts):
     return RLRolloutWorker(
+        task_definition=task(**facts),
         environment=CountingEnvironment(CountingConfig(length=length)),
         agent_policy=policy or PlannedPolicy(*moves),
         seed=7,
-        limits=RolloutLimits(**{"max_decisions": 3, **limits}),
         step_rewards=step_rewards,
         **({"clock": clock} if clock else {}),
     )
@@ -91,13 +97,13 @@ async def test_switched_off_the_steps_are_the_same_but_for_the_record():
 
 
 async def test_at_most_three_past_decisions_reach_the_prompt():
-    trajectory = await played(add("a"), max_decisions=6)
+    trajectory = await played(add("a"), max_episode_steps=6)
     prompts = [step.observation_data.messages[-1].content for step in trajectory.steps]
     assert [prompt[-1] for prompt in prompts if prompt] == ["0", "1", "2", "3", "3", "3"]
 
 
 async def test_the_conversation_holds_prompt_answer_and_result_of_each_decision():
-    _, messages, ground_truth = await worker(add("a"), TEXT, max_decisions=2).run_episode()
+    _, messages, ground_truth = await worker(add("a"), TEXT, max_episode_steps=2).run_episode()
     assert [message.role for message in messages] == [
         "system",
         "user",
@@ -108,6 +114,38 @@ async def test_the_conversation_holds_prompt_answer_and_result_of_each_decision(
     ]
     assert messages[-1].content == "I think."
     assert ground_truth is None
+
+
+async def test_the_ground_truth_comes_back_and_the_policy_never_sees_it():
+    policy = PlannedPolicy(add("a"))
+    one = worker(policy=policy, ground_truth={"answer": "forty-two"})
+    _, _, ground_truth = await one.run_episode()
+    assert ground_truth == {"answer": "forty-two"}
+    assert "forty-two" not in repr(policy.seen) + one.trajectory().model_dump_json()
+
+
+async def test_the_first_observation_is_not_changed_by_what_follows():
+    policy = PlannedPolicy(add("a"), add("a", "b"))
+    await worker(policy=policy, max_episode_steps=5).run_episode()
+    first = policy.seen[0]
+    assert (first.data, [message.content for message in first.messages]) == (
+        {"step": 0},
+        ["count", "step 0 past=0"],
+    )
+
+
+async def test_the_conversation_after_a_decision_begins_the_one_after_the_next():
+    steps, messages, _ = await worker(add("a"), TEXT, add("b"), max_episode_steps=3).run_episode()
+    histories = [resulting_messages_history(steps, t) for t in (0, 1, 2)]
+    with pytest.raises(ValueError, match=r"t is 3; decisions of this episode are 0\.\.2"):
+        resulting_messages_history(steps, 3)
+    assert all(later[: len(one)] == one for one, later in pairwise(histories))
+    assert histories[-1] == messages
+    # The n-th answer, from 0, is that of the step with this index.
+    answers = [message for message in messages if message.role == "assistant"]
+    assert [answers[step.assistant_turn_index].tool_calls or () for step in steps] == [
+        step.tool_calls for step in steps
+    ]
 
 
 async def test_the_policy_cannot_change_what_was_recorded():
@@ -146,7 +184,7 @@ async def test_a_single_call_may_stand_in_the_action_itself():
 
 
 async def test_a_model_that_never_calls_the_tool_ends_as_invalid_action():
-    trajectory = await played(TEXT, max_decisions=50, max_invalid_decisions=4)
+    trajectory = await played(TEXT, max_episode_steps=50, max_invalid_decisions=4)
     assert trajectory.stop_reason is StopReason.INVALID_ACTION
     assert len(trajectory.steps) == 4
     assert all(step.step_info.invalid_reason for step in trajectory.steps)
@@ -155,7 +193,7 @@ async def test_a_model_that_never_calls_the_tool_ends_as_invalid_action():
 
 
 async def test_valid_decisions_between_do_not_reset_the_count_of_invalid_ones():
-    trajectory = await played(TEXT, add("a"), TEXT, max_invalid_decisions=2, max_decisions=9)
+    trajectory = await played(TEXT, add("a"), TEXT, max_invalid_decisions=2, max_episode_steps=9)
     assert trajectory.stop_reason is StopReason.INVALID_ACTION
     assert len(trajectory.steps) == 3
 
@@ -174,7 +212,7 @@ async def test_a_first_prompt_that_does_not_fit_is_a_failure():
 async def test_slowness_after_a_completed_decision_is_data():
     clock = Clock()
     policy = PlannedPolicy(add("a"), on_ask=clock.tick)
-    trajectory = await played(policy=policy, clock=clock, timeout_s=2.0, max_decisions=9)
+    trajectory = await played(policy=policy, clock=clock, timeout_s=2.0, max_episode_steps=9)
     assert trajectory.stop_reason is StopReason.DEADLINE
     assert (len(trajectory.steps), trajectory.wall_s) == (2, 2.0)
     assert trajectory.steps[0].step_info.policy_s == 1.0
@@ -220,7 +258,9 @@ class NaNEnvironment(CountingEnvironment):
 
 
 async def test_a_reward_that_is_no_number_is_a_critical_error_and_never_a_zero():
-    one = RLRolloutWorker(environment=NaNEnvironment(), agent_policy=PlannedPolicy(add("a")), seed=1)
+    one = RLRolloutWorker(
+        task_definition=task(), environment=NaNEnvironment(), agent_policy=PlannedPolicy(add("a")), seed=1
+    )
     with pytest.raises(CriticalError, match="a reward is nan"):
         await one.run_episode()
 

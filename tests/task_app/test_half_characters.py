@@ -3,6 +3,7 @@
 import json
 
 from shared_schemas.rollouts import Rollout
+from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import Trajectory
 from task_app.encoding import encodable_json
 from task_app.episode import RLRolloutWorker
@@ -34,7 +35,12 @@ async def test_a_trajectory_of_what_a_policy_wrote_can_be_serialised():
         {"type": "tool_call", "name": "add", "arguments": {"names": [HALF]}},
         {"type": "terminate"},
     )
-    worker = RLRolloutWorker(environment=CountingEnvironment(), agent_policy=policy, seed=1)
+    worker = RLRolloutWorker(
+        task_definition=TaskDefinitionModel(resource_type="counting"),
+        environment=CountingEnvironment(),
+        agent_policy=policy,
+        seed=1,
+    )
     _, messages, _ = await worker.run_episode()
     assert all(message.model_dump_json() for message in messages)
     trajectory = worker.trajectory()

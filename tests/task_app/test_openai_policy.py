@@ -1,6 +1,7 @@
 """OpenAIAgentPolicy against a server on a real port: what is asked, what is read, what goes wrong."""
 
 import json
+import time
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -10,11 +11,15 @@ from pydantic import SecretStr, ValidationError
 
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
+from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import Sampling
 from task_app.actions import NO_TOOL_CALL
+from task_app.episode import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig, decision_seed
+from task_app.policies.replies import FILTERED, wait_told
 from task_app.protocols import PolicyObservation
+from tests.task_app.counting import CountingEnvironment
 from tests.task_app.fake_inference import calling, completion, fake_inference, raw, status, tokens
 
 SEEN = PolicyObservation((Message(role="user", content="hp9"),), {})
@@ -23,7 +28,9 @@ QUICK = {"max_attempts": 2, "retry_budget_s": 2.0}
 
 
 @asynccontextmanager
-async def asking(*answers, key=None, silent=False, path="", max_reply_bytes=1 << 20, **config):
+async def asking(
+    *answers, key=None, silent=False, path="", max_reply_bytes=1 << 20, clock=time.monotonic, **config
+):
     """A policy and the server that it asks."""
     async with fake_inference(*answers, silent=silent) as fake, aiohttp.ClientSession() as session:
         yield (
@@ -35,6 +42,7 @@ async def asking(*answers, key=None, silent=False, path="", max_reply_bytes=1 <<
                 rollout_id="run/train/0/1/2",
                 inference_key=key and SecretStr(key),
                 max_reply_bytes=max_reply_bytes,
+                clock=clock,
             ),
         )
 
@@ -211,6 +219,48 @@ async def test_the_raw_text_of_our_gateway_is_what_the_model_wrote(raw_text):
     assert (raw_output, action["content"]) == (raw_text, "")
 
 
+@pytest.mark.parametrize("finish_reason", ["length", "content_filter", "stop", None])
+async def test_how_the_reply_ended_is_kept_without_any_tokens(finish_reason):
+    choice = {"finish_reason": finish_reason}
+    _, _, log_probs, _ = await answer_to(completion({"content": "x"}, choice=choice))
+    assert log_probs["finish_reason"] == finish_reason
+    step = await recorded(completion({"content": "x"}, choice=choice))
+    assert (step.policy_logprobs, step.step_info.finish_reason) == (None, finish_reason)
+
+
+async def test_a_reply_that_the_server_withheld_says_so_to_the_model():
+    choice = {"finish_reason": "content_filter"}
+    action, _, _, _ = await answer_to(completion({"content": None}, choice=choice))
+    assert action == {"type": "text", "content": "", "invalid_reason": FILTERED}
+    called, _, _, _ = await answer_to(calling("a", choice=choice))
+    assert called["type"] == "tool_call"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [("add", "{", "cannot carry out 'add'"), ("fly", "{}", "cannot carry out 'fly'")],
+)
+async def test_what_no_environment_can_carry_out_is_an_invalid_decision_and_goes_on(name, arguments, reason):
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    step = await recorded(completion({"content": None, "tool_calls": [call]}))
+    assert (step.step_info.invalid_reason, step.env_rewards) == (reason, (0.0,))
+    assert step.tool_calls[0].function.arguments == arguments
+
+
+async def recorded(*answers):
+    """The first step of an episode that asks a server of this kind."""
+    async with asking(*answers) as (_, policy):
+        worker = RLRolloutWorker(
+            task_definition=TaskDefinitionModel(resource_type="counting", max_episode_steps=2),
+            environment=CountingEnvironment(),
+            agent_policy=policy,
+            seed=1,
+        )
+        steps, _, _ = await worker.run_episode()
+    assert len(steps) == 2
+    return steps[0]
+
+
 async def test_half_a_character_is_replaced_so_that_it_can_be_recorded():
     text = '{"choices": [{"message": {"content": "\\ud83d!"}}]}'
     action, raw_output, _, _ = await answer_to(raw(text))
@@ -279,6 +329,45 @@ async def test_a_server_that_stays_busy_is_unavailable():
         with pytest.raises(PolicyUnavailable, match="status 503") as caught:
             await policy.get_action(SEEN, TOOLS)
     assert (caught.value.code, len(fake.bodies)) == ("inference_unavailable", 2)
+
+
+async def test_a_server_that_says_when_is_asked_then():
+    later = told_later("0")
+    async with asking(later, later, calling("a"), max_attempts=3) as (fake, policy):
+        await policy.get_action(SEEN, TOOLS)
+    assert len(fake.bodies) == 3
+
+
+async def test_a_server_that_wants_more_time_than_there_is_gets_no_second_request():
+    async with asking(told_later("3"), calling("a"), retry_budget_s=2.0) as (fake, policy):
+        with pytest.raises(PolicyUnavailable, match="status 429") as caught:
+            await policy.get_action(SEEN, TOOLS)
+    assert (caught.value.code, len(fake.bodies)) == ("inference_unavailable", 1)
+
+
+async def test_a_wait_counts_against_what_is_left_of_the_budget():
+    # by the policy's clock all of its 60 seconds are gone when the second answer comes
+    seconds = iter([0.0, 0.0, 60.5])
+    async with asking(
+        told_later("0"), told_later("0"), calling("a"), max_attempts=5, retry_budget_s=60.0,
+        clock=lambda: next(seconds),
+    ) as (fake, policy):  # fmt: skip
+        with pytest.raises(PolicyUnavailable, match="status 429"):
+            await policy.get_action(SEEN, TOOLS)
+    assert len(fake.bodies) == 2
+
+
+def told_later(seconds):
+    return lambda asked: web.json_response({}, status=429, headers={"Retry-After": seconds})
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), (" 0 ", 0.0), (None, None), ("", None), ("-1", None), ("nan", None), ("1e9", None),
+     ("Fri, 31 Dec 1999 23:59:59 GMT", None), ("9" * 30, None), ("²", None)],
+)  # fmt: skip
+def test_retry_after_is_read_as_seconds_alone(header, seconds):
+    assert wait_told(header) == seconds
 
 
 async def test_a_server_that_is_down_is_unavailable():

@@ -38,7 +38,7 @@ def test_the_entries_of_all_files_join_ours(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("x = 1", "defines neither ENVIRONMENTS nor POLICIES"),
+        ("x = 1", "defines none of ENVIRONMENTS, POLICIES, REWARD_FUNCTIONS"),
         ("ENVIRONMENTS = []", "ENVIRONMENTS is no dict but list"),
         ("ENVIRONMENTS = {3: None}", "ENVIRONMENTS has the key 3; a name is needed"),
         (
@@ -46,6 +46,14 @@ def test_the_entries_of_all_files_join_ours(tmp_path: Path):
             "ENVIRONMENTS['cave'] is object; write EnvironmentPlugin(ConfigClass, build)",
         ),
         ("POLICIES = {'p': 1}", "POLICIES['p'] is int; write PolicyPlugin(ConfigClass, build)"),
+        (
+            "def judge(messages, **kwargs): ...\nREWARD_FUNCTIONS = {'judge': judge}",
+            "REWARD_FUNCTIONS['judge'] is function; decorate it with @reward_function",
+        ),
+        (
+            "from task_app.reward_functions import reward_function as r\n@r\ndef judge(messages): ...",
+            "raised ValueError: Function 'judge' must accept **kwargs parameter",
+        ),
         ("import no_such_module", "raised ModuleNotFoundError: No module named 'no_such_module'"),
         ("def (", "raised SyntaxError"),
         (

@@ -22,7 +22,9 @@ BAD = {
     "rollouts.0.start.seed": rollout("a", start={"seed": -1}),
     "rollouts.0.start.sed": rollout("a", start={"sed": 1}),
     "rollouts.0.limits.max_decisions": rollout("a", limits={"max_decisions": 0}),
-    "rollouts.0.limits.termination_regex": rollout("a", limits={"termination_regex": "(a+)+$"}),
+    "rollouts.0.limits.termination_regex": rollout("a", limits={"termination_regex": "(?=done)"}),
+    "rollouts.0.limits.termination_target": rollout("a", limits={"termination_target": "all"}),
+    "rollouts.0.ground_truth": rollout("a", ground_truth="x" * 100_000),
     "rollouts.0.policy.config.seed": rollout("a", **openai(seed=False)),
     "rollouts.0.rollout_id": rollout("a b"),
     "rollouts.0.step_rewards.mode": rollout("a", step_rewards={"mode": "decision_step"}),
@@ -47,6 +49,8 @@ async def test_a_bad_field_is_named_with_its_place(place):
     [
         (rollout("a", env={"env_name": "countin"}), "Did you mean 'counting'?"),
         (rollout("a", policy={"policy_name": "opnai"}), "known: openai, planned. Did you mean 'openai'?"),
+        (rollout("a", limits={"termination_regex": "(done"}), "unclosed group"),
+        (rollout("a", limits={"termination_regex": "[ab]{300}"}), "is 2700, and may be 2000 at most"),
         (rollout("a", limts={}), "Did you mean 'limits'?"),
         (rollout("a", limits={"max_decision": 3}), "Did you mean 'max_decisions'?"),
         (rollout("a", **openai(temprature=1.0)), "Did you mean 'temperature'?"),
@@ -57,6 +61,14 @@ async def test_the_likely_intent_is_said(request_body, words):
     async with running_app() as client:
         answer = await client.post("/rollouts", json={"rollouts": [request_body]})
     assert words in answer.json()["detail"]
+
+
+async def test_a_refused_ground_truth_is_not_repeated():
+    async with running_app() as client:
+        body = {"rollouts": [rollout("a", ground_truth="secret" * 20_000)]}
+        answer = await client.post("/rollouts", json=body)
+    assert "at most 100000 are allowed" in answer.json()["detail"]
+    assert "secret" not in answer.text
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from task_app.termination import EpisodeFacts, ends_by_a_limit, stop_reason
 
 LIMITS = RolloutLimits(max_decisions=3, max_invalid_decisions=2, timeout_s=10.0)
 
-# Each fact alone, in the order in which the reasons are tested. Nothing gives TERMINATION_REGEX yet.
+# Each fact alone, in the order in which the reasons are tested.
 ALONE = {
     StopReason.CRITICAL_ERROR: {"critical_error": True},
     StopReason.ENVIRONMENT_DONE: {"environment_done": True},
     StopReason.TERMINATE_ACTION: {"terminate_action": True},
+    StopReason.TERMINATION_REGEX: {"pattern_found": True},
     StopReason.INVALID_ACTION: {"invalid_decisions": 2},
     StopReason.CONTEXT_LENGTH: {"context_exceeded": True},
     StopReason.DEADLINE: {"elapsed_s": 10.0},
@@ -47,7 +48,7 @@ def test_of_two_reasons_the_earlier_one_in_the_published_order_is_given():
         "max_decisions",
     ]
     assert [reason.value for reason in StopReason] == order
-    assert list(ALONE) == [reason for reason in StopReason if reason in ALONE]
+    assert list(ALONE) == list(StopReason)
     for first, second in pairwise(ALONE):
         assert reason_for(**ALONE[first], **ALONE[second]) is first
 

@@ -216,6 +216,38 @@ def test_beta_that_looks_into_the_future_is_told():
     assert any('step_rewards_horizon = "max_decisions"' in line for line in warnings)
 
 
+def test_a_kl_in_loss_and_reward_and_one_that_hardly_pulls_are_told():
+    alone = parse_job({**MODEL, "training": {"kl_reward_coef": 0.1}}, where="x")
+    assert not any("kl_" in line for line in alone.warnings)
+    both = {"kl_coef": 0.1, "kl_reward_coef": 0.1, "kl_reward_kind": "k3"}
+    told = " ".join(parse_job({**MODEL, "training": both}, where="x").warnings)
+    assert "pull to the same model twice" in told
+    assert "training.kl_reward_kind = 'k3' hardly holds a policy" in told
+
+
+def warnings_of(**tables: dict[str, object]) -> str:
+    return " ".join(parse_job({**MODEL, **tables}, where="x").warnings)
+
+
+@pytest.mark.parametrize(("name", "divides"), [("grpo", True), ("gigpo", True), ("stepwise", False)])
+def test_a_kl_reward_that_an_estimator_blows_up_is_told(name: str, divides: bool):
+    paid = {"kl_reward_coef": 0.1}
+    told = "divides by a standard deviation"
+    assert (told in warnings_of(training=paid, algorithm={"advantage": name})) is divides
+    assert told not in warnings_of(algorithm={"advantage": name})
+    assert told not in warnings_of(training=paid, algorithm={"advantage": "gigpo", "fnorm": "one"})
+
+
+def test_episodes_without_siblings_learn_from_their_branches_and_of_one_decision_there_are_none():
+    alone, branch = {"group_size": 1}, {"advantage": "branch"}
+    assert "nothing will be learned" in warnings_of(training=alone, algorithm={"advantage": "stepwise"})
+    assert "nothing will be learned" not in warnings_of(training=alone, algorithm=branch)
+    short = {"max_turns": 1}
+    assert "asks for no branches" in warnings_of(rollout=short, algorithm=branch)
+    assert "asks for no branches" not in warnings_of(rollout=short, training=alone, algorithm=branch)
+    assert "asks for no branches" not in warnings_of(rollout={"max_turns": 2}, algorithm=branch)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [(None, "no such file"), ("[model\n", "not valid TOML"), (b"\xff\xfe", "cannot be read")],

@@ -1,6 +1,6 @@
 """The task app's rollout routes, as a client. Every call has a deadline, every retry a budget."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -23,6 +23,8 @@ from trainer_backend.errors import TaskAppError
 # Few: a rollout can be had from another task app, and a lost one is looked for again.
 _ATTEMPTS = 4
 _SUBMIT_AT_ONCE = 64
+# Half of what a task app takes by default: requests that bring snapshots are large.
+_SUBMIT_CHARACTERS = 1 << 19
 _ACK_AT_ONCE = 1024
 _LATER = (429, 502, 503, 504)
 
@@ -41,16 +43,22 @@ class _Service(OpenBody):
     instance_id: str
 
 
+class _Capabilities(OpenBody):
+    reward_functions: dict[str, str] = Field(default_factory=dict)
+
+
 class About(OpenBody):
     """What a trainer wants to know of GET /info.
 
     Attributes:
         service: `instance_id` names the process: after a restart it is another.
         limits: `max_concurrent_rollouts` is how many it runs at a time.
+        capabilities: `reward_functions` are those that a rollout can name, with their modes.
     """
 
     service: _Service
     limits: _Limits
+    capabilities: _Capabilities = _Capabilities()
 
 
 class _Created(OpenBody):
@@ -99,8 +107,8 @@ class TaskAppClient:
             The instance_id of the process that accepted the last of them.
         """
         instance_id = ""
-        for first in range(0, len(requests), _SUBMIT_AT_ONCE):
-            batch = RolloutBatch(rollouts=tuple(requests[first : first + _SUBMIT_AT_ONCE]))
+        for part in _slices(requests):
+            batch = RolloutBatch(rollouts=tuple(part))
             accepted = await self._answer(RolloutsAccepted, "POST", "/rollouts", body=_wire(batch))
             instance_id = accepted.instance_id
         return instance_id
@@ -134,6 +142,15 @@ class TaskAppClient:
             TaskAppError: anything else that went wrong.
         """
         return (await self._answer(_Created, "POST", f"/{kind}/create", body=body)).id
+
+    async def snapshot(self, env_id: str) -> None:
+        """Have a snapshot taken of what `create` made, and leave it there.
+
+        Raises:
+            Refused: the environment cannot be kept.
+            TaskAppError: anything else that went wrong.
+        """
+        await self._call("POST", "/env/snapshot", body={"env_id": env_id})
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
         """Let go of what `create` made."""
@@ -204,6 +221,21 @@ class TaskAppClient:
     def _certified(self) -> str | None:
         """Whom a certificate must be for, where that is not the host of the URL."""
         return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None
+
+
+def _slices(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
+    """At most _SUBMIT_AT_ONCE, and with snapshots of no more than _SUBMIT_CHARACTERS, or a single one."""
+    part: list[RolloutRequest] = []
+    room = _SUBMIT_CHARACTERS
+    for request in requests:
+        size = len(request.start.snapshot or "")
+        if part and (len(part) == _SUBMIT_AT_ONCE or size > room):
+            yield part
+            part, room = [], _SUBMIT_CHARACTERS
+        part.append(request)
+        room -= size
+    if part:
+        yield part
 
 
 def _wire(batch: RolloutBatch) -> dict[str, Any]:

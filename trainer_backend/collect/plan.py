@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
-from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, Start
+from shared_schemas.rollouts import EnvSpec, PolicySpec, Rollout, RolloutLimits, RolloutRequest, Start
+from trainer_backend.core.branching import branch_turns, invalid_before, seconds_before
 from trainer_backend.core.seeds import (
     cycled_worlds,
     derived_seed,
@@ -17,6 +18,9 @@ from trainer_backend.core.seeds import (
 )
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
+
+# Of a branch: its parent began that decision in time, but a limit of 0 s is none.
+_LEAST_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,21 @@ class Planner:
         others = other_worlds(self.job.job.seed, seeds, iteration=iteration, played=played)
         numbers = range(refilled, refilled + groups)
         return self._groups(stage, iteration, [others[number % len(others)] for number in numbers])
+
+    def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
+        """Rollouts that play on from the snapshots of finished ones: same policy, own sampling seeds.
+
+        What is left of an episode's limits is theirs, of its time too. A lost one is asked for again like any
+        other.
+        """
+        return [
+            self._branch(parent, step.turn, step.snapshot, sibling)
+            for parent in parents
+            if parent.trajectory is not None
+            for step in parent.trajectory.steps
+            if step.snapshot is not None
+            for sibling in range(self.job.algorithm.branch_rollouts)
+        ]
 
     def warmup(self, key: SecretStr | None = None) -> list[RolloutRequest]:
         """The teacher's episodes, a world each; `key` is for the server that its config names."""
@@ -128,9 +147,42 @@ class Planner:
                         ),
                         step_rewards=self.job.training.step_rewards,
                         state_keys=stored_state_keys(self.job),
+                        snapshot_turns=self._snapshot_turns(stage, iteration, group, sibling),
                     )
                 )  # fmt: skip
         return requests
+
+    def _branch(self, parent: Rollout, turn: int, snapshot: str, sibling: int) -> RolloutRequest:
+        assert parent.trajectory is not None
+        rollout, invalid = self.job.rollout, invalid_before(parent.trajectory, turn)
+        used_s = seconds_before(parent.trajectory, turn)
+        group_id = f"{parent.rollout_id.replace(':', '.')}/branch-{turn}"
+        seed_parts = ("branch", parent.group_id, parent.sibling, turn, sibling)
+        config = self._model_config(rollout.temperature, *seed_parts)
+        return RolloutRequest(
+            rollout_id=f"{group_id}/{sibling}",
+            run_id=self.run_id,
+            iteration=parent.iteration,
+            group_id=group_id,
+            sibling=sibling,
+            start=Start(snapshot=snapshot, parent_rollout_id=parent.rollout_id, parent_turn=turn - 1),
+            env=self._env,
+            policy=self._policy(rollout.policy_name, {**config, **rollout.policy_config}),
+            step_rewards=self.job.training.step_rewards,
+            limits=self._limits(decisions_done=turn - 1, invalid=invalid, used_s=used_s),
+        )
+
+    def _snapshot_turns(self, *seed_parts: int | str) -> tuple[int, ...]:
+        """Not the first turn where there are siblings: their episodes are its branches."""
+        algorithm, job = self.job.algorithm, self.job
+        if not estimator(algorithm.advantage).needs_branches:
+            return ()
+        return branch_turns(
+            derived_seed(job.job.seed, "branch turns", *seed_parts),
+            count=algorithm.branches_per_episode,
+            max_decisions=job.rollout.max_turns,
+            first=1 if job.training.group_size == 1 else 2,
+        )
 
     def _training_worlds(self, iteration: int) -> list[int]:
         return self._worlds("train", iteration, self._groups_per_iteration)
@@ -169,8 +221,8 @@ class Planner:
     def _request(
         self, *, stage: str, iteration: int, group: int, sibling: int, world: int, policy: PolicySpec,
         step_rewards: StepRewards | None = None, state_keys: tuple[str, ...] = (),
+        snapshot_turns: tuple[int, ...] = (),
     ) -> RolloutRequest:  # fmt: skip
-        rollout = self.job.rollout
         return RolloutRequest(
             rollout_id=f"{self.run_id}/{stage}/{iteration}/{group}/{sibling}",
             run_id=self.run_id,
@@ -178,15 +230,29 @@ class Planner:
             group_id=f"{stage}/{iteration}/{group}",
             sibling=sibling,
             start=Start(seed=world),
-            env=EnvSpec(env_name=rollout.env_name, config=rollout.env_config),
+            env=self._env,
             policy=policy,
             step_rewards=step_rewards or StepRewards(),
-            limits=RolloutLimits(
-                max_decisions=rollout.max_turns,
-                max_invalid_decisions=rollout.max_invalid_decisions,
-                timeout_s=rollout.timeout_s,
-            ),
+            limits=self._limits(),
             state_keys=state_keys,
+            snapshot_turns=snapshot_turns,
+            # Random play for a tokenizer earns nothing.
+            reward_function=None if stage == "prompts" else self.job.rollout.reward_function,
+        )
+
+    @property
+    def _env(self) -> EnvSpec:
+        return EnvSpec(env_name=self.job.rollout.env_name, config=self.job.rollout.env_config)
+
+    def _limits(self, *, decisions_done: int = 0, invalid: int = 0, used_s: float = 0.0) -> RolloutLimits:
+        """What is left of an episode's limits after so many decisions."""
+        rollout = self.job.rollout
+        return RolloutLimits(
+            max_decisions=rollout.max_turns - decisions_done,
+            max_invalid_decisions=rollout.max_invalid_decisions - invalid,
+            timeout_s=max(rollout.timeout_s - used_s, min(rollout.timeout_s, _LEAST_TIMEOUT_S)),
+            termination_regex=rollout.termination_regex,
+            termination_target=rollout.termination_target,
         )
 
 

@@ -1,6 +1,7 @@
 """Do the task apps take what the job configures? Asked before anything is played.
 
-Each task app makes the job's environment and a policy of every stage, and lets go of them again. A misspelt
+Each task app makes the job's environment and a policy of every stage, and lets go of them again; a reward
+function is only looked for. A misspelt
 name or config is told in the first second and by its TOML key, not after the minutes of a warm-up.
 """
 
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.answers import Refused, TaskAppLost
@@ -68,7 +70,8 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
         if app.lost is not None:
             continue  # not there yet; it may come
         try:
-            await _try(app.client, "env", world, _environment_key)
+            await _try(app.client, "env", world, _environment_key, to_be_kept=bool(first.snapshot_turns))
+            await _refuse_unknown_reward(app.client, first.reward_function)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
                 await _try(app.client, "policy", body, stage.key_of)
@@ -97,6 +100,19 @@ def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
     return found
 
 
+async def _refuse_unknown_reward(client: TaskAppClient, name: str | None) -> None:
+    if name is None:
+        return
+    known = (await client.about()).capabilities.reward_functions
+    if name not in known:
+        told = f"unknown reward function {name!r}{did_you_mean(name, known) if known else '; it has none'}"
+        raise JobError(
+            f"{told} (says the task app at {client.url})",
+            where="rollout.reward_function",
+            hint="A file of the operator has it: services.task_plugins, or turnwise task-app --plugins FILE.",
+        )
+
+
 def _environment_key(problem: Problem) -> str:
     place, dot, path = (problem.where or "").partition(".")
     return f"rollout.env_config{dot}{path}" if place == "config" else "rollout.env_name"
@@ -107,13 +123,24 @@ async def _try(
     kind: Literal["env", "policy"],
     body: Mapping[str, Any],
     key_of: Callable[[Problem], str],
+    *,
+    to_be_kept: bool = False,
 ) -> None:
     try:
         created = await client.create(kind, body)
     except Refused as refused:
-        problem = refused.problem_found
-        sentence = problem.detail.removeprefix(f"{problem.where}: ")
-        raise JobError(
-            f"{sentence} (says the task app at {client.url})", where=key_of(problem), hint=problem.hint
-        ) from refused
-    await client.terminate(kind, created)
+        raise _told(refused, client, where=key_of(refused.problem_found)) from refused
+    try:
+        if to_be_kept:
+            await client.snapshot(created)
+    except Refused as refused:
+        raise _told(refused, client, where="algorithm.advantage") from refused
+    finally:
+        await client.terminate(kind, created)
+
+
+def _told(refused: Refused, client: TaskAppClient, *, where: str) -> JobError:
+    """What a task app has against a job, by the key that it is about."""
+    problem = refused.problem_found
+    sentence = problem.detail.removeprefix(f"{problem.where}: ")
+    return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=problem.hint)

@@ -169,5 +169,5 @@ def explained_variance(values: Sequence[float], returns: Sequence[float]) -> flo
 
 def _squares(numbers: Sequence[float]) -> float:
     """Sum of squared deviations from the mean."""
-    mean = math.fsum(numbers) / len(numbers)
+    mean = math.fsum(numbers) / max(len(numbers), 1)
     return math.fsum((number - mean) ** 2 for number in numbers)

@@ -12,18 +12,27 @@ _ROUNDING = 1e-9
 
 
 def refuse_lost_reward(
-    trajectory: Trajectory, rewards_T: Sequence[float], config: RewardConfig, *, rollout_id: str
+    trajectory: Trajectory,
+    rewards_T: Sequence[float],
+    config: RewardConfig,
+    *,
+    rollout_id: str,
+    kl_T: Sequence[float] = (),
 ) -> None:
     """Nothing that was achieved is lost, and nothing counts twice.
 
         decision_stepwise   sum of unique_delta = achievements unlocked from the first observation to the end
+                            sum of r_t = deltas + bonuses of unlocking + reward_parts
         off                 sum of r_t = outcome_reward + penalties
         env_sparse          sum of r_t = env_rewards of all env steps + reward_parts
+
+    Where decisions pay for their KL to the reference, each sum of r_t has that beside it.
 
     Args:
         trajectory: as it was collected.
         rewards_T: [T] of `core.rewards.reward_vector`, under the same config.
         rollout_id: named in errors.
+        kl_T: [T] what of rewards_T is that KL (core.kl_reward); empty where there is none.
 
     Raises:
         RewardError: one of the sums differs, with both.
@@ -31,20 +40,35 @@ def refuse_lost_reward(
     Source: DESIGN.md 4.1, 4.3.
     """
     mode = config.effective_mode
+    parts = [part for step in trajectory.steps for part in step.reward_parts]
     if mode == "decision_stepwise":
         _refuse_other_unlocks(trajectory, rollout_id)
-        return
-    parts = [part for step in trajectory.steps for part in step.reward_parts]
-    if mode == "off":
+        told = "deltas, bonuses and reward_parts"
+        paid = [*_events(trajectory, config), *(part.value for part in parts)]
+    elif mode == "off":
         told = "outcome_reward and penalties"
-        score = trajectory.outcome_reward + math.fsum(p.value for p in parts if p.source == "penalty")
+        paid = [trajectory.outcome_reward, *(part.value for part in parts if part.source == "penalty")]
     else:
         told = "env_rewards and reward_parts"
         paid = [reward for step in trajectory.steps for reward in step.env_rewards or ()]
-        score = math.fsum(paid) + math.fsum(part.value for part in parts)
-    found = math.fsum(rewards_T)
-    if abs(found - score) > _ROUNDING * max(1.0, abs(score)):
+        paid += [part.value for part in parts]
+    if kl_T:
+        told, paid = f"{told}, with the KL,", [*paid, *kl_T]
+    found, score = math.fsum(rewards_T), math.fsum(paid)
+    if abs(found - score) > _ROUNDING * max(1.0, math.fsum(map(abs, paid))):
         raise RewardError(f"r_t sums to {found}, but {told} to {score}", where=place(rollout_id))
+
+
+def _events(trajectory: Trajectory, config: RewardConfig) -> list[float]:
+    """What the records of the decisions are worth: all deltas; for those that unlocked, the two bonuses."""
+    records = [step.metadata.decision_rewards for step in trajectory.steps]
+    known = [(t, record) for t, record in enumerate(records) if record is not None]
+    horizon = config.max_decisions if config.horizon == "max_decisions" else None
+    end = len(records) if horizon is None else horizon
+    unlocking = [t for t, record in known if record.unique_delta > 0]
+    by_delta = [record.unique_delta if config.kind == "unique" else record.ach_delta for _, record in known]
+    lefts = sum(end - t for t in unlocking)
+    return [float(sum(by_delta)), config.indicator_lambda * len(unlocking), config.beta * lefts]
 
 
 def _refuse_other_unlocks(trajectory: Trajectory, rollout_id: str) -> None:

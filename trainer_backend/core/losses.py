@@ -139,7 +139,8 @@ def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> T
     Returns:
         Log-probs (nats) in the same shape, to be given to a loss instead of `logprobs`.
 
-    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token).
+    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). The
+    paper clips near 3e-4; it and verl weigh sequences alike, which is training.aggregation = "decision_mean".
     """
     return proximal_logprobs + means + (logprobs - logprobs.detach())
 

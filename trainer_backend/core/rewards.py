@@ -149,18 +149,23 @@ def _records(steps: Sequence[StepData], rollout_id: str) -> list[DecisionRewards
     records_T: list[DecisionRewards] = []
     for step in steps:
         record = step.metadata.decision_rewards
-        where = place(rollout_id, step.turn)
-        if record is None:
-            raise RewardError("no decision_rewards, which mode 'decision_stepwise' needs", where=where)
-        if not 1 <= record.turn <= len(steps):
-            raise RewardError(f"its record names turn {record.turn}, outside 1..{len(steps)}", where=where)
-        if record.turn in seen:
-            raise RewardError(f"holds a second record for turn {record.turn}", where=where)
-        if record.turn != step.turn:
-            raise RewardError(f"holds the record of turn {record.turn}", where=where)
+        if record is None or record.turn != step.turn:
+            told = _fault_of(record, seen, len(steps))
+            raise RewardError(told, where=place(rollout_id, step.turn))
         seen.add(record.turn)
         records_T.append(record)
     return records_T
+
+
+def _fault_of(record: DecisionRewards | None, seen: set[int], length: int) -> str:
+    """What is wrong with a record that is not its decision's own, where those of `seen` turns were read."""
+    if record is None:
+        return "no decision_rewards, which mode 'decision_stepwise' needs"
+    if not 1 <= record.turn <= length:
+        return f"its record names turn {record.turn}, outside 1..{length}"
+    if record.turn in seen:
+        return f"holds a second record for turn {record.turn}"
+    return f"holds the record of turn {record.turn}"
 
 
 def _event_reward(record: DecisionRewards, config: RewardConfig, *, decisions_left: int) -> float:

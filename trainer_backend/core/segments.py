@@ -45,6 +45,9 @@ class Segment:
     @cached_property  # asked for some eight times an update, and that was a twentieth of it; so no slots
     def sampled_positions(self) -> tuple[int, ...]:
         """[N] positions of the sampled tokens, in order; never 0, which nothing predicts."""
+        count = len(self) - self.decision.count(CONTEXT)
+        if CONTEXT not in self.decision[len(self) - count :]:  # one decision after its prompt: no loop
+            return tuple(range(len(self) - count, len(self)))
         return tuple(i for i, t in enumerate(self.decision) if t != CONTEXT)
 
 
@@ -89,29 +92,20 @@ class _Builder:
 
     def __init__(self, rollout_id: str, context: Sequence[int] = ()) -> None:
         self.rollout_id = rollout_id
-        self.token_ids: list[int] = []
-        self.decision: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.temperatures: list[float] = []
-        self.add_context(context)
-
-    def add_context(self, token_ids: Sequence[int]) -> None:
-        count = len(token_ids)
-        self.token_ids += token_ids
-        self.decision += [CONTEXT] * count
-        self.logprobs += [0.0] * count
-        self.versions += [CONTEXT] * count
-        self.temperatures += [1.0] * count
+        count = len(context)
+        self.token_ids = list(context)
+        self.decision = [CONTEXT] * count
+        self.logprobs = [0.0] * count
+        self.versions = [CONTEXT] * count
+        self.temperatures = [1.0] * count
 
     def add(self, call: PolicyLogprobs, *, decision: int, temperature: float) -> None:
-        self.add_context(call.prompt_token_ids)
-        count = len(call.token_ids)
-        self.token_ids += call.token_ids
-        self.decision += [decision] * count
-        self.logprobs += call.logprobs
-        self.versions += _version_of_each_token(call.versions, count)
-        self.temperatures += [temperature] * count
+        context, count = len(call.prompt_token_ids), len(call.token_ids)
+        self.token_ids += call.prompt_token_ids + call.token_ids
+        self.decision += [CONTEXT] * context + [decision] * count
+        self.logprobs += [0.0] * context + list(call.logprobs)
+        self.versions += [CONTEXT] * context + _version_of_each_token(call.versions, count)
+        self.temperatures += [1.0] * context + [temperature] * count
 
     def reopened(self, reused: int) -> "_Builder":
         return _Builder(self.rollout_id, self.token_ids[:reused])
@@ -129,6 +123,8 @@ class _Builder:
 
 def _version_of_each_token(versions: Sequence[tuple[int, int]], count: int) -> list[int]:
     """[count] from runs [[first_token, version], ...]."""
+    if len(versions) == 1:
+        return [versions[0][1]] * count
     per_token: list[int] = []
     ends = [first for first, _ in versions[1:]] + [count]
     for (first, version), end in zip(versions, ends, strict=False):
@@ -168,11 +164,13 @@ def _checked_call(step: StepData, where: str, *, previous_length: int) -> Policy
 def _check_sampled(call: PolicyLogprobs, where: str) -> None:
     if len(call.token_ids) != len(call.logprobs):
         raise SegmentError(f"{len(call.token_ids)} token_ids but {len(call.logprobs)} logprobs", where=where)
-    for i, logprob in enumerate(call.logprobs):
-        if not math.isfinite(logprob):
-            raise SegmentError(f"the sampler's log-prob is {logprob}", where=f"{where}, token {i}")
+    if not all(map(math.isfinite, call.logprobs)):
+        i, logprob = next((i, value) for i, value in enumerate(call.logprobs) if not math.isfinite(value))
+        raise SegmentError(f"the sampler's log-prob is {logprob}", where=f"{where}, token {i}")
     firsts = [first for first, _ in call.versions]
     count = len(call.token_ids)
+    if count and firsts == [0]:
+        return  # one version for all, as a rule
     expected_start = [0] if count or firsts else []
     rising = all(a < b for a, b in pairwise([*firsts, max(count, 1)]))
     if firsts[:1] != expected_start or not rising:

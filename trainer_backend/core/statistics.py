@@ -79,6 +79,11 @@ def step_deltas(step: StepData) -> DecisionRewards:
     return decision_rewards(before, after.achievements_counts, turn=step.turn)
 
 
+def _moved(step: StepData) -> bool:
+    after = step.next_observation
+    return after is not None and after.achievements_counts != step.observation_data.achievements_counts
+
+
 def unique_achievements(trajectory: Trajectory) -> int:
     """Achievements that the episode unlocked."""
     return sum(count > 0 for count in trajectory.achievements_counts.values())
@@ -103,17 +108,20 @@ def decision_metrics(
 
     Source: 1-crafter-event-rewards.md, "Debugging & metrics".
     """
-    deltas = [step_deltas(step) for trajectory in trajectories for step in trajectory.steps]
+    # Most decisions change no counter: comparing the two is all that those cost.
+    moved = (step for trajectory in trajectories for step in trajectory.steps if _moved(step))
+    deltas = [step_deltas(step) for step in moved]
+    decisions = sum(len(trajectory.steps) for trajectory in trajectories)
     nonzero = sum(delta.unique_delta > 0 for delta in deltas)
     total = math.fsum(math.fsum(rewards_T) for rewards_T in rewards)
     rewarded = sum(any(rewards_T) for rewards_T in rewards)
     episodes = max(len(trajectories), 1)
     return {
-        "decision/count": float(len(deltas)),
+        "decision/count": float(decisions),
         "decision/unique_sum": float(sum(delta.unique_delta for delta in deltas)),
         "decision/ach_sum": float(sum(delta.ach_delta for delta in deltas)),
         "decision/nonzero": float(nonzero),
-        "decision/nonzero_frac": nonzero / max(len(deltas), 1),
+        "decision/nonzero_frac": nonzero / max(decisions, 1),
         "decision/batch_nonzero": float(nonzero > 0),
         "reward/sum": total,
         "reward/mean": total / episodes,
@@ -155,7 +163,28 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "episode/invalid_frac": sum(step.step_info.invalid_reason is not None for step in steps)
         / max(len(steps), 1),
     }
+    metrics |= user_reward_metrics(trajectories)
     return metrics | {f"stop/{reason}": number / count for reason, number in sorted(reasons.items())}
+
+
+def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What a reward function replaced and added, a mean over its episodes; empty where none judged.
+
+    user_reward/score, user_reward/base_sum (of an episode's base_reward), user_reward/warnings (sum over the
+    batch, of what did not fit), and episode/environment_outcome_reward.
+    """
+    judged = [(item, item.user_reward) for item in trajectories if item.user_reward is not None]
+    if not judged:
+        return {}
+    means = {
+        "user_reward/score": [said.result.score for _, said in judged],
+        "user_reward/base_sum": [
+            math.fsum(step.base_reward or 0.0 for step in item.steps) for item, _ in judged
+        ],
+        "episode/environment_outcome_reward": [said.environment_outcome_reward for _, said in judged],
+    }
+    metrics = {name: math.fsum(values) / len(judged) for name, values in means.items()}
+    return metrics | {"user_reward/warnings": float(sum(len(item.warnings) for item, _ in judged))}
 
 
 def success_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from trainer_backend.core.statistics import (
     mean_interval,
     success_rates,
     unique_achievements,
+    user_reward_metrics,
 )
 from trainer_backend.errors import NothingToLearnFrom
 
@@ -23,12 +24,14 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     unique = mean_interval([float(unique_achievements(item)) for item in trajectories])
     outcome = mean_interval([item.outcome_reward for item in trajectories])
     rates = success_rates(trajectories)
+    own = user_reward_metrics(trajectories).get("episode/environment_outcome_reward")
     return {
         "eval/episodes": unique.count,
         "eval/unique_achievements": unique.mean,
         "eval/unique_achievements_low": unique.low,
         "eval/unique_achievements_high": unique.high,
         "eval/outcome_reward": outcome.mean,
+        **({} if own is None else {"eval/environment_outcome_reward": own}),
         "eval/success_rates": rates,
         "eval/crafter_score": crafter_score(rates),
         "eval/decisions": episode_metrics(trajectories)["episode/decisions"],

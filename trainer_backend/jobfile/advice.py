@@ -19,12 +19,40 @@ def advice(config: JobConfig) -> list[str]:
             f"training.step_rewards_mode is {training.step_rewards_mode!r}, but step_rewards_enabled is "
             "false: only the outcome is rewarded"
         )
-    if training.group_size == 1 and not estimator(config.algorithm.advantage).needs_values:
+    mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
+    if config.rollout.reward_function is not None and mode != "off":
+        found.append(
+            f"rollout.reward_function with training.step_rewards_mode = {mode!r}: its base_reward is added "
+            "to each decision, and its score is told but trains nothing"
+        )
+    plug, name = estimator(config.algorithm.advantage), config.algorithm.advantage
+    if training.group_size == 1 and not plug.needs_values and not plug.needs_branches:
         found.append("training.group_size is 1: group-relative advantages are all 0, nothing will be learned")
+    if plug.needs_branches and config.rollout.max_turns == 1 and training.group_size > 1:
+        found.append(
+            f"rollout.max_turns is 1: algorithm.advantage = {name!r} asks for no branches from a first "
+            "decision, whose branches are its siblings, so every decision is compared as in 'stepwise'"
+        )
+    if training.kl_reward_coef and plug.divides_by_std and config.algorithm.fnorm == "std":
+        found.append(
+            f"training.kl_reward_coef with algorithm.advantage = {name!r}, which divides by a standard "
+            "deviation: where siblings earned the same, the KL alone is blown up to advantages of size 1, "
+            "whatever the coefficient; use an estimator that does not divide"
+        )
     if training.refill_rounds:
         found.append(
             "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
             "is learned from is chosen by its outcome, a named bias (docs/route.md, stop 10)"
+        )
+    if training.kl_coef and training.kl_reward_coef:
+        found.append(
+            "training.kl_coef and training.kl_reward_coef pull to the same model twice, in the loss and in "
+            "r_t; one of them is enough"
+        )
+    if training.kl_reward_coef and training.kl_reward_kind != "k1":
+        found.append(
+            f"training.kl_reward_kind = {training.kl_reward_kind!r} hardly holds a policy that is near the "
+            'reference: as a reward only "k1" has the gradient of the KL'
         )
     usual = TrainingTable.model_fields["learning_rate_final"].default
     if training.learning_rate_schedule == "constant" and training.learning_rate_final != usual:

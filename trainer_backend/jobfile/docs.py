@@ -95,6 +95,8 @@ def _type(dotted: str, field: FieldInfo) -> str:
         return quoted(words)
     options = [item for item in get_args(field.annotation) if item is not type(None)]
     annotation: Any = options[0] if type(None) in get_args(field.annotation) else field.annotation
+    if hasattr(annotation, "__metadata__"):  # Annotated[str, ...] | None is str to a reader
+        annotation = get_args(annotation)[0]
     if annotation is SecretStr:
         return "str"
     return (

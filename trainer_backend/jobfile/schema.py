@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from shared_schemas.rollouts import Name, Seed
+from shared_schemas.patterns import Pattern
+from shared_schemas.rollouts import Name, Seed, TerminationTarget
 from trainer_backend.collect.addresses import fault_in
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.jobfile.model_table import ModelTable
@@ -129,6 +130,7 @@ class RolloutTable(Table):
         default="crafter", description="environment, by its name on the task app's plug board"
     )
     env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
+    reward_function: Name | None = Field(default=None, description="judges the episodes (docs/plugins.md)")
     policy_name: Name = Field(default="openai", description="policy that asks the gateway")
     policy_config: dict[str, Any] = Field(
         default_factory=dict, description="passed to the policy; what the job sets itself is refused in it"
@@ -138,6 +140,13 @@ class RolloutTable(Table):
         default=5, ge=1, le=10_000, description="then the episode ends as invalid_action"
     )
     timeout_s: float = Field(default=600.0, gt=0, le=86_400, description="of one episode")
+    termination_regex: Pattern | None = Field(
+        default=None,
+        description="an episode ends after a decision whose last 4,096 bytes hold it; Rust's regex syntax",
+    )
+    termination_target: TerminationTarget = Field(
+        default="raw", description="where: in all that the policy wrote, or in the text beside its calls"
+    )
     seeds: tuple[Seed, ...] = Field(
         default=(),
         description="train, and warm up, on these worlds alone, in shuffled epochs; absent: ever new ones",

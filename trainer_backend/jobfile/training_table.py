@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+from trainer_backend.core.kl_reward import KlKind
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.jobfile.table import Table
 
@@ -84,6 +85,16 @@ class TrainingTable(Table):
         default=0.0, ge=0, description="weight of the KL to the model that RL started from"
     )
     kl_kind: Literal["k2", "k3"] = Field(default="k3", description="estimator of that KL")
+    kl_reward_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="reward units that a decision pays for each nat of its KL to that model: in r_t, where "
+        "kl_coef is in the loss",
+    )
+    kl_reward_kind: KlKind = Field(
+        default="k1",
+        description="estimator of that KL; only k1 has the gradient of it (docs/route.md, stop 9)",
+    )
     behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
     value_coef: float = Field(
         default=0.5, gt=0, description="critic: weight of half the squared error of its values"
@@ -123,6 +134,11 @@ class TrainingTable(Table):
     step_rewards_horizon: Literal["realised", "max_decisions"] = Field(
         default="realised", description="T in beta * (T - t): the episode's length, or max_turns (causal)"
     )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the model that RL started from is held beside the one in training."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def step_rewards(self) -> StepRewards:
@@ -202,4 +218,13 @@ class AlgorithmTable(Table):
     )
     context_alpha: float = Field(
         default=1.0, ge=0, description="gigpo: equal contexts of k earlier states weigh (k + 1)^alpha"
+    )
+    branches_per_episode: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="branch: decisions of an episode from before which others play on",
+    )
+    branch_rollouts: int = Field(
+        default=2, ge=1, le=64, description="branch: rollouts that play on from before each of them"
     )

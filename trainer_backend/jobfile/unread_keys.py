@@ -29,11 +29,22 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
             readers = ", ".join(name for name, plug in ESTIMATORS.items() if key in plug.takes)
             told = f"is not read by algorithm.advantage = {algorithm.advantage!r}; known to: {readers}"
             yield f"algorithm.{key}", f"algorithm.{key} {told}"
+    if config.rollout.reward_function is not None and plug.needs_branches:
+        yield (
+            "rollout.reward_function",
+            "rollout.reward_function judges whole episodes, and algorithm.advantage = "
+            f"{algorithm.advantage!r} compares what is played on from the middle of one",
+        )
     if training.clip_dual is not None and "clip_dual" not in policy_loss(algorithm.loss).takes:
         yield (
             "training.clip_dual",
             f"training.clip_dual is not read by algorithm.loss = {algorithm.loss!r}",
         )
+    for coef, kind in (("kl_coef", "kl_kind"), ("kl_reward_coef", "kl_reward_kind")):
+        if getattr(training, kind) != TrainingTable.model_fields[kind].default and not getattr(
+            training, coef
+        ):
+            yield f"training.{kind}", f"training.{kind} is not read while training.{coef} is 0"
     mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
     if algorithm.default_step_reward and mode != "off":
         yield (

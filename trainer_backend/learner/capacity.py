@@ -99,7 +99,7 @@ def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> Memor
         running=inference.max_running,
         kept=kept,
         cached_tokens=inference.max_model_len,
-        reference=training.kl_coef > 0,
+        reference=training.needs_reference,
         checkpointing=training.gradient_checkpointing,
         offload=training.optimizer_offload,
         values_by_token=estimator(job.algorithm.advantage).needs_values == "token",

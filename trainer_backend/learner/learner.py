@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.collate import Packed
 from trainer_backend.core.critic import OfEpisode, values_of_episode
+from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
@@ -25,7 +26,7 @@ from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.loading import load_checkpoint, load_named
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
-from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.scoring import Scorer, in_pieces
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.texts import prompt_texts, tool_words
@@ -42,7 +43,7 @@ class LocalLearner:
 
     Args:
         model, tokenizer: the policy; moved to the device, and given adapters where the job has [lora].
-        started_from: the checkpoint that RL started from, which the KL term pulls towards; None: the policy
+        started_from: the checkpoint that RL started from, which a KL pulls towards; None: the policy
             of the first update.
         adapter_folder: adapters to go on with; None: fresh ones.
 
@@ -81,7 +82,7 @@ class LocalLearner:
             offload=job.training.optimizer_offload,
         )
         self._head = value_head_of(job, model.config.hidden_size, placement.device)
-        # Log-probs that `values` found on its way, by rollout id: of the weights until the next update.
+        # Log-probs that `values` and `score` found, by rollout id: of the weights until the next update.
         self._proximal: dict[str, list[list[float]]] = {}
 
     @classmethod
@@ -101,7 +102,7 @@ class LocalLearner:
         pulls towards.
         """
         started_from = checkpoint.with_name("iteration_0")
-        reference = started_from if job.training.kl_coef > 0 else None
+        reference = started_from if job.training.needs_reference else None
         if job.lora is not None:
             model, tokenizer = load_checkpoint(job.model, started_from)
             take_out(model, started_from / FOLDER)
@@ -162,6 +163,38 @@ class LocalLearner:
         head.settle()
         return values
 
+    def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
+        """What the policy and the one that RL started from say of each episode's tokens, by rollout id.
+
+        Raises:
+            OutOfMemory: scoring did not fit the device.
+        """
+        torch.set_num_threads(self.job.training.threads)
+        new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
+        with memory_watched(self.job, "scoring the log-probs ran out of memory"):
+            self._proximal |= self._logprobs(new, lambda piece: self.scorer.logprobs(piece)[0])
+            reference = self._logprobs(episodes, self._held_reference())
+        return {
+            name: ScoredTokens.of(parts, self._proximal[name], reference[name])
+            for name, parts in episodes.items()
+        }
+
+    def _logprobs(
+        self, episodes: Mapping[str, Sequence[Segment]], policy: Reference
+    ) -> dict[str, list[list[float]]]:
+        """By rollout id, for each segment the log-probs of its sampled tokens."""
+        if not episodes:
+            return {}
+        table = self.job.training
+        (found,) = in_pieces(
+            [segment for parts in episodes.values() for segment in parts],
+            lambda piece: (policy(piece),),
+            row_tokens=table.row_tokens,
+            micro_batch_tokens=table.micro_batch_tokens,
+        )
+        of_segments = iter(found)
+        return {name: [next(of_segments) for _ in parts] for name, parts in episodes.items()}
+
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
         """One iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.job.training.threads)
@@ -195,9 +228,10 @@ class LocalLearner:
         return copy_to_serve(self.model, self.scorer.placement.held)
 
     def _pull(self) -> Reference | None:
-        """What the KL term pulls towards."""
-        if self.job.training.kl_coef == 0:
-            return None
+        """What the KL term of the loss pulls towards."""
+        return None if self.job.training.kl_coef == 0 else self._held_reference()
+
+    def _held_reference(self) -> Reference:
         if self._reference is None:
             self._reference = self._started()
         return self._reference

@@ -87,7 +87,6 @@ class Scorer:
         )
         return found
 
-    @torch.inference_mode()
     def each(
         self,
         segments: Sequence[Segment],
@@ -96,13 +95,28 @@ class Scorer:
         row_tokens: int,
         micro_batch_tokens: int,
     ) -> list[list[list[float]]]:
-        """For each [N] column that `columns` gives: for each segment, the numbers of its sampled tokens."""
-        width = row_width(segments, row_tokens)
-        packed = pack_segments(segments, row_tokens=width)
-        pieces = [
-            columns(self.states(piece)) for piece in cut_packed(packed, max(1, micro_batch_tokens // width))
-        ]
-        return [by_segment(packed, torch.cat(column)) for column in zip(*pieces, strict=True)]
+        """As `in_pieces`, of the states of each piece."""
+        return in_pieces(
+            segments,
+            lambda piece: columns(self.states(piece)),
+            row_tokens=row_tokens,
+            micro_batch_tokens=micro_batch_tokens,
+        )
+
+
+@torch.inference_mode()
+def in_pieces(
+    segments: Sequence[Segment],
+    columns: Callable[[Packed], tuple[Tensor, ...]],
+    *,
+    row_tokens: int,
+    micro_batch_tokens: int,
+) -> list[list[list[float]]]:
+    """For each [N] column that `columns` gives: for each segment, the numbers of its sampled tokens."""
+    width = row_width(segments, row_tokens)
+    packed = pack_segments(segments, row_tokens=width)
+    pieces = [columns(piece) for piece in cut_packed(packed, max(1, micro_batch_tokens // width))]
+    return [by_segment(packed, torch.cat(column)) for column in zip(*pieces, strict=True)]
 
 
 def row_width(segments: Sequence[Segment], row_tokens: int) -> int:

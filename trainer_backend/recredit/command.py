@@ -12,7 +12,7 @@ from trainer_backend.recredit.estimators import (
     Recredited,
     recredited,
     stored_iterations,
-    stored_values,
+    stored_measured,
 )
 from trainer_backend.recredit.table import recredit_tables
 from trainer_backend.recredit.write import write_recredit
@@ -39,7 +39,7 @@ def recredit_run(
     for name in names:
         estimator(name)
     stored = stored_iterations(run, iterations)
-    found = recredited(job, stored, names or list(ESTIMATORS), stored_values(run, iterations))
+    found = recredited(job, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     cosines = None if checkpoint is None else _cosines(job, found, checkpoint)
     folder = out or run.path / "recredit"
     write_recredit(found, folder, cosines)

@@ -1,5 +1,6 @@
 """`turnwise inspect`: one episode, decision by decision: what it saw, did and earned, and its credit."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData
+from shared_schemas.trajectory import StepData, UserReward
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout, rollout_ids
@@ -63,6 +64,10 @@ def _parts(rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool) -
         f"{episode.env_name}, seed {episode.seed}; {episode.policy_name} {episode.model}; outcome "
         f"{episode.outcome_reward:g} ({episode.outcome_definition}); ended by {episode.stop_reason}"
     )
+    if episode.user_reward is not None:
+        yield Text(_judged(episode.user_reward))
+    for warning in episode.warnings:
+        yield Text(f"warning: {warning}")
     for step in episode.steps:
         yield ""
         yield Text(f"decision {step.turn}", style="bold")
@@ -71,6 +76,14 @@ def _parts(rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool) -
         yield Text(f"earned  {_earned(step)}")
         if step.turn <= len(credits):
             yield _credit(credits[step.turn - 1])
+
+
+def _judged(said: UserReward) -> str:
+    reason = f": {said.result.reason}" if said.result.reason else ""
+    return (
+        f"judged by {said.reward_function}{reason}; by its environment "
+        f"{said.environment_outcome_reward:g} ({said.environment_outcome_definition})"
+    )
 
 
 def _seen(step: StepData, *, full: bool) -> str:
@@ -104,6 +117,13 @@ def _credit(columns: dict[str, Any]) -> Table:
     for title, _ in known:
         table.add_column(title, justify="right")
     cells = [f"{value:+.3f}" for _, value in known]
+    if columns.get("token_logprobs"):
+        table.add_column("nats to reference", justify="right")
+        own, reference = columns["token_logprobs"], columns["token_reference_logprobs"]
+        cells.append(f"{math.fsum(own) - math.fsum(reference):+.3f}")
+    if columns.get("branch_returns"):
+        table.add_column("branches")
+        cells.append(" ".join(f"{value:+.3f}" for value in columns["branch_returns"]))
     if columns.get("state_key"):
         table.add_column("state")
         cells.append(columns["state_key"][:_KEY_SHOWN])

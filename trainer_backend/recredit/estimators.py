@@ -7,14 +7,21 @@ from pathlib import Path
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
-from trainer_backend.core.critic import OfEpisode
-from trainer_backend.core.errors import AdvantageError
+from trainer_backend.core.branching import by_parent
+from trainer_backend.core.errors import AdvantageError, RewardError
 from trainer_backend.core.statistics import step_deltas
-from trainer_backend.credit import credits_of
+from trainer_backend.credit import NOTHING, Measured, credits_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.rewarding import earned_by
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.rollout_files import Credit, read_rollouts, read_values
+from trainer_backend.rundir.rollout_files import (
+    Credit,
+    finished_rows,
+    read_rollouts,
+    read_scored,
+    read_values,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +71,44 @@ def stored_iterations(run: RunDirectory, wanted: Sequence[int]) -> list[list[Rol
     return [rollouts for rollouts in finished if rollouts]
 
 
-def stored_values(run: RunDirectory, wanted: Sequence[int]) -> dict[str, OfEpisode]:
-    """What a critic said in those iterations of the run, by rollout id; empty where there was none.
+def stored_measured(run: RunDirectory, wanted: Sequence[int]) -> list[Measured]:
+    """What was measured in each of `stored_iterations`: by a critic, by branches, by a reference.
 
     Raises:
         RunDirectoryError: as `stored_files`.
     """
-    return {name: found for path in stored_files(run, wanted) for name, found in read_values(path).items()}
+    files = stored_files(run, wanted)
+    return [_measured(path) for path in files if finished_rows(path, ["rollout_id"])]
+
+
+def _measured(path: Path) -> Measured:
+    """Of one iteration. A file of branches may be empty: no episode reached a decision that was chosen."""
+    beside = path.with_name(path.name.replace("iteration_", "branches_"))
+    if not beside.exists():
+        return Measured(read_values(path), None, read_scored(path))
+    branches = by_parent(with_records(item) for item in read_rollouts(beside))
+    return Measured(read_values(path), branches, {**read_scored(path), **read_scored(beside)})
 
 
 def recredited(
     job: JobConfig,
     iterations: Sequence[Sequence[Rollout]],
     names: Sequence[str],
-    values: Mapping[str, OfEpisode] | None = None,
+    measured: Sequence[Measured] = (),
 ) -> Recredited:
     """Every iteration through every estimator, with the rewards and the keys of [algorithm] that the job has.
 
     Groups are those of their iteration. An estimator whose inputs were not stored is refused by name.
-    `values` are those of `stored_values`.
+    `measured` is that of `stored_measured`; empty: nothing was.
 
     Raises:
         RewardError: r_t cannot be built from what is stored.
     """
+    beside = measured or [NOTHING] * len(iterations)
     iterations = [[with_records(rollout) for rollout in rollouts] for rollouts in iterations]
+    for rollouts, of_them in zip(iterations, beside, strict=True):
+        for rollout in rollouts:
+            earned_by(job, rollout, of_them.scored)  # what fails here fails for every estimator
     credits: dict[str, list[Credit]] = {}
     refused: dict[str, str] = {}
     for name in names:
@@ -95,9 +116,11 @@ def recredited(
         with_it = job.model_copy(update={"algorithm": algorithm})
         try:
             credits[name] = [
-                item for rollouts in iterations for item in credits_of(with_it, rollouts, values)
+                item
+                for rollouts, of_them in zip(iterations, beside, strict=True)
+                for item in credits_of(with_it, rollouts, of_them)
             ]
-        except AdvantageError as error:
+        except (AdvantageError, RewardError) as error:  # the rewards of its branches
             refused[name] = str(error)
     return Recredited(list(chain.from_iterable(iterations)), credits, refused)
 

@@ -14,7 +14,10 @@ from trainer_backend.report.story import Row, Story, read_story
 from trainer_backend.rundir.layout import open_run
 
 # Where these differ, the same seed is another task, and a difference is not the policy's alone.
-_TASK = ("rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions")
+_TASK = (
+    "rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions",
+    "rollout.termination_regex", "rollout.termination_target",
+)  # fmt: skip
 ABSENT = "absent"
 
 

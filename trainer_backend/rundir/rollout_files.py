@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData
 from trainer_backend.core.critic import ByToken, OfEpisode
+from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas, unique_achievements
 from trainer_backend.rundir.boundary import writing
 
@@ -36,8 +38,11 @@ _DECISION = pa.struct(
         ("step_advantage", pa.float64()),
         ("state_key", pa.string()),
         ("value", pa.float64()),
+        ("branch_returns", pa.list_(pa.float64())),
         ("token_advantages", pa.list_(pa.float64())),
         ("token_values", pa.list_(pa.float64())),
+        ("token_logprobs", pa.list_(pa.float64())),
+        ("token_reference_logprobs", pa.list_(pa.float64())),
     ]
 )
 _SCHEMA = pa.schema(
@@ -65,6 +70,8 @@ _SCHEMA = pa.schema(
         ("rollout", pa.string()),
     ]
 )
+# Eight kilobytes each that do not compress. World and actions stand in the record, and lead there again.
+_WITHOUT_SNAPSHOTS = {"trajectory": {"steps": {"__all__": {"snapshot"}}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ class Credit:
         first token); empty where nobody asked.
     parts: what the advantages were made of, where the estimator says so: by column of `decisions`.
     state_keys_T: the states that were compared; empty where none were.
+    branch_returns_T: of what played on from before each decision, mostly nothing; empty where none did.
     token_advantages, token_values: those of the sampled tokens, where the estimator tells them apart.
     """
 
@@ -85,6 +93,7 @@ class Credit:
     returns_T: Sequence[float] = ()
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
     state_keys_T: Sequence[str] = ()
+    branch_returns_T: Sequence[Sequence[float]] = ()
     token_advantages: ByToken | None = None
     token_values: ByToken | None = None
 
@@ -94,13 +103,23 @@ class Credit:
         for name, column in (("state_key", self.state_keys_T), ("return_to_go", self.returns_T)):
             if column:
                 columns[name] = column[t]
+        if self.branch_returns_T:
+            columns["branch_returns"] = list(self.branch_returns_T[t])
         by_token = (("token_advantages", self.token_advantages), ("token_values", self.token_values))
         columns |= {name: list(column.rows_T[t]) for name, column in by_token if column is not None}
         return columns | {"reward": self.rewards_T[t], "advantage": self.advantages_T[t]}
 
 
-def write_rollouts(path: Path, rollouts: Sequence[Rollout], credits: Sequence[Credit] | None = None) -> None:
+def write_rollouts(
+    path: Path,
+    rollouts: Sequence[Rollout],
+    credits: Sequence[Credit] | None = None,
+    scored: Mapping[str, ScoredTokens] = MappingProxyType({}),
+) -> None:
     """Write all rollouts of a stage, failed ones too; aside first, then renamed.
+
+    Args:
+        scored: by rollout id, what policy and reference said of its tokens, of those that were asked.
 
     Raises:
         RunDirectoryError: the disk is full, or refuses.
@@ -109,6 +128,8 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], credits: Sequence[Cr
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)
         for index, rollout in enumerate(rollouts)
     ]
+    for row in rows:
+        _add_scored(row, scored.get(row["rollout_id"]))
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)
     with writing(path, pa.ArrowException):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +139,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], credits: Sequence[Cr
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a file, exactly as they were collected."""
+    """The rollouts of a file, as they were collected, but for the snapshots that branches began at."""
     column = pq.read_table(path, columns=["rollout"]).column("rollout")
     return [Rollout.model_validate_json(text) for text in column.to_pylist()]
 
@@ -161,6 +182,29 @@ def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
     return [decision["value"] for decision in decisions]
 
 
+def read_scored(path: Path) -> dict[str, ScoredTokens]:
+    """By rollout id, what policy and reference said of an episode's tokens; of those that were asked."""
+    if "token_logprobs" not in {
+        child.name for child in pq.read_schema(path).field("decisions").type.value_type
+    }:
+        return {}  # of an earlier version
+    return {
+        row["rollout_id"]: ScoredTokens(
+            [decision["token_logprobs"] for decision in row["decisions"]],
+            [decision["token_reference_logprobs"] for decision in row["decisions"]],
+        )
+        for row in finished_rows(path, ["rollout_id", "decisions"])
+        if all(decision["token_logprobs"] is not None for decision in row["decisions"])
+    }
+
+
+def _add_scored(row: dict[str, Any], scored: ScoredTokens | None) -> None:
+    if scored is not None:
+        columns = zip(row["decisions"], scored.policy_T, scored.reference_T, strict=True)
+        for decision, own, other in columns:
+            decision["token_logprobs"], decision["token_reference_logprobs"] = list(own), list(other)
+
+
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     """These columns of the episodes that were finished, a dict an episode."""
     table = pq.read_table(path, columns=[*columns, "status"])
@@ -172,7 +216,7 @@ def _row(rollout: Rollout, credit: Credit | None) -> dict[str, Any]:
     row = {name: getattr(rollout, name) for name in _SCHEMA.names[:8]}
     row |= {
         "failure_code": rollout.failure.code if rollout.failure else None,
-        "rollout": rollout.model_dump_json(exclude_unset=True),
+        "rollout": rollout.model_dump_json(exclude_unset=True, exclude=_WITHOUT_SNAPSHOTS),
     }
     if trajectory is None:
         return row

@@ -16,11 +16,13 @@ class Gathered:
     """Stops 2 to 10 of an iteration: collected, credited, stored.
 
     Attributes:
+        branches: rollouts that were played on from decisions of those collected; measured with, not trained.
         refilled: groups that were asked for beyond the plan, in place of flat ones.
         started, ended: on the monotonic clock; collect_s of what lies between went into collecting.
     """
 
     collection: Collection
+    branches: Collection
     trajectories: list[Trajectory]
     credited: Credited
     inference: dict[str, float]
@@ -34,11 +36,13 @@ def gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
     """What the rollouts of an iteration that ended at `ended` say of themselves."""
     trajectories, metrics = gathered.trajectories, gathered.credited.metrics
     steps = [step.step_info for item in trajectories for step in item.steps]
-    decisions = metrics["decision/count"]
+    played_on = branch_metrics(gathered.branches)
+    decisions = metrics["decision/count"] + played_on.get("branch/decisions", 0.0)
     return {
         **episode_metrics(trajectories),
         **metrics,
         **collection_metrics(gathered.collection),
+        **played_on,
         **gathered.inference,
         "decision/unique_by_turn": unique_by_turn(trajectories),
         "decision/ach_by_turn": ach_by_turn(trajectories),
@@ -49,6 +53,18 @@ def gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
         "time/policy_s": sum(step.policy_s for step in steps),
         "perf/decisions_per_s": decisions / (ended - gathered.started),
         "perf/collect_decisions_per_s": decisions / gathered.collect_s,
+    }
+
+
+def branch_metrics(branches: Collection) -> dict[str, float]:
+    """What was played on from decisions; nothing where no estimator asked for it."""
+    if not branches.all:
+        return {}
+    decisions = sum(len(item.trajectory.steps) for item in branches.rollouts if item.trajectory is not None)
+    return {
+        "branch/rollouts": float(len(branches.rollouts)),
+        "branch/failed": float(len(branches.failed)),
+        "branch/decisions": float(decisions),
     }
 
 

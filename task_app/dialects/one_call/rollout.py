@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, Start
+from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
 from task_app.dialects.one_call.plan import LegacyPlan, plan_rollout
 from task_app.dialects.one_call.policy import correlation_id
@@ -172,18 +173,19 @@ async def _episode(
 ) -> Episode:
     witness = Witness(cast.environment)
     limits = RolloutLimits(max_decisions=decisions, max_invalid_decisions=1, timeout_s=plan.max_time_s)
+    request = _request(body, cast, limits)
     worker = RLRolloutWorker(
+        task_definition=TaskDefinitionModel.of_request(request),
         environment=witness,
         agent_policy=cast.policy,
         seed=cast.seed,
-        limits=limits,
         step_rewards=cast.stepwise.switches,
     )
     timed_out = False
     try:
         # Around the queue too: the worker's own limit begins when the worker does.
         async with asyncio.timeout(max(0.0, timeout_s)):
-            await services.runner.play(_request(body, cast, limits), worker)
+            await services.runner.play(request, worker)
     except TimeoutError:
         timed_out = True
     return Episode(

@@ -32,7 +32,7 @@ async def played(client, *requests):
     """The trajectories, without what a clock makes different."""
     assert (await client.post("/rollouts", json={"rollouts": requests})).status_code == 202
     ended, cursor = {}, ""
-    while len(ended) < len(requests):
+    while not {request["rollout_id"] for request in requests} <= ended.keys():
         params = {"run_id": "r", "wait_s": 20, "cursor": cursor}
         page = (await client.get("/rollouts", params=params)).json()
         cursor = page["cursor"]

@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
+from shared_schemas.rollouts import RolloutRequest, Start
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
@@ -153,3 +154,23 @@ async def test_an_empty_plan_asks_nobody():
     assert (await Collector(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
     with pytest.raises(ValueError, match="at least one task app"):
         Collector(TaskApps.of([]), timeout_s=1)
+
+
+async def test_requests_with_large_snapshots_are_sent_in_bodies_that_a_task_app_takes():
+    def begun_at(size: int, number: int) -> RolloutRequest:
+        return request_of(number).model_copy(update={"start": Start(snapshot="x" * size)})
+
+    bodies: list[int] = []
+
+    class Counting(ScriptedTaskApp):
+        async def accept(self, request: web.Request) -> web.Response:
+            bodies.append(len((await request.json())["rollouts"]))
+            return await super().accept(request)
+
+    task_app = Counting()
+    requests = [begun_at(200_000, 0), begun_at(200_000, 1), begun_at(200_000, 2), begun_at(800_000, 3)]
+    requests += [request_of(number) for number in range(4, 70)]
+    async with served(task_app) as client:
+        await client.submit(requests)
+    assert bodies == [2, 1, 1, 64, 2]
+    assert [item.sibling for item in task_app.ended] == list(range(70))

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
+from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.plan import Inference, Planner, retried
 from trainer_backend.core.seeds import (
     HELD_OUT_FROM,
@@ -14,6 +16,7 @@ from trainer_backend.core.seeds import (
     evaluation_worlds,
     training_world,
 )
+from trainer_backend.errors import JobError
 from trainer_backend.job import parse_job
 
 
@@ -91,6 +94,20 @@ def test_the_switches_travel_with_the_request():
     assert not any(request.step_rewards.emits_decision_rewards for request in planner().training(1))
 
 
+def test_the_pattern_that_ends_an_episode_travels_with_every_stage():
+    rollout = {"episodes_per_batch": 6, "termination_regex": r"done\.$", "termination_target": "text"}
+    plan = planner(rollout=rollout)
+    asked = {(r.limits.termination_regex, r.limits.termination_target) for r in plan.training(1)}
+    assert asked == {(r"done\.$", "text")}
+    assert plan.evaluation("0")[0].limits == plan.warmup()[0].limits == plan.training(1)[0].limits
+    assert planner().training(1)[0].limits.termination_regex is None
+
+
+def test_a_job_with_a_pattern_that_cannot_be_searched_is_refused_with_its_place():
+    with pytest.raises(JobError, match=r"rollout\.termination_regex .*look-ahead.* is not supported"):
+        planner(rollout={"termination_regex": "(?=done)"})
+
+
 def test_a_retry_keeps_every_seed_and_takes_another_id():
     first = planner().training(1)[0]
     second = retried(first)
@@ -156,3 +173,67 @@ def test_every_epoch_holds_each_world_once(seeds: set[int], job_seed: int, epoch
     size = len(seeds)
     found = cycled_worlds(job_seed, "train", sorted(seeds), range(epoch * size, (epoch + 1) * size))
     assert sorted(found) == sorted(seeds)
+
+
+def parent(request: RolloutRequest, turns: int, *, invalid: int = 0) -> Rollout:
+    """What comes back of a request: `turns` decisions, the first `invalid` of them refused."""
+    steps = [
+        {
+            "turn": turn, "observation_data": {}, "action_taken": {},
+            "snapshot": f"world {turn}" if turn in request.snapshot_turns else None,
+            "step_info": {"invalid_reason": "no" if turn <= invalid else None},
+        }
+        for turn in range(1, turns + 1)
+    ]  # fmt: skip
+    trajectory = {
+        "env_name": "crafter", "policy_name": "openai", "seed": 1, "steps": steps, "outcome_reward": 0,
+        "outcome_definition": "", "env_steps": 0, "terminated": False, "truncated": True,
+        "stop_reason": "max_decisions", "wall_s": 0,
+    }  # fmt: skip
+    ids = request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"})
+    return Rollout.model_validate({**ids, "instance_id": "i", "status": "finished", "trajectory": trajectory})
+
+
+BRANCH = {"algorithm": {"advantage": "branch", "branches_per_episode": 3, "branch_rollouts": 2}}
+
+
+def test_branches_have_what_is_left_of_their_parents_limits_and_draws_of_their_own():
+    job = planner(rollout={"episodes_per_batch": 3, "max_turns": 4, "max_invalid_decisions": 3}, **BRANCH)
+    first, second, _ = job.training(1)
+    assert first.snapshot_turns == (2, 3, 4), "all but the first, whose branches are the siblings"
+    requests = job.branches([parent(first, 3, invalid=2), parent(retried(second), 2)])
+    assert [request.rollout_id for request in requests] == [
+        "run/train/1/0/0/branch-2/0", "run/train/1/0/0/branch-2/1",
+        "run/train/1/0/0/branch-3/0", "run/train/1/0/0/branch-3/1",
+        "run/train/1/0/1.1/branch-2/0", "run/train/1/0/1.1/branch-2/1",
+    ]  # fmt: skip
+    assert [request.start.snapshot for request in requests[::2]] == ["world 2", "world 3", "world 2"]
+    assert [request.start.parent_turn for request in requests[::2]] == [1, 2, 1]
+    assert [request.limits.max_decisions for request in requests[::2]] == [3, 2, 3]
+    assert [request.limits.max_invalid_decisions for request in requests[::2]] == [2, 1, 3]
+    assert len({request.policy.config["seed"] for request in [*requests, first, second]}) == 8
+    assert requests == job.branches([parent(first, 3, invalid=2), parent(retried(second), 2)])
+    assert len({retried(request).rollout_id for request in requests}) == 6
+
+
+def test_an_episode_without_siblings_may_be_branched_at_its_first_decision_too():
+    alone = planner(rollout={"episodes_per_batch": 1, "max_turns": 3}, training={"group_size": 1}, **BRANCH)
+    assert [request.snapshot_turns for request in alone.training(1)] == [(1, 2, 3)]
+
+
+def test_other_estimators_ask_for_no_branches():
+    requests = planner().training(1)
+    assert {request.snapshot_turns for request in requests} == {()}
+    assert planner().branches([parent(requests[0], 3)]) == []
+
+
+def test_a_branch_has_what_its_parent_had_left_of_its_time():
+    job = planner(rollout={"episodes_per_batch": 3, "max_turns": 4, "timeout_s": 10.0}, **BRANCH)
+    slow = parent(job.training(1)[0], 3)
+    info = slow.trajectory.steps[0].step_info.model_copy(update={"policy_s": 3.0, "environment_s": 0.75})
+    steps = tuple(step.model_copy(update={"step_info": info}) for step in slow.trajectory.steps)
+    slow = slow.model_copy(update={"trajectory": slow.trajectory.model_copy(update={"steps": steps})})
+    # one decision of 3.75 s before the second turn, two before the third
+    assert [request.limits.timeout_s for request in job.branches([slow])[::2]] == [6.25, 2.5]
+    hasty = planner(rollout={"episodes_per_batch": 3, "max_turns": 4, "timeout_s": 7.75}, **BRANCH)
+    assert [request.limits.timeout_s for request in hasty.branches([slow])[::2]] == [4.0, 1.0]

@@ -51,6 +51,16 @@ def test_what_the_collector_and_the_rewards_make_adds_up_in_every_mode(config, p
     checked(episode(parts=parts), config)
 
 
+@pytest.mark.parametrize("config", [STEPWISE, SPARSE, OFF])
+def test_what_decisions_pay_for_their_kl_adds_up_beside_it(config):
+    item, kl_T = episode(), [-0.5, 0.25]
+    paid_T = reward_vector(item.steps, outcome_reward=2.0, config=config)
+    rewards_T = [paid + kl for paid, kl in zip(paid_T, kl_T, strict=True)]
+    refuse_lost_reward(item, rewards_T, config, rollout_id="r", kl_T=kl_T)
+    with pytest.raises(RewardError, match=r"r_t sums to .*, but .*, with the KL, to"):
+        refuse_lost_reward(item, paid_T, config, rollout_id="r", kl_T=kl_T)
+
+
 def test_what_was_unlocked_before_the_start_is_not_the_episodes():
     checked(episode([{"drink": 3}, {"drink": 4}]), STEPWISE)
 
@@ -80,8 +90,25 @@ def test_an_unlock_that_never_happened_is_named():
     [
         (OFF, "r_t sums to 7.0, but outcome_reward and penalties to 2.0"),
         (SPARSE, "r_t sums to 7.0, but env_re"),
+        (STEPWISE, "r_t sums to 7.0, but deltas, bonuses and reward_parts to 1.0"),
     ],
 )
 def test_rewards_that_do_not_sum_to_the_score_are_refused_with_both(config, told):
     with pytest.raises(RewardError, match=told):
         checked(episode(), config, rewards=[3.0, 4.0])
+
+
+@pytest.mark.parametrize("kind", ["unique", "absolute"])
+@pytest.mark.parametrize(("horizon", "end"), [("realised", 3), ("max_decisions", 10)])
+def test_the_bonuses_of_unlocking_are_part_of_the_sum(kind, horizon, end):
+    config = RewardConfig(
+        enabled=True, mode="decision_stepwise", kind=kind, beta=0.25, indicator_lambda=0.5, horizon=horizon,
+        max_decisions=10,
+    )  # fmt: skip
+    item = episode([{"wood": 0}, {"wood": 0}, {"wood": 1}, {"wood": 2}], parts=[("penalty", -1.0)])
+    checked(item, config)
+    # wood at t = 1, again at t = 2 ("absolute" counts both); three penalties
+    total = (2 if kind == "absolute" else 1) + 0.5 + 0.25 * (end - 1) - 3.0
+    checked(item, config, rewards=[total, 0.0, 0.0])
+    with pytest.raises(RewardError, match=f"deltas, bonuses and reward_parts to {total}"):
+        checked(item, config, rewards=[total, 0.0, 0.125])

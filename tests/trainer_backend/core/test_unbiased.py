@@ -12,6 +12,7 @@ from math import prod
 import pytest
 
 from tests.trainer_backend.core.exact_gigpo import exact_gigpo
+from trainer_backend.core.advantages.branch import branch
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.gae import gae
 from trainer_backend.core.advantages.gigpo import gigpo_additive
@@ -71,6 +72,46 @@ def ours(group):
 def scores_alone(group):
     episodes = [EpisodeRewards(str(i), "g", rewards_T) for i, rewards_T in enumerate(group)]
     return rloo(episodes, AdvantageConfig()).per_episode
+
+
+def continuations(t):
+    """What may follow once t decisions were made: the same policy, from that state."""
+    return [actions[t:] for actions in EPISODES if len(actions) > t and actions[:t] == (GO,) * t]
+
+
+def expected_branch_gradient(turns, size, p):
+    """E over groups, and over one branch from before each chosen decision that an episode reaches.
+
+    An advantage is linear in the returns of branches, so the expectation over one branch at a time is enough:
+    for each combination of branch returns its probability.
+    """
+    total = Fraction(0)
+    for group in product(EPISODES, repeat=size):
+        reached = [(i, t) for i, actions in enumerate(group) for t in turns if t < len(actions)]
+        weight = prod(probability(actions, p) for actions in group)
+        for played in product(*(continuations(t) for _, t in reached)):
+            returns = {
+                place: sum(REWARD[place[1] + k, action] for k, action in enumerate(actions))
+                for place, actions in zip(reached, played, strict=True)
+            }
+            episodes = [
+                EpisodeRewards(
+                    str(i), "g", rewards_of(actions),
+                    branch_returns_T=[
+                        [returns[i, t]] if (i, t) in returns else [] for t in range(len(actions))
+                    ],
+                )
+                for i, actions in enumerate(group)
+            ]  # fmt: skip
+            advantages = branch(episodes, AdvantageConfig(gamma=1.0)).per_episode
+            gradient = sum(
+                score(action, p) * Fraction(advantage)
+                for actions, row_T in zip(group, advantages, strict=True)
+                for action, advantage in zip(actions, row_T, strict=True)
+            )
+            chance = prod(probability(actions, p) for actions in played)
+            total += weight * chance * gradient / size
+    return total
 
 
 def with_critic(group, gae_lambda):
@@ -148,6 +189,14 @@ def test_the_rloo_gradient_is_unbiased(size):
     assert expected_gradient(scores_alone, size, P) == true_gradient(P)
 
 
+@pytest.mark.parametrize("turns", [(0,), (1,), (2,), (0, 2)])
+def test_the_branch_gradient_is_unbiased_whichever_decisions_have_branches(turns):
+    for p in (P, 1 - P):
+        assert expected_branch_gradient(turns, 2, p) == true_gradient(p)
+    # a lone episode has no other baseline: where every decision has a branch, that is unbiased too
+    assert expected_branch_gradient((0, 1, 2), 1, P) == true_gradient(P)
+
+
 def test_the_gae_gradient_is_unbiased_at_lambda_1_whatever_the_critic_says_and_biased_below():
     for p in (P, 1 - P):
         assert expected_gradient(lambda group: with_critic(group, 1.0), 1, p) == true_gradient(p)
@@ -190,3 +239,34 @@ def test_dividing_by_the_number_of_decisions_of_the_batch_is_a_bias():
 
     ratios = {expected_gradient(ours, 3, p, decisions) / true_gradient(p) for p in (P, 1 - P)}
     assert len(ratios) == 2
+
+
+def test_of_each_turn_a_self_including_mean_of_the_living_keeps_the_share_of_the_others():
+    # Stop with 2/5, then 7/10: beside a living one of four siblings, n - 1 others are alive at t, each
+    # with chance 1, 3/5 and 9/50. Own action and others' returns are independent, so E[(n - 1) / n] is left.
+    stops = (Fraction(2, 5), Fraction(7, 10), Fraction(1, 2))
+
+    def chance(actions):
+        return prod(stops[t] if action == STOP else 1 - stops[t] for t, action in enumerate(actions))
+
+    def score_at(actions, t):
+        return score(actions[t], stops[t]) if t < len(actions) else Fraction(0)
+
+    kept = []
+    for t in range(3):
+        truth = sum(
+            chance(actions) * score_at(actions, t) * Fraction(sum(rewards_of(actions)))
+            for actions in EPISODES
+        )
+        found = Fraction(0)
+        for group in product(EPISODES, repeat=4):
+            rows = with_baseline(mean_of_alive)([rewards_of(actions) for actions in group])
+            gradient = sum(
+                score_at(actions, t) * row_T[t]
+                for actions, row_T in zip(group, rows, strict=True)
+                if t < len(actions)
+            )
+            found += prod(map(chance, group)) * gradient / 4
+        kept.append(found / truth)
+    assert kept[0] == Fraction(3, 4)
+    assert [float(share) for share in kept] == pytest.approx([0.75, 0.594, 0.239], abs=5e-4)

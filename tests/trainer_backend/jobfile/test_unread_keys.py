@@ -49,6 +49,12 @@ def job_of(algorithm, training=None):
             STEPWISE,
             "for decisions without rewards of their own; training.step_rewards_mode is 'decision_stepwise'",
         ),
+        ({}, {"kl_kind": "k2"}, "training.kl_kind is not read while training.kl_coef is 0"),
+        (
+            {},
+            {"kl_coef": 0.1, "kl_reward_kind": "k3"},
+            "training.kl_reward_kind is not read while training.kl_reward_coef is 0",
+        ),
     ],
 )
 def test_a_key_without_effect_is_refused(algorithm, training, message):

@@ -218,6 +218,22 @@ def test_what_the_kl_term_pulls_towards_is_held_where_and_in_what_the_learner_co
     assert all(weight.requires_grad for weight in learner.model.parameters()), "it is a copy"
 
 
+def test_policy_and_reference_are_scored_for_rewards_and_the_update_scores_nothing_again(tokenizer):
+    learner = learner_of(tokenizer, training__kl_reward_coef=0.1, training__learning_rate=0.01)
+    episodes = episodes_of(learner, [1.0, -1.0])
+    parts = {item.rollout_id: item.segments for item in episodes}
+    first = learner.score(parts)
+    for item in episodes:
+        (own,) = learner.scorer.score(item.segments, **SIZE)
+        assert first[item.rollout_id].policy_T == [pytest.approx(own, abs=1e-5)]
+        assert first[item.rollout_id].reference_T == [pytest.approx(own, abs=1e-5)]
+    assert "loss/kl" not in learner.update(episodes, iteration=1), "the loss has no term of it"
+    second = learner.score(parts)
+    for name, scored in second.items():
+        assert scored.reference_T == first[name].reference_T, "the reference is held"
+        assert scored.policy_T != first[name].policy_T, "what was scored before the update is forgotten"
+
+
 def test_a_resumed_run_pulls_towards_where_rl_started_as_the_run_itself_did(tokenizer, tmp_path: Path):
     learner = learner_of(tokenizer, training__kl_coef=0.1, training__learning_rate=0.01)
     learner.save(tmp_path / "iteration_0", Progress())

@@ -149,6 +149,20 @@ def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
     assert own != base
 
 
+def test_rewards_too_are_held_to_the_adapters_that_rl_started_from_and_those_of_now_are_kept(tokenizer):
+    learner = learner_of(tokenizer, **LORA, training__kl_reward_coef=0.1)
+    episodes = episodes_of(learner, [1.0, -1.0])
+    parts = {item.rollout_id: item.segments for item in episodes}
+    first = learner.score(parts)
+    learner.update(episodes, iteration=1)
+    trained = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    second = learner.score(parts)
+    for name, scored in second.items():
+        assert scored.reference_T == first[name].reference_T
+        assert scored.policy_T != scored.reference_T
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in learner.weights().items())
+
+
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tokenizer, tmp_path: Path):
     whole = updated(tokenizer)
     learner_of(tokenizer, **LORA).save(tmp_path / "iteration_0", Progress())

@@ -20,6 +20,8 @@ class EpisodeRewards:
     values_T: [T] V(s_t) of a critic, in reward units; empty where the estimator asks for none.
     token_values: V of the same critic where each sampled token is predicted; None where it was not trained to
         say so, or the estimator does not ask.
+    branch_returns_T: [T] discounted returns of the branches from before each decision, of most none; empty
+        where the estimator asks for none, or none were played.
     final_score: of the whole episode, where it is not the sum of its rewards.
     """
 
@@ -29,6 +31,7 @@ class EpisodeRewards:
     state_keys_T: Sequence[str] = ()
     values_T: Sequence[float] = ()
     token_values: ByToken | None = None
+    branch_returns_T: Sequence[Sequence[float]] = ()
     final_score: float | None = None
 
     @property
@@ -94,12 +97,16 @@ class EstimatorPlug:
     takes: the keys of `[algorithm]` that it reads, beside gamma, which belongs to the task.
     needs_state_keys: whether decisions must carry the name of their state.
     needs_values: what it reads a critic's values of; None: it needs no critic.
+    needs_branches: whether rollouts must be played on from before some of the decisions.
+    divides_by_std: whether it measures what it compares in standard deviations; always, or with that `fnorm`.
     """
 
     compute: Estimator
     takes: frozenset[str] = frozenset()
     needs_state_keys: bool = False
     needs_values: ValueLevel | None = None
+    needs_branches: bool = False
+    divides_by_std: bool = False
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:

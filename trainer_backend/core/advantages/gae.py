@@ -36,7 +36,8 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
         AdvantageError: see `siblings`; values that are not one a decision, or not finite.
         ValueError: gamma or gae_lambda outside [0, 1].
 
-    Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008.
+    Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008. verl
+    standardises the advantages over the batch, which hides the unit of the rewards; this does not.
     """
     counts = group_counts(siblings(episodes), flat=0)
     for episode in episodes:
@@ -168,5 +169,5 @@ def _foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, flo
     values = [value for episode in episodes for value in episode.values_T]
     returns = [g for episode in episodes for g in discounted_returns(episode.rewards_T, gamma)]
     explained = explained_variance(values, returns)
-    found = {"value/mean": math.fsum(values) / len(values)}
+    found = {"value/mean": math.fsum(values) / max(len(values), 1)}
     return found if explained is None else found | {"value/explained_variance": explained}

@@ -172,9 +172,9 @@ def _anchor_sizes(anchors: Sequence[Sequence[int]]) -> dict[str, float]:
     decisions = sum(sizes)
     return {
         "anchors/groups": float(len(sizes)),
-        "anchors/singleton_frac": sizes.count(1) / decisions,
-        "anchors/mean_size": decisions / len(sizes),
-        "anchors/max_size": float(max(sizes)),
+        "anchors/singleton_frac": sizes.count(1) / max(decisions, 1),
+        "anchors/mean_size": decisions / max(len(sizes), 1),
+        "anchors/max_size": float(max(sizes, default=0)),
     }
 
 
@@ -182,7 +182,7 @@ def _agreement(of_episodes_D: Sequence[float], of_steps_D: Sequence[float]) -> d
     """How large the two advantages are, and how often they point the same way where both say something."""
     products = [of_episode * of_step for of_episode, of_step in zip(of_episodes_D, of_steps_D, strict=True)]
     agreeing, telling = sum(p > 0 for p in products), sum(p != 0 for p in products)
-    decisions = len(products)
+    decisions = max(len(products), 1)
     return {
         "anchors/episode_advantage_mean": math.fsum(map(abs, of_episodes_D)) / decisions,
         "anchors/step_advantage_mean": math.fsum(map(abs, of_steps_D)) / decisions,

@@ -28,6 +28,7 @@ def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
         AdvantageError: see `siblings`.
 
     Source: Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.2; DESIGN.md 4.3, 4.6 (its biases).
+    verl adds 1e-6 to the std, and gives an episode without siblings its raw score.
     """
     return against_siblings(episodes, lambda scores_G: relative(scores_G, standardised))
 

@@ -34,8 +34,8 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) ->
         AdvantageError: see `siblings`.
         ValueError: gamma is outside [0, 1].
 
-    Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions for tokens; its KL term is
-    training.kl_coef here, in the loss.
+    Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions for tokens; its KL term, a
+    part of the reward there, is training.kl_reward_coef.
     """
     returns = [discounted_returns(episode.rewards_T, config.gamma) for episode in episodes]
     return _standardised_over_the_batch(episodes, returns)

@@ -28,7 +28,8 @@ def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advanta
     Raises:
         AdvantageError: see `siblings`.
 
-    Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019.
+    Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019. An episode without
+    siblings has its raw score in one of verl's two forms and 0 in the other, as here.
     """
     return against_siblings(episodes, _leave_one_out)
 

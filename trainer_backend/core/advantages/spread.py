@@ -15,6 +15,8 @@ def relative(scores: Sequence[float], scale: Scale) -> list[float]:
 
     fsum: the order of the scores changes no bit.
     """
+    if not scores:
+        return []
     if max(scores) - min(scores) <= SPREAD_TOLERANCE * max(map(abs, scores)):
         return [0.0] * len(scores)
     mean = math.fsum(scores) / len(scores)

@@ -1,0 +1,97 @@
+"""What `credit` costs of an iteration of the demo, and that its memory grows as the decisions do.
+
+    python bench/credit_share.py [--limit 0.0015] [--quick]
+
+An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions); then its
+stored rollouts go through `credit` again, all that the loop of a run calls: tokens (stop 7), rewards with
+their guards and advantages (9, 10) and what the logs say. Its least CPU time of some repeats is held against
+the CPU time of that iteration in the same process (which leaves out the task app's, so the share is rather
+too large). Beside it stops 9 and 10 alone, and the whole with an estimator that compares states. Memory is
+the peak while the whole batch is credited, against that of a quarter of it.
+
+Exit code 1 where the share of the whole is above the limit, or memory grows faster than that.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+from demo_iteration import played
+
+from shared_schemas.rollouts import Rollout
+from trainer_backend.credit import credit, credits_of
+from trainer_backend.jobfile.schema import JobConfig
+
+LIMIT = 0.0015
+# Peak bytes a decision of the whole batch against a quarter of it.
+GROWTH_LIMIT = 1.2
+QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
+
+
+def least_s(work: Callable[[], object], repeats: int = 7) -> float:
+    def once() -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    return min(once() for _ in range(repeats))
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    work()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def with_estimator(job: JobConfig, name: str) -> JobConfig:
+    return job.model_copy(update={"algorithm": job.algorithm.model_copy(update={"advantage": name})})
+
+
+def memory_growth(job: JobConfig, rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """Peak bytes a decision of the whole batch, and that as a multiple of a quarter's."""
+    groups = sorted({rollout.group_id for rollout in rollouts})
+    some = set(groups[: max(1, len(groups) // 4)])
+    quarter = [rollout for rollout in rollouts if rollout.group_id in some]
+    whole = peak_bytes(lambda: credit(job, rollouts)) / decisions(rollouts)
+    return whole, whole / (peak_bytes(lambda: credit(job, quarter)) / decisions(quarter))
+
+
+def decisions(rollouts: Sequence[Rollout]) -> int:
+    return sum(len(item.trajectory.steps) for item in rollouts if item.trajectory is not None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration's CPU time")
+    parser.add_argument("--quick", action="store_true", help="a small iteration, to see that it works")
+    options = parser.parse_args()
+    found = played(('rollout.state_keys=["default"]', *(QUICK if options.quick else ())))
+    rollouts = [item for item in found.rollouts if item.trajectory is not None]
+    own, gigpo = found.job, with_estimator(found.job, "gigpo")
+    took = {
+        f"all of credit, {own.algorithm.advantage}": least_s(lambda: credit(own, rollouts)),
+        "of that rewards and advantages": least_s(lambda: credits_of(own, rollouts)),
+        "all of credit, gigpo": least_s(lambda: credit(gigpo, rollouts)),
+    }
+    print(f"an iteration of {decisions(rollouts)} decisions took {found.cpu_s:.2f} s of CPU time")
+    for name, seconds in took.items():
+        print(f"{name:40s} {1e3 * seconds:6.1f} ms  {seconds / found.cpu_s:.3%}")
+    per_decision, growth = memory_growth(own, rollouts)
+    print(f"peak memory {per_decision:.0f} bytes a decision, x{growth:.2f} of that of a quarter of them")
+    share = next(iter(took.values())) / found.cpu_s
+    met = share <= options.limit and growth <= GROWTH_LIMIT
+    told = "ok" if met else "MISSED"
+    print(f"all of credit is {share:.3%} of an iteration (at most {options.limit:.2%}): {told}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

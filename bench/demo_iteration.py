@@ -1,0 +1,65 @@
+"""An iteration of the demo's job, really played: what benches of its stages look at."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_schemas.rollouts import Rollout
+from trainer_backend.job import load_job
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.running.start import run_job
+
+JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_cpu.toml"
+# A shorter warm-up: episodes are as long, and prompts and answers look the same.
+SETTINGS = ("training.iterations=1", "evaluation.instances=8", "warmup.episodes=60", "warmup.epochs=1")
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An iteration as the run left it.
+
+    row: its line of metrics.jsonl.
+    cpu_s: CPU seconds of the trainer's process and its threads, from the evaluation before it to that line; a
+        task app of its own is another process, whose seconds are not in it.
+    """
+
+    job: JobConfig
+    rollouts: list[Rollout]
+    row: dict[str, Any]
+    cpu_s: float
+
+
+class Watching:
+    """A reporter that says nothing, and looks at the process' CPU clock at each row."""
+
+    def __init__(self) -> None:
+        self.took_s = self._looked_at = 0.0
+
+    def say(self, text: str) -> None: ...
+
+    def stage(self, name: str, done: int, total: int) -> None: ...
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """An iteration's row follows that of the evaluation before it: what lies between is the iteration."""
+        now = time.process_time()
+        if row["kind"] == "iteration":
+            self.took_s = now - self._looked_at
+        self._looked_at = now
+
+
+def played(settings: Sequence[str] = ()) -> Played:
+    """Collected, credited and updated with by its own job, in a folder that is gone afterwards."""
+    job = load_job(JOB, (*SETTINGS, *settings)).config
+    with tempfile.TemporaryDirectory() as folder:
+        directory = create_run(job, Path(folder) / "run")
+        watching = Watching()
+        asyncio.run(run_job(job, directory, watching, resume=False))
+        (row,) = (row for row in directory.metrics() if row["kind"] == "iteration")
+        rollouts = read_rollouts(directory.rollouts_file("iteration_1"))
+        return Played(job, rollouts, row, watching.took_s)

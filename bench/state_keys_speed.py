@@ -1,0 +1,105 @@
+"""State keys of 6,400 decisions, each below 0.2 s; also where the whole history counts, which grows.
+
+    python bench/state_keys_speed.py [--limit 0.2] [--decisions 6400]
+
+Crafter is played by random actions, in episodes of 50 decisions; timed are the keys alone, of observations
+that are there: least CPU time of some repeats, for each key of Crafter and those of every environment. Done
+naively, a history is digested anew at each decision: what that costs stands beside. The same as one long
+episode show that a decision of a running history costs the same, however long it is.
+
+Exit code 1 where a key is above the limit.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
+from task_app.policies.scripted import random_actions
+from task_app.protocols import Observation, ToolRequest
+from task_app.state_keys import STATE_KEYS, EpisodeStateKeys
+
+LIMIT_S = 0.2
+EPISODE, MAX_ACTIONS = 50, 4
+Episodes = Sequence[Sequence[Observation]]
+
+
+def played(decisions: int) -> list[list[Observation]]:
+    """Observations before each decision; worlds follow until there are enough."""
+    draw = random.Random(0)
+    episodes: list[list[Observation]] = []
+    while sum(map(len, episodes)) < decisions:
+        environment = CrafterEnvironment(CrafterConfig(text="compact", max_actions=MAX_ACTIONS))
+        observation, ended, seen = environment.reset(len(episodes)), False, []
+        room = min(EPISODE, decisions - sum(map(len, episodes)))
+        while not ended and len(seen) < room:
+            seen.append(observation)
+            call = ToolRequest("interact_many", {"actions": random_actions(draw, MAX_ACTIONS)})
+            outcome = environment.step([call])
+            observation, ended = outcome.observation, outcome.terminated
+        episodes.append(seen)
+    return episodes
+
+
+def keys_of(name: str, episodes: Episodes) -> list[str]:
+    """As the worker makes them."""
+    chosen = {name: {**STATE_KEYS, **CRAFTER_STATE_KEYS}[name]}
+    keys: list[str] = []
+    for episode in episodes:
+        running = EpisodeStateKeys(chosen)
+        keys += [running.next(observation)[name] for observation in episode]
+    return keys
+
+
+def naive_history(episodes: Episodes) -> list[str]:
+    """A digest of all texts so far, at every decision."""
+    return [
+        hashlib.blake2b(json.dumps([seen.text for seen in episode[: t + 1]]).encode()).hexdigest()
+        for episode in episodes
+        for t in range(len(episode))
+    ]
+
+
+def least_s(work: Callable[[], object], repeats: int = 5) -> float:
+    def once() -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    return min(once() for _ in range(repeats))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="most seconds for a key")
+    parser.add_argument("--decisions", type=int, default=6_400)
+    options = parser.parse_args()
+    episodes = played(options.decisions)
+    one_long = [[observation for episode in episodes for observation in episode]]
+    worst = 0.0
+    print(f"{options.decisions} decisions in {len(episodes)} episodes")
+    for name in (*CRAFTER_STATE_KEYS, *STATE_KEYS):
+        seconds = least_s(lambda name=name: keys_of(name, episodes))
+        worst = max(worst, seconds)
+        different = len(set(keys_of(name, episodes)))
+        print(f"  {name:14s} {1e3 * seconds:6.1f} ms; {different} different states")
+    history, naive = (
+        least_s(lambda: keys_of("text_history", episodes)),
+        least_s(lambda: naive_history(episodes), 1),
+    )
+    long = least_s(lambda: keys_of("text_history", one_long))
+    print(
+        f"  history anew at each decision: x{naive / history:.1f}; as one long episode: x{long / history:.2f}"
+    )
+    met = worst <= options.limit
+    print(f"at most {worst:.3f} s (limit {options.limit:g}): {'ok' if met else 'TOO SLOW'}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Runs of a study: arms that start from one checkpoint a seed, resumable by seed and arm.
+
+A study names its arms (`Study`) and hands itself to `main`. What is done is skipped, what was interrupted is
+resumed, and after each arm the results are written anew from everything that lies on disk: so arms may be run
+one after the other, in any number of calls.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see trainer_backend.__main__
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from study_results import Study, collect, draw, table
+
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.jobfile.schema import JobConfig, ModelTable
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.running.start import Stopped, run_job
+from trainer_backend.terminal.progress import ConsoleReporter
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB = ROOT / "configs" / "crafter_cpu.toml"
+# Shows that every part works, and no more.
+QUICK = (
+    "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",
+    "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
+    "warmup.batch_decisions=32",
+)  # fmt: skip
+
+
+def run_study(
+    study: Study,
+    folder: Path,
+    results: Path,
+    *,
+    seeds: Sequence[int],
+    arms: Sequence[str],
+    settings: Sequence[str],
+) -> dict[str, Any]:
+    """Run what is missing; the results, which are also written after every arm."""
+    outcome: dict[str, Any] = {}
+    for seed in seeds:
+        common = (*settings, f"job.seed={seed}")
+        warm_start = _finished(folder / f"seed_{seed}" / "warm_start", warm_start_job(common))
+        for arm in arms:
+            job = arm_job((*common, *study.arms[arm].switches), warm_start.checkpoints / "iteration_0")
+            _finished(folder / f"seed_{seed}" / arm, job)
+            outcome = collect(study, folder, settings)
+            results.parent.mkdir(parents=True, exist_ok=True)
+            results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            draw(study, outcome, results.with_suffix(".png"))
+    return outcome
+
+
+def warm_start_job(settings: Sequence[str]) -> JobConfig:
+    """Warm-up and its evaluation, no RL."""
+    return load_job(JOB, (*settings, "training.iterations=0")).config
+
+
+def arm_job(settings: Sequence[str], checkpoint: Path) -> JobConfig:
+    """RL from the shared warm start."""
+    job = load_job(JOB, settings).config
+    return job.model_copy(update={"warmup": None, "model": ModelTable(path=checkpoint)})
+
+
+def is_finished(directory: RunDirectory, iterations: int) -> bool:
+    """The last evaluation and the last checkpoint are on disk, so nothing is left to do."""
+    newest = latest_checkpoint(directory.checkpoints)
+    evaluated = {row["iteration"] for row in directory.metrics() if row["kind"] == "evaluation"}
+    return iterations in evaluated and newest is not None and newest.name == f"iteration_{iterations}"
+
+
+def _finished(path: Path, job: JobConfig) -> RunDirectory:
+    """The run in `path`, started, resumed or left as it is."""
+    resume = (path / "run.json").exists()
+    directory = open_run(path) if resume else create_run(job, path)
+    if resume and dump_job(directory.job()) != dump_job(job):
+        raise SystemExit(f"{path} was made with other settings; move it away, or give another --out")
+    if is_finished(directory, job.training.iterations):
+        return directory
+    with ConsoleReporter(Console()) as reporter:
+        reporter.say(f"{path}: {'resumed' if resume else 'started'}")
+        ended = asyncio.run(run_job(job, directory, reporter, resume=resume))
+    if ended.stopped or not is_finished(directory, job.training.iterations):
+        raise Stopped(f"{path} is not finished")
+    return directory
+
+
+def _in_background(arguments: Sequence[str], log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    print(f"process {child.pid} writes {log}; stop it with: kill -INT {child.pid}")
+
+
+def main(study: Study) -> int:
+    """The command line of a study's script; its exit code."""
+    options = _parser(study).parse_args()
+    name = f"{study.name}_quick" if options.quick else study.name
+    folder = (options.out or ROOT / "runs" / name).resolve()
+    if options.background:
+        _in_background([item for item in sys.argv if item != "--background"], folder / "study.log")
+        return 0
+    results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
+    seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
+    settings = QUICK if options.quick else study.settings
+    try:
+        outcome = run_study(study, folder, results, seeds=seeds, arms=options.arms, settings=settings)
+    except Stopped as stopped:
+        print(f"stopped: {stopped}; the same command goes on from there")
+        return 130
+    print(table(study, outcome))
+    print(json.dumps({"study": name, "results": str(results), **outcome["summary"]}))
+    return 0
+
+
+def _parser(study: Study) -> argparse.ArgumentParser:
+    names = list(study.arms)
+    parser = argparse.ArgumentParser(description=study.title)
+    parser.add_argument("--quick", action="store_true", help="20 seconds; shows that it works, no more")
+    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="default: 0 1 2")
+    parser.add_argument("--arms", nargs="+", choices=names, default=names, help="default: all, in this order")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the runs")
+    parser.add_argument("--results", type=Path, default=None, help="JSON file to write")
+    parser.add_argument("--background", action="store_true", help="return at once")
+    return parser

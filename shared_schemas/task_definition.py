@@ -1,0 +1,87 @@
+"""TaskDefinitionModel: what one episode is about, in source 2's words; it is what RLRolloutWorker takes.
+
+A rollout request carries the same facts, each in one place: `env`, `limits`, `ground_truth`. The words that
+other systems publish for a task are read where they mean something here, and refused by name elsewhere.
+Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; the fields are those of reward-kit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from shared_schemas.base import Body
+from shared_schemas.patterns import Pattern
+from shared_schemas.rollouts import (
+    Decisions,
+    GroundTruth,
+    Name,
+    RolloutLimits,
+    RolloutRequest,
+    Seconds,
+    TerminationTarget,
+)
+
+_DEFAULTS = RolloutLimits()
+_PROMPT = "the prompt is the environment's; what it lets a task say stands in base_resource_config"
+_ONE = "a request is one episode; a job has training.group_size"
+# Published words that would be dropped in silence otherwise, and where their fact has its place.
+MEANT_ELSEWHERE = {
+    "poc_max_turns": "give max_episode_steps",
+    "tools_module_path": "tools are the environment's, and an environment is a plug-in of the operator",
+    "resource_server": "environments live in the task app; name one of them in resource_type",
+    "reward_function_path": "a rollout request names one of the operator's in reward_function, never a path",
+    "evaluation_criteria": "an episode is scored by its environment, or by a reward function of the operator",
+    "messages": _PROMPT,
+    "initial_user_prompt": _PROMPT,
+    "goal_description": _PROMPT,
+    "dataset_path": "a request is one episode; a job lists its worlds in rollout.seeds",
+    "num_rollouts": _ONE,
+    "num_rollouts_per_sample": _ONE,
+}
+
+
+class TaskDefinitionModel(Body):
+    """One task. `name` and `description` are for people; the policy sees neither, nor the ground truth.
+
+    `max_episode_steps` counts decisions. `ground_truth` comes back as the third value of `run_episode`.
+    """
+
+    name: str = Field(default="", max_length=200)
+    description: str = Field(default="", max_length=10_000)
+    resource_type: Name = Field(description="the environment, by its name on the task app's plug board")
+    base_resource_config: dict[str, Any] = Field(default_factory=dict, description="its config")
+    max_episode_steps: Decisions = _DEFAULTS.max_decisions
+    max_invalid_decisions: Decisions = _DEFAULTS.max_invalid_decisions
+    timeout_s: Seconds = _DEFAULTS.timeout_s
+    termination_regex: Pattern | None = _DEFAULTS.termination_regex
+    termination_target: TerminationTarget = _DEFAULTS.termination_target
+    ground_truth: GroundTruth = Field(default=None, repr=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_meant_elsewhere(cls, given: Any) -> Any:
+        found = MEANT_ELSEWHERE.keys() & given.keys() if isinstance(given, Mapping) else ()
+        for word in sorted(found):
+            raise ValueError(
+                f"{word!r} of a published task definition is not read here; {MEANT_ELSEWHERE[word]}"
+            )
+        return given
+
+    @classmethod
+    def of_request(cls, request: RolloutRequest) -> "TaskDefinitionModel":
+        """The task that a rollout request carries."""
+        limits = request.limits.model_dump(exclude={"max_decisions"})
+        return cls(
+            resource_type=request.env.env_name,
+            base_resource_config=request.env.config,
+            max_episode_steps=request.limits.max_decisions,
+            ground_truth=request.ground_truth,
+            **limits,
+        )
+
+    @property
+    def limits(self) -> RolloutLimits:
+        """As a rollout request says them."""
+        named = self.model_dump(include=RolloutLimits.model_fields.keys() & type(self).model_fields.keys())
+        return RolloutLimits(max_decisions=self.max_episode_steps, **named)

@@ -1,0 +1,125 @@
+"""A job that is trained on a user's reward function: its own task app, a child process, r_t, metrics."""
+
+import pytest
+
+from shared_schemas.rewards import StepRewardsMode
+from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.core.guards import refuse_lost_reward
+from trainer_backend.core.rewards import RewardConfig, reward_vector
+from trainer_backend.errors import JobError
+from trainer_backend.job import parse_job
+from trainer_backend.recredit.episode import episode_view, find_rollout
+from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
+
+FILE = '''
+from task_app.reward_functions import EvaluateResult, StepOutput, reward_function
+
+
+@reward_function
+def lively(messages, ground_truth=None, *, env_rewards, **kwargs):
+    """100 and the env steps that an episode took; half a point for each of a decision, none for the last."""
+    steps = tuple(StepOutput(step_index=t, base_reward=len(paid) / 2) for t, paid in enumerate(env_rewards))
+    return EvaluateResult(score=100 + sum(map(len, env_rewards)), step_outputs=steps[:-1], reason="counted")
+
+
+REWARD_FUNCTIONS = {"lively": lively}
+'''
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judged")
+    file = folder / "lively.py"
+    file.write_text(FILE)
+    job = tiny_job(
+        rollout__reward_function="lively", services__task_plugins=(str(file),),
+        warmup__min_outcome_reward=101.0, warmup__epochs=2, training__step_rewards_enabled=False,
+        training__iterations=1, evaluation__instances=2,
+    )  # fmt: skip
+    directory, reporter, progress = train_job(job, folder / "run")
+    assert progress.iteration == 1
+    return directory, reporter
+
+
+def trajectories(directory, name="iteration_1"):
+    found = [rollout.trajectory for rollout in read_rollouts(directory.rollouts_file(name))]
+    assert all(found)
+    return found
+
+
+def test_the_score_is_what_the_last_decision_earned(run):
+    directory, _ = run
+    for row in finished_rows(directory.rollouts_file("iteration_1"), ["env_steps", "decisions"]):
+        rewards_T = [decision["reward"] for decision in row["decisions"]]
+        assert rewards_T == [0.0] * (len(rewards_T) - 1) + [100.0 + row["env_steps"]]
+
+
+def test_no_mode_counts_anything_twice(run):
+    # Every env step is in the score once, and at half a point in the base rewards of all decisions but one.
+    def total(trajectory, mode: StepRewardsMode):
+        config = RewardConfig(enabled=True, mode=mode)
+        rewards_T = reward_vector(trajectory.steps, trajectory.outcome_reward, config)
+        refuse_lost_reward(trajectory, rewards_T, config, rollout_id="r")
+        return sum(rewards_T)
+
+    directory, _ = run
+    for trajectory in trajectories(directory):
+        counted = sum(len(step.env_rewards) for step in trajectory.steps[:-1]) / 2
+        paid = sum(sum(step.env_rewards) for step in trajectory.steps)
+        assert total(trajectory, "off") == 100.0 + trajectory.env_steps
+        assert total(trajectory, "env_sparse") == pytest.approx(paid + counted)
+
+
+def test_every_episode_of_the_job_is_judged_and_keeps_its_environments_outcome(run):
+    directory, _ = run
+    for name in ("warmup", "iteration_1", "evaluation_0", "evaluation_1"):
+        for trajectory in trajectories(directory, name):
+            said = trajectory.user_reward
+            assert said is not None
+            assert said.environment_outcome_reward == sum(map(bool, trajectory.achievements_counts.values()))
+            assert len(trajectory.warnings) == 1, "the last step has no step_output"
+
+
+def test_the_metrics_tell_both_outcomes_and_count_the_warnings(run):
+    directory, _ = run
+    (row,) = rows_of(directory, "iteration")
+    found = trajectories(directory)
+    assert row["episode/outcome_reward"] == row["user_reward/score"] == 100.0 + row["episode/env_steps"]
+    assert row["episode/environment_outcome_reward"] == row["episode/unique_achievements"]
+    assert row["user_reward/warnings"] == len(found) == 8
+    base = sum(step.base_reward or 0.0 for item in found for step in item.steps)
+    assert row["user_reward/base_sum"] == pytest.approx(base / 8)
+    for evaluation in rows_of(directory, "evaluation"):
+        assert evaluation["eval/outcome_reward"] > 100.0
+        assert evaluation["eval/environment_outcome_reward"] == evaluation["eval/unique_achievements"]
+
+
+def test_inspect_shows_what_was_said_and_what_did_not_fit(run, capsys):
+    from rich.console import Console
+
+    directory, _ = run
+    rollout, credits = find_rollout([directory], "/train/1/0/0")
+    Console(width=200).print(episode_view(rollout, credits, full=False))
+    shown = capsys.readouterr().out
+    assert "judged by lively: counted; by its environment" in shown
+    assert "warning:" in shown and "no base_reward" in shown
+
+
+def test_what_plays_on_from_the_middle_of_an_episode_cannot_be_judged_as_a_whole():
+    document = {
+        "model": {"preset": "tiny-0.3m"},
+        "rollout": {"reward_function": "lively"},
+        "algorithm": {"advantage": "branch"},
+    }
+    with pytest.raises(JobError, match=r"rollout\.reward_function judges whole episodes.*'branch'"):
+        parse_job(document, where="tests")
+
+
+def test_the_job_says_that_a_score_trains_nothing_beside_decision_rewards():
+    document = {
+        "model": {"preset": "tiny-0.3m"},
+        "rollout": {"reward_function": "lively"},
+        "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
+    }
+    (told,) = parse_job(document, where="tests").warnings
+    assert "its score is told but trains nothing" in told

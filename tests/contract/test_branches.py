@@ -1,0 +1,148 @@
+"""A job that measures decisions by playing on from before them, for real: HTTP, engine, credit, files."""
+
+import asyncio
+import math
+
+import pyarrow.parquet as pq
+import pytest
+from pydantic import SecretStr
+
+from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.trial import try_job
+from trainer_backend.core.returns import discounted_returns
+from trainer_backend.errors import JobError
+from trainer_backend.recredit.command import recredit_run
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.services.task_apps import task_apps
+
+GAMMA = 0.9
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    job = tiny_job(
+        algorithm__advantage="branch", algorithm__gamma=GAMMA, algorithm__branches_per_episode=3,
+        algorithm__branch_rollouts=2, training__iterations=1, evaluation__instances=1, warmup__epochs=3,
+    )  # fmt: skip
+    directory, reporter, progress = train_job(job, tmp_path_factory.mktemp("runs") / "branch")
+    assert progress.iteration == 1
+    return directory, reporter
+
+
+def stored(directory, name):
+    return read_rollouts(directory.rollouts_file(name))
+
+
+def decisions_of(path):
+    return {
+        (row["rollout_id"], decision["turn"]): decision
+        for row in pq.read_table(path).to_pylist()
+        for decision in row["decisions"]
+    }
+
+
+def test_branches_are_what_is_left_of_their_parents_under_the_same_policy_version(run):
+    directory, _ = run
+    parents = {rollout.rollout_id: rollout.trajectory for rollout in stored(directory, "iteration_1")}
+    branches = stored(directory, "branches_1")
+    assert len(branches) >= 2 * len(parents), "two from each of three decisions, as far as episodes went"
+    for branch in branches:
+        episode = branch.trajectory
+        parent = parents[episode.parent_rollout_id]
+        left = parent.steps[episode.parent_turn]
+        assert left.turn > 1, "the first turn's branches are the siblings"
+        assert left.snapshot is None, "world and actions lead there again; it is not stored"
+        assert episode.steps[0].observation_data == left.observation_data.model_copy(
+            update={"state_keys": {}}
+        )
+        assert len(episode.steps) <= 8 - episode.parent_turn
+        assert episode.steps[0].policy_logprobs.versions == parent.steps[0].policy_logprobs.versions
+    assert len({branch.trajectory.steps[0].sampling.seed for branch in branches}) == len(branches)
+
+
+def test_the_advantage_of_a_measured_decision_is_its_return_less_the_mean_of_its_branches(run):
+    directory, _ = run
+    returns = {}
+    for branch in stored(directory, "branches_1"):
+        rewards_T = [step.metadata.decision_rewards.unique_delta for step in branch.trajectory.steps]
+        place = (branch.trajectory.parent_rollout_id, branch.trajectory.parent_turn + 1)
+        returns.setdefault(place, []).append(discounted_returns(rewards_T, GAMMA)[0])
+    decisions = decisions_of(directory.rollouts_file("iteration_1"))
+    assert {place for place, found in decisions.items() if found["branch_returns"]} == set(returns)
+    for place, found in returns.items():
+        decision = decisions[place]
+        assert decision["branch_returns"] == found
+        assert decision["advantage"] == decision["return_to_go"] - math.fsum(found) / 2
+
+
+def test_a_row_of_metrics_counts_them_apart(run):
+    directory, reporter = run
+    [row] = rows_of(directory, "iteration")
+    branches = stored(directory, "branches_1")
+    assert row["branch/rollouts"] == len(branches)
+    assert row["branch/decisions"] == sum(len(item.trajectory.steps) for item in branches)
+    assert row["branch/failed"] == 0.0
+    assert row["rollout/finished"] == 8.0, "branches are not among the episodes that are learned from"
+    assert row["advantages/branched"] == len(branches) / 2
+    assert ("branches 1", len(branches), len(branches)) in reporter.stages
+
+
+def test_recredit_gives_the_same_from_what_is_stored_and_other_rewards_too(run, tmp_path):
+    directory, _ = run
+    recredit_run(directory.path, ["branch"], [], None, tmp_path / "same", ())
+    again = decisions_of(tmp_path / "same" / "branch.parquet")
+    first = decisions_of(directory.rollouts_file("iteration_1"))
+    assert [again[place]["advantage"] for place in first] == [item["advantage"] for item in first.values()]
+    other = ["training.step_rewards_indicator_lambda=1"]  # so every first unlock is paid twice
+    recredit_run(directory.path, ["branch"], [], None, tmp_path / "other", other)
+    paid = decisions_of(tmp_path / "other" / "branch.parquet")
+    before = [found for item in first.values() for found in item["branch_returns"]]
+    after = [found for place in first for found in paid[place]["branch_returns"]]
+    assert any(before) and after == [2 * found for found in before]
+
+
+def test_a_run_without_branches_refuses_the_estimator_by_name(trained, tmp_path):
+    recredit_run(trained[0].path, ["stepwise", "branch"], [], None, tmp_path, ())
+    assert not (tmp_path / "branch.parquet").exists()
+    assert (tmp_path / "stepwise.parquet").exists()
+
+
+FORGETFUL = """
+from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.plugins import EnvironmentPlugin
+
+
+class Forgetful:
+    def __init__(self, config):
+        self._crafter = CrafterEnvironment(config)
+
+    def __getattr__(self, name):
+        if name in ("snapshot", "restore"):
+            raise AttributeError(name)
+        return getattr(self._crafter, name)
+
+
+ENVIRONMENTS = {"forgetful": EnvironmentPlugin(CrafterConfig, Forgetful)}
+"""
+
+
+@pytest.mark.parametrize(("estimator", "told"), [("branch", "no snapshot() and restore()"), ("stepwise", "")])
+def test_an_environment_that_cannot_be_kept_is_told_before_anything_is_played(tmp_path, estimator, told):
+    plugins = tmp_path / "forgetful.py"
+    plugins.write_text(FORGETFUL, encoding="utf-8")
+    job = tiny_job(
+        rollout__env_name="forgetful", algorithm__advantage=estimator, services__task_plugins=[str(plugins)]
+    )
+
+    async def tried() -> str:
+        async with task_apps(job, tmp_path / "task_app.log") as apps:
+            planner = Planner(job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")))
+            try:
+                await try_job(planner, apps, from_scratch=False)
+            except JobError as error:
+                return str(error)
+        return ""
+
+    found = asyncio.run(tried())
+    assert told in found and found.startswith("algorithm.advantage: " if told else "")

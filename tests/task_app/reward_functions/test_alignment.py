@@ -1,0 +1,134 @@
+"""step_outputs -> base_reward and reward parts of the decisions, by hand."""
+
+import pytest
+from pydantic import ValidationError
+
+from shared_schemas.evaluate_result import EvaluateResult, StepOutput
+from shared_schemas.rewards import RewardPart
+from shared_schemas.trajectory import ObservationData, StepData, StopReason, Trajectory
+from task_app.errors import RewardFunctionFailed
+from task_app.reward_functions.alignment import align_data_for_rl_processing
+from task_app.reward_functions.rewarded import episode_of, rewarded
+
+PENALTY = RewardPart(source="penalty", value=-1.0)
+
+
+def steps(count, **fields):
+    return [
+        StepData(
+            turn=t + 1, observation_data=ObservationData(), action_taken={}, env_rewards=(float(t),), **fields
+        )
+        for t in range(count)
+    ]
+
+
+def said(*outputs, **fields):
+    listed = tuple(StepOutput(step_index=index, base_reward=reward) for index, reward in outputs)
+    return EvaluateResult(score=0.5, step_outputs=listed, **fields)
+
+
+def episode(count):
+    return Trajectory(
+        env_name="e", policy_name="p", seed=3, steps=tuple(steps(count)), outcome_reward=7.0,
+        outcome_definition="seven", env_steps=count, terminated=True, truncated=False,
+        stop_reason=StopReason.ENVIRONMENT_DONE, wall_s=0.0, warnings=("old",),
+    )  # fmt: skip
+
+
+def test_each_base_reward_lands_on_its_decision_and_beside_what_it_had():
+    found, warnings = align_data_for_rl_processing(
+        said((1, 0.25), ("0", -2.0)), steps(2, reward_parts=(PENALTY,)), "r"
+    )
+    assert [step.base_reward for step in found] == [-2.0, 0.25]
+    assert [step.reward_parts for step in found] == [
+        (PENALTY, RewardPart(source="user", value=-2.0)),
+        (PENALTY, RewardPart(source="user", value=0.25)),
+    ]
+    assert warnings == []
+
+
+def test_an_index_counts_as_the_steps_do_that_it_is_joined_to():
+    assert [step.assistant_turn_index for step in steps(3)] == [0, 1, 2]
+
+
+def test_a_function_that_says_nothing_of_steps_changes_none():
+    before = steps(3)
+    assert align_data_for_rl_processing(EvaluateResult(score=1.0), before, "r") == (before, [])
+
+
+def test_what_does_not_fit_is_told_once_for_each_kind():
+    outputs = said((0, 1.0), (0, 2.0), (0, 3.0), (4, 9.0), (-1, 9.0), ("last", 9.0))
+    found, warnings = align_data_for_rl_processing(outputs, steps(3), "run/7")
+    assert [step.base_reward for step in found] == [3.0, None, None], "the last of one index counts"
+    assert [step.reward_parts for step in found][1:] == [(), ()]
+    assert warnings == [
+        "run/7: step_outputs name a step more than once, and the last one counts: 0",
+        "run/7: step_outputs name steps that are not there (this episode has 0..2), and are not used: "
+        "4, -1, 'last'",
+        "run/7: steps have no step_output, and no base_reward: 1, 2",
+    ]
+
+
+@pytest.mark.parametrize("index", [True, 2.0, "1" * 4_301])
+def test_an_index_that_is_no_whole_number_or_too_long_is_refused_where_it_is_made(index):
+    with pytest.raises(ValidationError, match="step_index"):
+        StepOutput(step_index=index, base_reward=1.0)
+
+
+def test_digits_that_no_episode_has_are_a_misfit():
+    _, warnings = align_data_for_rl_processing(said(("1" * 200, 1.0)), steps(1), "r")
+    assert "are not used: '111" in warnings[0]
+
+
+def test_a_long_list_of_misfits_stays_a_sentence():
+    (told,) = align_data_for_rl_processing(said(), steps(100), "r")[1]
+    assert told.endswith("0, 1, 2, 3, 4 and 95 more")
+
+
+def test_the_score_becomes_the_outcome_and_the_environments_own_is_kept():
+    judged = rewarded(episode(2), said((0, 1.0), (1, 0.0)), name="mine", rollout_id="r")
+    assert (judged.outcome_reward, judged.outcome_definition) == (0.5, "score of the reward function 'mine'")
+    told = judged.user_reward
+    assert told is not None
+    assert (told.environment_outcome_reward, told.environment_outcome_definition) == (7.0, "seven")
+    assert told.reward_function == "mine"
+    assert judged.warnings == ("old",)
+    assert [step.env_rewards for step in judged.steps] == [(0.0,), (1.0,)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"error": "judge is down"}, "reward function 'mine' reports an error: judge is down"),
+        (
+            {"is_score_valid": False, "reason": "no answer found"},
+            "reward function 'mine' says that its score is not valid: no answer found",
+        ),
+        ({"is_score_valid": False}, "says that its score is not valid: no reason given"),
+    ],
+)
+def test_a_score_that_its_own_function_disowns_is_a_failure_and_no_reward(fields, told):
+    with pytest.raises(RewardFunctionFailed) as caught:
+        rewarded(episode(1), EvaluateResult(score=0.0, **fields), name="mine", rollout_id="r")
+    assert told in caught.value.detail
+
+
+def test_half_a_character_of_a_reason_does_not_break_the_record():
+    judged = rewarded(episode(1), EvaluateResult(score=0.0, reason="\ud83d"), name="mine", rollout_id="r")
+    assert judged.user_reward is not None
+    assert judged.user_reward.result.reason == "?"
+    judged.model_dump_json()
+
+
+def test_a_function_is_given_facts_that_json_can_hold():
+    given = episode_of(episode(2), [], {"answer": 4}, rollout_id="r")
+    assert given == {
+        "messages": [],
+        "ground_truth": {"answer": 4},
+        "rollout_id": "r",
+        "env_name": "e",
+        "seed": 3,
+        "stop_reason": "environment_done",
+        "environment_outcome_reward": 7.0,
+        "env_rewards": [[0.0], [1.0]],
+    }

@@ -1,0 +1,275 @@
+"""Real child processes: what hangs, prints, raises, dies or answers nonsense is a failure that says so."""
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from task_app.errors import CriticalError, RewardFunctionFailed
+from task_app.operator_plugins import with_plugins
+from task_app.plugins import default_plug_boards
+from task_app.reward_functions.pool import RewardPool
+from task_app.settings import Settings
+
+FILE = Path(__file__).with_name("judges.py")
+
+
+@asynccontextmanager
+async def pool(name, **settings):
+    plugin = with_plugins(default_plug_boards(), [FILE]).reward_functions[name]
+    made = RewardPool(name, plugin, Settings(max_reward_processes=1, **settings))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def episode(truth=None, name="r"):
+    message = {"role": "assistant", "content": "4"}
+    return {
+        "messages": [message],
+        "ground_truth": truth,
+        "environment_outcome_reward": 2.0,
+        "rollout_id": name,
+    }
+
+
+async def failure(name, **settings):
+    async with pool(name, **settings) as made:
+        with pytest.raises(RewardFunctionFailed) as caught:
+            await made.judged(episode())
+    return caught.value
+
+
+async def gone(*pids):
+    """Until none of these processes runs (a zombie that nobody collects has ended too)."""
+    while any(_runs(pid) for pid in pids):
+        await asyncio.sleep(0.01)
+
+
+def _runs(pid):
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def test_a_function_is_given_messages_and_truth_and_facts():
+    async with pool("fair") as made:
+        result = await made.judged(episode())
+    assert (result.score, result.reason) == (12.0, "fair")
+    async with pool("truth") as made:
+        assert (await made.judged(episode({"answer": 4}))).score == 4.0
+
+
+async def test_one_process_serves_call_after_call_also_after_an_error():
+    async with pool("which") as made:
+        first, second = [(await made.judged(episode())).score for _ in range(2)]
+    assert first == second != os.getpid()
+    async with pool("truth") as made:
+        with pytest.raises(RewardFunctionFailed, match="raised TypeError"):
+            await made.judged(episode())
+        before = made._idle[0]
+        assert (await made.judged(episode({"answer": 1}))).score == 1.0
+        assert made._idle == [before]
+
+
+async def test_prints_go_to_the_log_and_not_into_the_exchange():
+    with capture_logs() as logs:
+        async with pool("chatty") as made:
+            assert (await made.judged(episode())).score == 1.0
+    told = "\n".join(entry["text"] for entry in logs if entry["event"] == "reward_function_printed")
+    for printed in ('{"results": [{"score": 5}]}', "to stderr", "to the descriptor", "from a child"):
+        assert printed in told
+
+
+async def test_a_flood_of_prints_is_logged_up_to_a_bound_and_counted():
+    # 2000 lines of 1001 bytes
+    with capture_logs() as logs:
+        async with pool("flood") as made:
+            assert (await made.judged(episode())).score == 1.0
+    logged = sum(len(entry["text"]) + 1 for entry in logs if entry["event"] == "reward_function_printed")
+    left_out = sum(entry["bytes"] for entry in logs if entry["event"].endswith("left_out"))
+    assert 0 < logged <= 65_536 + 1_000
+    assert left_out > 1_900_000
+
+
+async def test_a_process_that_closes_its_end_and_lives_on_is_killed_at_the_deadline_too():
+    found = await failure("closes", reward_deadline_s=0.3)
+    assert found.code == "reward_function_deadline"
+
+
+async def test_run_by_hand_it_ends_alone_and_not_with_the_shell_that_called_it():
+    by_hand = (
+        f"{sys.executable} -m task_app.reward_functions.child {FILE} fair < /dev/null > /dev/null; echo on"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shell = subprocess.run(
+        ["sh", "-c", by_hand], env=environ, start_new_session=True, capture_output=True, text=True
+    )
+    assert (shell.returncode, shell.stdout) == (0, "on\n")
+
+
+@pytest.mark.parametrize("name", ["hangs", "backtracks"])
+async def test_what_hangs_is_killed_at_the_deadline_and_the_next_call_has_a_new_process(name):
+    with capture_logs() as logs:
+        async with pool(name, reward_deadline_s=0.3) as made:
+            for _ in range(2):
+                with pytest.raises(RewardFunctionFailed) as caught:
+                    await made.judged(episode())
+                assert caught.value.code == "reward_function_deadline"
+                assert f"reward function {name!r} did not answer within 0.3 s" in caught.value.detail
+            assert made._idle == []
+    told = "".join(entry.get("text", "") for entry in logs)
+    assert "judges.py" in told, "the log says where it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("raises", "reward function 'raises' raised KeyError: 'answer'"),
+        ("leaves", "reward function 'leaves' ended its process (exit code 3) before it answered"),
+        ("number", "reward function 'number' returned the float 0.5; EvaluateResult(score=...) is needed"),
+        ("not_a_number", "made no EvaluateResult: score: a reward is nan; it must be a finite number"),
+        ("huge", "reward function 'huge' answered more than 1048576 bytes"),
+    ],
+)
+async def test_an_answer_that_is_no_reward_is_a_failure_that_says_why(name, told):
+    found = await failure(name)
+    assert told in found.detail
+    assert found.code == "reward_function_failed"
+
+
+async def test_a_file_that_cannot_be_imported_in_the_child_is_told(tmp_path):
+    file = tmp_path / "late.py"
+    file.write_text(FILE.read_text())
+    plugin = with_plugins(default_plug_boards(), [file]).reward_functions["fair"]
+    file.write_text("1 / 0")
+    made = RewardPool("fair", plugin, Settings())
+    with pytest.raises(RewardFunctionFailed, match=r"raised ZeroDivisionError"):
+        await made.judged(episode())
+    await made.close()
+
+
+async def test_no_key_reaches_the_process_but_what_the_operator_lists(monkeypatch):
+    for name in (
+        "ENVIRONMENT_API_KEY",
+        "ENVIRONMENT_API_KEY_ALIASES",
+        "TRAINER_API_KEY",
+        "JUDGE_KEY",
+        "OTHER",
+    ):
+        monkeypatch.setenv(name, "secret")
+    async with pool("variables", reward_variables=("JUDGE_KEY",)) as made:
+        found = set((await made.judged(episode())).reason.split())
+    assert "JUDGE_KEY" in found
+    assert not found & {"ENVIRONMENT_API_KEY", "ENVIRONMENT_API_KEY_ALIASES", "TRAINER_API_KEY", "OTHER"}
+    with pytest.raises(ValueError, match="a key of this service"):
+        Settings(reward_variables=("ENVIRONMENT_API_KEY",))
+
+
+async def test_a_cancelled_call_ends_its_process_and_what_that_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with pool("waits") as made:
+        call = asyncio.create_task(made.judged(episode()))
+        pids = await _told(tmp_path / "waiting")
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+        async with asyncio.timeout(20):
+            await gone(*pids)
+
+
+async def test_the_process_dies_with_its_service_even_when_that_is_killed(tmp_path):
+    code = (
+        "import asyncio, sys\n"
+        "from tests.task_app.reward_functions.test_child_processes import episode, pool\n"
+        "async def main():\n"
+        "    async with pool('waits') as made:\n"
+        "        await made.judged(episode())\n"
+        "asyncio.run(main())\n"
+    )
+    environ = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    service = subprocess.Popen([sys.executable, "-c", code], env=environ)
+    pids = await _told(tmp_path / "waiting")
+    service.kill()
+    service.wait()
+    async with asyncio.timeout(20):
+        await gone(*pids)
+
+
+async def _told(path):
+    async with asyncio.timeout(60):
+        while not path.exists() or len(path.read_text().split()) < 2:
+            await asyncio.sleep(0.01)
+    return [int(pid) for pid in path.read_text().split()]
+
+
+async def test_a_batch_is_what_waits_when_a_process_is_free_and_each_gets_its_own_result():
+    # One process: the first call takes what is there, one episode; the other three wait for it together.
+    async with pool("together") as made:
+        found = await asyncio.gather(*(made.judged(episode(name=str(index))) for index in range(4)))
+    assert [(result.score, result.reason) for result in found] == [(1, "0"), (3, "1"), (3, "2"), (3, "3")]
+
+
+async def test_an_episode_that_the_function_cannot_bear_fails_alone():
+    async with pool("together", max_reward_batch=3, reward_deadline_s=60.0) as made:
+        truths = ["ok", "ok", "bad", "ok"]
+        found = await asyncio.gather(
+            *(made.judged(episode(truth, str(index))) for index, truth in enumerate(truths)),
+            return_exceptions=True,
+        )
+    assert [type(one).__name__ for one in found] == [
+        "EvaluateResult",
+        "EvaluateResult",
+        "RewardFunctionFailed",
+        "EvaluateResult",
+    ]
+    assert [one.score for one in found if not isinstance(one, Exception)] == [1, 1, 1]
+
+
+async def judged_together(made, *truths):
+    """The first alone, for the process is free; the others as one batch."""
+    return await asyncio.gather(
+        *(made.judged(episode(truth, str(index))) for index, truth in enumerate(truths)),
+        return_exceptions=True,
+    )
+
+
+async def test_a_batch_that_hung_is_not_tried_again_one_by_one():
+    async with pool("together", reward_deadline_s=1.0) as made:
+        first, *rest = await judged_together(made, "ok", "ok", "hang", "ok")
+    assert first.score == 1
+    assert [one.code for one in rest] == ["reward_function_deadline"] * 3
+    assert len({id(one) for one in rest}) == 3, "each has an error of its own"
+
+
+async def test_after_a_failed_batch_no_episode_is_begun_once_a_further_deadline_is_over():
+    # by this clock every look at it is a deadline later
+    async with pool("together", reward_deadline_s=30.0) as made:
+        made.clock = itertools.count(step=30).__next__
+        _, *rest = await judged_together(made, "ok", "ok", "bad", "ok")
+    assert [one.code for one in rest] == ["reward_function_failed"] * 3
+
+
+async def test_who_waits_for_a_process_is_told_when_the_service_ends():
+    async with pool("hangs") as made:
+        calls = [asyncio.create_task(made.judged(episode())) for _ in range(3)]
+        await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in found] == [CriticalError] * 3
+
+
+async def test_an_episode_that_nobody_waits_for_any_more_is_not_judged():
+    async with pool("together") as made:
+        calls = [asyncio.create_task(made.judged(episode(name=str(index)))) for index in range(3)]
+        await asyncio.sleep(0)
+        calls[1].cancel()
+        first, _, third = await asyncio.gather(*calls, return_exceptions=True)
+    assert (first.score, third.score) == (1, 1)

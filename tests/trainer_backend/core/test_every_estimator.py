@@ -1,0 +1,185 @@
+"""What holds of every estimator on the plug board, whatever it makes of rewards."""
+
+import math
+import random as randomness
+from dataclasses import replace
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.critic import ByToken
+from trainer_backend.core.errors import AdvantageError
+from trainer_backend.plugins import ESTIMATORS
+
+CONFIG = AdvantageConfig(gamma=0.75, gae_lambda=0.5, gae_token_lambda=0.5, omega=0.25)
+CRITICS = {"gae", "gae_token"}
+EACH = pytest.mark.parametrize("name", ESTIMATORS)
+# reward in eighths, state, values of its one to three tokens, returns of branches from before it
+DECISION = st.tuples(
+    st.integers(-8, 8).map(lambda eighths: eighths / 8),
+    st.sampled_from("abc"),
+    st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=3),
+    st.lists(st.integers(-4, 4).map(float), max_size=2),
+)
+EPISODE = st.tuples(st.sampled_from(["g", "h"]), st.lists(DECISION, min_size=1, max_size=4))
+BATCH = st.lists(EPISODE, min_size=1, max_size=6)
+SCORES = st.lists(st.integers(-200, 200).map(lambda n: n / 7), min_size=1, max_size=8)
+
+
+def episode(index, group, decisions):
+    rewards_T, keys_T, rows_T, branches_T = zip(*decisions, strict=True)
+    values = ByToken(rows_T)
+    return EpisodeRewards(
+        f"r-{index}", group, rewards_T, state_keys_T=keys_T, values_T=values.firsts_T, token_values=values,
+        branch_returns_T=branches_T,
+    )  # fmt: skip
+
+
+def batch_of(drawn):
+    return [episode(index, group, decisions) for index, (group, decisions) in enumerate(drawn)]
+
+
+def single(scores, group="g"):
+    """Episodes of one decision, all in one state."""
+    return [episode(index, group, [(score, "a", [0.0], [])]) for index, score in enumerate(scores)]
+
+
+def computed(name, episodes, config=CONFIG):
+    return ESTIMATORS[name].compute(episodes, config)
+
+
+def exact_root(square: Fraction) -> Decimal:
+    with localcontext() as context:
+        context.prec = 60
+        return (Decimal(square.numerator) / Decimal(square.denominator)).sqrt()
+
+
+@EACH
+@given(drawn=BATCH)
+def test_every_decision_has_one_finite_advantage(name, drawn):
+    episodes = batch_of(drawn)
+    found = computed(name, episodes)
+    assert [len(row_T) for row_T in found.per_episode] == [len(item.rewards_T) for item in episodes]
+    assert all(math.isfinite(value) for row_T in found.per_episode for value in row_T)
+    assert all(math.isfinite(value) for value in found.diagnostics.values())
+    for part in found.parts.values():
+        assert [len(row_T) for row_T in part] == [len(item.rewards_T) for item in episodes]
+
+
+@EACH
+@given(drawn=BATCH, seed=st.integers(0, 99))
+def test_the_order_of_the_episodes_does_not_matter(name, drawn, seed):
+    episodes = batch_of(drawn)
+    order = list(range(len(episodes)))
+    randomness.Random(seed).shuffle(order)
+    expected = computed(name, episodes).per_episode
+    found = computed(name, [episodes[i] for i in order]).per_episode
+    for row_T, i in zip(found, order, strict=True):
+        assert row_T == pytest.approx(expected[i], rel=1e-12, abs=1e-13)
+
+
+@EACH
+@given(drawn=BATCH)
+def test_names_of_rollouts_groups_and_states_change_no_bit(name, drawn):
+    episodes = batch_of(drawn)
+    renamed = [
+        replace(
+            item,
+            rollout_id=f"other {item.rollout_id}",
+            group_id={"g": "zz", "h": "aa"}[item.group_id],
+            state_keys_T=[f"1:{key}" for key in item.state_keys_T],
+        )
+        for item in episodes
+    ]
+    assert computed(name, renamed).per_episode == computed(name, episodes).per_episode
+
+
+@EACH
+def test_equal_scores_leave_nothing_to_learn_and_so_does_a_lone_episode(name):
+    if name in CRITICS:
+        pytest.skip("it compares with its critic, not with siblings")
+    for scores in ([0.1] * 7, [3.0]):
+        for row_T in computed(name, single(scores)).per_episode:
+            # the mean of six tenths is a tenth but for the last bit, which core.flat_groups takes for 0 too
+            assert row_T == pytest.approx([0.0], abs=1e-16)
+
+
+@EACH
+@given(scores=SCORES, constant=st.integers(-100, 100))
+def test_a_constant_added_to_every_score_changes_nothing(name, scores, constant):
+    if name in CRITICS:
+        return  # a critic would have to learn of it first
+    moved = computed(name, single([score + constant for score in scores])).per_episode
+    for (found,), (expected,) in zip(moved, computed(name, single(scores)).per_episode, strict=True):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+@EACH
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused_by_rollout_and_turn(name, bad):
+    decision = (1.0, "a", [0.0], [])
+    episodes = [episode(0, "g", [decision] * 2), episode(1, "g", [decision, (bad, "a", [0.0], [])])]
+    with pytest.raises(AdvantageError, match=rf"rollout r-1, turn 2: the reward is {bad}"):
+        computed(name, episodes)
+
+
+@EACH
+def test_an_empty_episode_is_refused_by_name(name):
+    empty = EpisodeRewards("r-9", "g", [])
+    with pytest.raises(AdvantageError, match=r"rollout r-9: no decision"):
+        computed(name, [*single([1.0, 2.0]), empty])
+
+
+def deviations(scores):
+    exact = [Fraction(score) for score in scores]
+    return [value - sum(exact) / len(exact) for value in exact]
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
+@given(scores=st.lists(st.integers(-200, 200).map(lambda n: n / 7), min_size=2, max_size=8))
+def test_scores_in_sample_standard_deviations_agree_with_exact_arithmetic(name, scores):
+    exact = deviations(scores)
+    variance = sum(value * value for value in exact) / (len(scores) - 1)
+    found = computed(name, single(scores)).per_episode
+    for (own,), deviation in zip(found, exact, strict=True):
+        if variance == 0:
+            assert own == 0.0
+            continue
+        expected = Decimal(deviation.numerator) / Decimal(deviation.denominator) / exact_root(variance)
+        assert abs(Decimal(own) - expected) <= Decimal("1e-12") * max(
+            1, *map(lambda s: Decimal(abs(s)), scores)
+        )
+
+
+@given(scores=SCORES)
+def test_leave_one_out_agrees_with_exact_arithmetic(scores):
+    size, largest = len(scores), max(map(abs, scores))
+    expected = [value * size / (size - 1) if size > 1 else Fraction(0) for value in deviations(scores)]
+    for (own,), exact in zip(computed("rloo", single(scores)).per_episode, expected, strict=True):
+        assert abs(Fraction(own) - exact) <= 1e-12 * largest
+
+
+@given(drawn=st.lists(DECISION, min_size=1, max_size=8))
+def test_gae_agrees_with_exact_arithmetic(drawn):
+    gamma, share = Fraction(CONFIG.gamma), Fraction(CONFIG.gae_lambda)
+    rewards = [Fraction(reward) / 7 for reward, *_ in drawn]
+    values = [Fraction(row[0]) for _, _, row, _ in drawn]
+    expected, ahead, after = [], Fraction(0), Fraction(0)
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        ahead, after = reward + gamma * after - value + gamma * share * ahead, value
+        expected.insert(0, ahead)
+    rounded = [(float(reward), *rest) for reward, (_, *rest) in zip(rewards, drawn, strict=True)]
+    (found,) = computed("gae", [episode(0, "g", rounded)]).per_episode
+    largest = max(1.0, *(abs(float(value)) for value in (*rewards, *values)))
+    assert all(abs(Fraction(a) - b) <= 1e-12 * largest for a, b in zip(found, expected, strict=True))
+
+
+@EACH
+def test_an_empty_batch_has_no_advantages_and_finite_counts(name):
+    found = computed(name, [])
+    assert found.per_episode == []
+    assert all(math.isfinite(value) for value in found.diagnostics.values())

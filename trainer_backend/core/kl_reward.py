@@ -1,0 +1,100 @@
+"""KL to the reference policy as a part of r_t: decisions pay for what they say unlike it. Pure, on floats."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer_backend.core.errors import RewardError, place
+from trainer_backend.core.losses import LOG_RATIO_LIMIT
+from trainer_backend.core.segments import Segment
+
+KlKind = Literal["k1", "k2", "k3"]
+
+# Of d = log policy - log reference; as tensors, with their properties, in core.kl.
+_ESTIMATES: dict[KlKind, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2.0,
+    "k3": lambda d: math.expm1(-d) + d,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """What two policies say of the tokens that an episode sampled; both at the temperature of sampling.
+
+    policy_T: for each decision, the log-probs of its tokens under the policy before the update (nats).
+    reference_T: the same under the policy that RL started from.
+    """
+
+    policy_T: Sequence[Sequence[float]]
+    reference_T: Sequence[Sequence[float]]
+
+    @classmethod
+    def of(
+        cls,
+        segments: Sequence[Segment],
+        policy: Sequence[Sequence[float]],
+        reference: Sequence[Sequence[float]],
+    ) -> "ScoredTokens":
+        """From log-probs as the learner scores them: for each segment, of its sampled tokens."""
+        return cls(_by_decision(segments, policy), _by_decision(segments, reference))
+
+    def over(self, decisions: int) -> "ScoredTokens":
+        """With a row for each of so many: the last ones of an episode may have sampled nothing to score."""
+        rows: list[list[float]] = [[] for _ in range(decisions - len(self.policy_T))]
+        return ScoredTokens([*self.policy_T, *rows], [*self.reference_T, *rows])
+
+
+def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") -> list[list[float]]:
+    """For each decision, the estimate of KL(policy || reference) at each of its tokens, in nats.
+
+    Raises:
+        RewardError: a log-prob is missing or not finite, by the name of its decision.
+    """
+    estimate = _ESTIMATES[kind]
+    rows: list[list[float]] = []
+    for t, (own_L, other_L) in enumerate(zip(scored.policy_T, scored.reference_T, strict=True)):
+        if len(own_L) != len(other_L) or not all(map(math.isfinite, (*own_L, *other_L))):
+            told = f"log-probs {list(own_L)} and, of the reference, {list(other_L)}"
+            raise RewardError(f"{told}; the KL needs both of each token", where=place(rollout_id, t + 1))
+        rows.append([estimate(_bounded(a - b)) for a, b in zip(own_L, other_L, strict=True)])
+    return rows
+
+
+def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]:
+    """[T] the part of r_t that the KL is:  -coef * sum over the tokens of decision t of k(d).
+
+    With d = log policy - log reference at a sampled token, and gamma 1, what each kind does as a reward:
+
+        k1 = d             its expected gradient is that of KL(policy || reference), exactly: the usual one
+        k2 = d^2 / 2       near the reference it pulls to second order only: next to nothing
+        k3 = e^-d - 1 + d  the right number, but the gradient of KL(policy || reference) less that of
+                           KL(reference || policy): near the reference the two cancel, and nothing pulls
+
+    So k2 and k3, which as a *loss* descend a KL each (core.kl), hardly hold a policy as a reward.
+
+    Args:
+        estimates: of `kl_estimates`, nats.
+        coef: reward units a nat.
+
+    Source: Ziegler et al., arXiv:1909.08593, eq. 2, and InstructGPT, arXiv:2203.02155, eq. 2 (k1). What
+    gradients they have, as losses and as rewards: Tang & Munos, arXiv:2506.09477; arXiv:2512.21852; the tests
+    enumerate them. Other code puts the part on each token (verl's `apply_kl_penalty`, trl's PPO); here it is
+    the decision's, like every reward, and gamma counts decisions. verl holds k3 within [-10, 10]; here d is
+    held within +-LOG_RATIO_LIMIT, for all three.
+    """
+    return [-coef * math.fsum(row) for row in estimates]
+
+
+def _by_decision(segments: Sequence[Segment], columns: Sequence[Sequence[float]]) -> list[list[float]]:
+    decisions = max((t + 1 for segment in segments for t in segment.decision), default=0)
+    rows: list[list[float]] = [[] for _ in range(decisions)]
+    for segment, column in zip(segments, columns, strict=True):
+        for position, value in zip(segment.sampled_positions, column, strict=True):
+            rows[segment.decision[position]].append(value)
+    return rows
+
+
+def _bounded(difference: float) -> float:
+    return max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, difference))
