@@ -16,9 +16,18 @@ from trainer_backend.report.story import read_story
 from trainer_backend.report.training_charts import stage_totals
 from trainer_backend.rundir.layout import open_run
 
-UNIQUE = "eval/unique_achievements"
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
 MARKERS = "osD^v"
+# What evaluations tell beside the measure, of environments that have it.
+BESIDE = ("crafter_score",)
+# In conversations with an interaction: docs/route.md.
+_BY_TURN = "interaction/score_by_turn"
+# Of the demo's job: shows that every part works, and no more.
+QUICK = (
+    "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",
+    "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
+    "warmup.batch_decisions=32",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +44,17 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Arms that start from one checkpoint, a seed at a time, on the demo's job.
+    """Arms that start from one checkpoint, a seed at a time, on one job.
 
     name: of the folder in runs/ and of the files in bench/results/.
     arms: by name, in the order in which they are run.
     against: the arm whose result is taken from every other's.
     settings: `table.key=value`, of all arms.
+    quick: in place of them, with --quick.
+    job: the file that all of it starts from.
+    measure: what arms are compared by: a metric of iterations and evaluations, without its room.
+    measured: what that is, in words.
+    own_warm_starts: an arm's switches hold in its warm-up too, so each arm has a checkpoint of its own.
     """
 
     name: str
@@ -48,13 +62,18 @@ class Study:
     arms: Mapping[str, Arm]
     against: str
     settings: Sequence[str]
+    quick: Sequence[str] = QUICK
+    job: str = "configs/crafter_cpu.toml"
+    measure: str = "unique_achievements"
+    measured: str = "unique achievements, held out"
+    own_warm_starts: bool = False
 
 
 def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, Any]:
     """Everything that the finished and the running arms have on disk, of whichever call."""
     runs = {
         arm: {
-            path.parent.name.removeprefix("seed_"): curve(path)
+            path.parent.name.removeprefix("seed_"): curve(path, study.measure)
             for path in sorted(folder.glob(f"seed_*/{arm}"))
             if (path / "run.json").exists()
         }
@@ -63,28 +82,28 @@ def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, An
     runs = {arm: by_seed for arm, by_seed in runs.items() if by_seed}
     return {
         "study": study.name,
-        "job": "configs/crafter_cpu.toml",
+        "job": study.job,
         "settings": list(settings),
         "switches": {arm: list(study.arms[arm].switches) for arm in runs},
         "seeds": sorted({int(seed) for by_seed in runs.values() for seed in by_seed}),
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
         "arms": runs,
-        "summary": summary(runs, against=study.against),
+        "summary": summary(runs, against=study.against, measure=study.measure),
     }
 
 
-def curve(path: Path) -> dict[str, Any]:
+def curve(path: Path, measure: str) -> dict[str, Any]:
     """One run: its evaluations with intervals, its training curve, its seconds by stage."""
     story = read_story(open_run(path))
     return {
         "evaluations": [
             {
                 "iteration": row["iteration"],
-                "unique_achievements": row[UNIQUE],
-                "low": row[f"{UNIQUE}_low"],
-                "high": row[f"{UNIQUE}_high"],
-                "crafter_score": row["eval/crafter_score"],
+                measure: row[f"eval/{measure}"],
+                "low": row[f"eval/{measure}_low"],
+                "high": row[f"eval/{measure}_high"],
+                **{name: row[f"eval/{name}"] for name in BESIDE if f"eval/{name}" in row},
                 "episodes": row["eval/episodes"],
             }
             for row in story.evaluations
@@ -92,7 +111,7 @@ def curve(path: Path) -> dict[str, Any]:
         "training": [
             {
                 "iteration": row["iteration"],
-                "unique_achievements": row["episode/unique_achievements"],
+                measure: row[f"episode/{measure}"],
                 "entropy": row.get("loss/entropy"),
                 # A decision is a request: so those count too that are played to measure others.
                 "decisions": int(row["inference/requests"]),
@@ -100,11 +119,13 @@ def curve(path: Path) -> dict[str, Any]:
             }
             for row in story.iterations
         ],
+        # The rate by turn in the last iteration, where answers are scored 0 or 1.
+        _BY_TURN: story.iterations[-1].get(_BY_TURN) if story.iterations else None,
         "seconds": {name: round(value, 1) for name, value in stage_totals(story)},
     }
 
 
-def summary(runs: Mapping[str, Any], *, against: str) -> dict[str, Any]:
+def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str, Any]:
     """Result and gain over the warm start at the last evaluation; and the arms' differences, paired by seed.
 
     Intervals are over seeds (Student's t), so they speak of other seeds; with one seed there are none.
@@ -119,8 +140,9 @@ def summary(runs: Mapping[str, Any], *, against: str) -> dict[str, Any]:
     }
     told: dict[str, Any] = {
         arm: {
-            "final": _interval([_unique(last) for _, last in by_seed.values()]),
-            "gain": _interval([_unique(last) - _unique(first) for first, last in by_seed.values()]),
+            "before": _interval([first[measure] for first, _ in by_seed.values()]),
+            "final": _interval([last[measure] for _, last in by_seed.values()]),
+            "gain": _interval([last[measure] - first[measure] for first, last in by_seed.values()]),
             "decisions": [sum(row["decisions"] for row in runs[arm][seed]["training"]) for seed in by_seed],
             "decisions_an_iteration": _mean_of(runs[arm], by_seed, "decisions"),
             "steps_an_iteration": _mean_of(runs[arm], by_seed, "steps"),
@@ -132,7 +154,7 @@ def summary(runs: Mapping[str, Any], *, against: str) -> dict[str, Any]:
         if arm != against and base:
             told[f"{arm}_minus_{against}"] = _interval(
                 [
-                    _unique(last) - _unique(base[seed][1])
+                    last[measure] - base[seed][1][measure]
                     for seed, (_, last) in by_seed.items()
                     if seed in base and base[seed][1]["iteration"] == last["iteration"]
                 ]
@@ -143,12 +165,15 @@ def summary(runs: Mapping[str, Any], *, against: str) -> dict[str, Any]:
 def table(study: Study, outcome: Mapping[str, Any]) -> str:
     """The summary for a terminal: a line an arm, 95 % intervals over seeds."""
     told = outcome["summary"]
+    heads = ("before", "after", "gain", f"minus {study.against}")
     lines = [
-        f"{'unique achievements, held out':30s}{'after':>24s}{'gain':>24s}{'minus ' + study.against:>24s}"
-        f"{'decisions':>12s}{'steps':>8s}  (an iteration)"
+        f"{study.measured:30s}"
+        + "".join(f"{head:>24s}" for head in heads)
+        + f"{'decisions':>12s}{'steps':>8s}  (an iteration)"
     ]
     for arm in outcome["arms"]:
-        cells = (told[arm]["final"], told[arm]["gain"], told.get(f"{arm}_minus_{study.against}"))
+        found = told[arm]
+        cells = (found["before"], found["final"], found["gain"], told.get(f"{arm}_minus_{study.against}"))
         lines.append(f"{study.arms[arm].label:30s}" + "".join(f"{_cell(cell):>24s}" for cell in cells))
         lines[-1] += f"{_figure(told[arm]['decisions_an_iteration']):>12s}"
         lines[-1] += f"{_figure(told[arm]['steps_an_iteration']):>8s}"
@@ -164,28 +189,28 @@ def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
             by_seed = outcome["arms"].get(arm, {})
             colour, marker = theme.series[index], MARKERS[index]
             for found in by_seed.values():
-                _thin(axes, found["evaluations"], colour)
-            x, mean = mean_curve([found["evaluations"] for found in by_seed.values()])
+                _thin(axes, found["evaluations"], colour, study.measure)
+            x, mean = mean_curve([found["evaluations"] for found in by_seed.values()], study.measure)
             if x:
                 label = f"{made.label} (mean of {len(by_seed)})"
                 axes.plot(x, mean, color=colour, marker=marker, linewidth=2.6, label=label)
         axes.set_xlabel("iterations")
-        axes.set_ylabel("unique achievements, held-out worlds")
+        axes.set_ylabel(study.measured)
         axes.xaxis.set_major_locator(whole_numbers())
         axes.legend(loc="best", title="thin: one seed, with its 95 %")
 
     path.write_bytes(picture(path.stem, "", figure_of, height_in=3.8).light)
 
 
-def mean_curve(curves: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[float]]:
+def mean_curve(curves: Sequence[Sequence[dict[str, Any]]], measure: str) -> tuple[list[int], list[float]]:
     """Mean over the curves, at iterations that all of them have."""
-    tables = [{row["iteration"]: row["unique_achievements"] for row in rows} for rows in curves]
+    tables = [{row["iteration"]: row[measure] for row in rows} for rows in curves]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
     return shared, [sum(table[at] for table in tables) / len(tables) for at in shared]
 
 
-def _thin(axes: Any, rows: Sequence[dict[str, Any]], colour: str) -> None:
-    x, y = [row["iteration"] for row in rows], [row["unique_achievements"] for row in rows]
+def _thin(axes: Any, rows: Sequence[dict[str, Any]], colour: str, measure: str) -> None:
+    x, y = [row["iteration"] for row in rows], [row[measure] for row in rows]
     axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
     low, high = ([_number(row[name]) for row in rows] for name in ("low", "high"))
     axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
@@ -193,10 +218,6 @@ def _thin(axes: Any, rows: Sequence[dict[str, Any]], colour: str) -> None:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else value
-
-
-def _unique(row: Mapping[str, Any]) -> float:
-    return float(row["unique_achievements"])
 
 
 def _cell(found: Mapping[str, Any] | None) -> str:

@@ -29,13 +29,6 @@ from trainer_backend.running.start import Stopped, run_job
 from trainer_backend.terminal.progress import ConsoleReporter
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = ROOT / "configs" / "crafter_cpu.toml"
-# Shows that every part works, and no more.
-QUICK = (
-    "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4", "rollout.max_turns=5",
-    "evaluation.instances=8", "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=6",
-    "warmup.batch_decisions=32",
-)  # fmt: skip
 
 
 def run_study(
@@ -51,9 +44,11 @@ def run_study(
     outcome: dict[str, Any] = {}
     for seed in seeds:
         common = (*settings, f"job.seed={seed}")
-        warm_start = _finished(folder / f"seed_{seed}" / "warm_start", warm_start_job(common))
         for arm in arms:
-            job = arm_job((*common, *study.arms[arm].switches), warm_start.checkpoints / "iteration_0")
+            switches = (*common, *study.arms[arm].switches)
+            name, warmed_by = (f"{arm}_warm", switches) if study.own_warm_starts else ("warm_start", common)
+            warm_start = _finished(folder / f"seed_{seed}" / name, warm_start_job(study, warmed_by))
+            job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
             _finished(folder / f"seed_{seed}" / arm, job)
             outcome = collect(study, folder, settings)
             results.parent.mkdir(parents=True, exist_ok=True)
@@ -62,14 +57,14 @@ def run_study(
     return outcome
 
 
-def warm_start_job(settings: Sequence[str]) -> JobConfig:
+def warm_start_job(study: Study, settings: Sequence[str]) -> JobConfig:
     """Warm-up and its evaluation, no RL."""
-    return load_job(JOB, (*settings, "training.iterations=0")).config
+    return load_job(ROOT / study.job, (*settings, "training.iterations=0")).config
 
 
-def arm_job(settings: Sequence[str], checkpoint: Path) -> JobConfig:
-    """RL from the shared warm start."""
-    job = load_job(JOB, settings).config
+def arm_job(study: Study, settings: Sequence[str], checkpoint: Path) -> JobConfig:
+    """RL from the warm start."""
+    job = load_job(ROOT / study.job, settings).config
     return job.model_copy(update={"warmup": None, "model": ModelTable(path=checkpoint)})
 
 
@@ -116,7 +111,7 @@ def main(study: Study) -> int:
         return 0
     results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
     seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    settings = QUICK if options.quick else study.settings
+    settings = study.quick if options.quick else study.settings
     try:
         outcome = run_study(study, folder, results, seeds=seeds, arms=options.arms, settings=settings)
     except Stopped as stopped:

@@ -10,6 +10,10 @@ Request header ROLLOUT_HEADER names the conversation; the reply then carries the
 
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
 
+`max_model_length` in the request, with or without the header: a job's own limit, below the model's. Where the
+prompt and max_tokens together exceed the lower of the two, the reply is a 400 with CONTEXT_LENGTH_EXCEEDED,
+the counts `prompt_tokens` and `max_tokens`, and the limit as `max_model_len`.
+
 With or without the header: `sampling_finish_reason` in choices[0], how sampling itself ended ("stop",
 "length" or "abort"), since OpenAI's `finish_reason` reads "tool_calls" wherever a call was parsed; and, where
 a tool call in the text could not be read, the reason as `tool_call_error` in the message, whose content is

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from shared_schemas.base import Body
+from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
 from shared_schemas.patterns import Pattern
 from shared_schemas.rewards import StepRewards
 from shared_schemas.trajectory import Trajectory
@@ -49,6 +50,21 @@ def _bounded(value: JsonValue) -> JsonValue:
 
 
 GroundTruth = Annotated[JsonValue, AfterValidator(_bounded)]
+
+
+# What start_interaction and generate_response are called with beside the row's own.
+_TAKEN = frozenset({"self", "instance_id", "messages", "name"})
+
+
+def _no_argument_of_ours(kwargs: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if taken := sorted(_TAKEN & kwargs.keys()):
+        raise ValueError(f"{taken[0]!r} is an argument that the interaction gets anyway; rename it")
+    _bounded(kwargs)
+    return kwargs
+
+
+InteractionName = Annotated[str, Field(min_length=1, max_length=200)]
+InteractionKwargs = Annotated[dict[str, JsonValue], AfterValidator(_no_argument_of_ours)]
 
 
 class Start(Body):
@@ -86,6 +102,19 @@ class PolicySpec(Body):
     inference_key: InferenceKey | None = None
 
 
+class InteractionSpec(Body):
+    """Who answers the model as its user, by its name in the operator's interaction file.
+
+    `kwargs` are what the data row gives (`interaction_kwargs` without its name); they may hold the answer, so
+    the policy never sees them and no log holds them.
+    """
+
+    name: InteractionName | None = Field(
+        default=None, description="may be absent where the file has one interaction alone"
+    )
+    kwargs: InteractionKwargs = Field(default_factory=dict, repr=False)
+
+
 Decisions = Annotated[int, Field(ge=1, le=10_000)]
 Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
 TerminationTarget = Literal["raw", "text"]
@@ -106,6 +135,37 @@ class RolloutLimits(Body):
     )
 
 
+class MultiTurn(Body):
+    """How a conversation is kept, of an environment that has one; names of sources 3 and 5."""
+
+    statelm_enabled: bool = Field(
+        default=False,
+        description="the model may edit its context: messages have ids",
+    )
+    context_tools: ContextTools = Field(
+        default=PUBLISHED, description="what it edits its context with, where statelm_enabled"
+    )
+    max_user_turns: int | None = Field(
+        default=None,
+        ge=0,
+        le=10_000,
+        description="answers of the user, whoever it is; the next decision then ends it",
+    )
+    max_episode_tokens: int | None = Field(
+        default=None, ge=1, description="tokens that the policy samples in an episode, all decisions together"
+    )
+    context_length_penalty: float = Field(
+        default=0.0,
+        le=0.0,
+        description="of the last decision, where the next prompt does not fit",
+    )
+
+    @model_validator(mode="after")
+    def _tools_are_offered(self) -> "MultiTurn":
+        refuse_without_editing(self.context_tools, statelm_enabled=self.statelm_enabled)
+        return self
+
+
 class RolloutRequest(Body):
     """One episode to run. Siblings of a group share `start`; each has its own sampling seed."""
 
@@ -123,6 +183,7 @@ class RolloutRequest(Body):
     state_keys: tuple[Name, ...] = Field(
         default=(), max_length=8, description="kinds of state key that each decision is to carry"
     )
+    multi_turn: MultiTurn = MultiTurn()
     snapshot_turns: tuple[Turn, ...] = Field(
         default=(),
         max_length=64,
@@ -135,6 +196,9 @@ class RolloutRequest(Body):
     )
     reward_function: Name | None = Field(
         default=None, description="of the operator: its score becomes the outcome_reward of the episode"
+    )
+    interaction: InteractionSpec | None = Field(
+        default=None, description="answers every decision that calls no tool, and scores it"
     )
 
     @field_validator("snapshot_turns")

@@ -1,5 +1,6 @@
 """One episode as data: a `StepData` for every decision, and the `Trajectory` that holds them."""
 
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -16,11 +17,14 @@ class StopReason(StrEnum):
 
     CRITICAL_ERROR = "critical_error"
     ENVIRONMENT_DONE = "environment_done"
+    INTERACTION_DONE = "interaction_done"
     TERMINATE_ACTION = "terminate_action"
     TERMINATION_REGEX = "termination_regex"
     INVALID_ACTION = "invalid_action"
     CONTEXT_LENGTH = "context_length"
     DEADLINE = "deadline"
+    EPISODE_TOKENS = "episode_tokens"
+    MAX_USER_TURNS = "max_user_turns"
     MAX_DECISIONS = "max_decisions"
 
 
@@ -58,7 +62,16 @@ class PolicyLogprobs(Body):
 class ObservationData(Body):
     """What the policy saw: its messages; and what every step carries in every mode (DESIGN.md 4.2)."""
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[Message, ...] = Field(
+        default=(),
+        description="of the prompt; of a conversation only those new since the prompt before",
+    )
+    messages_reused: int = Field(
+        default=0, ge=0, description="messages that stand before them, as the prompt before showed them"
+    )
+    changed: dict[int, Message] = Field(
+        default_factory=dict, description="but for these, which were edited since; by msg_id"
+    )
     achievements_status: dict[str, bool] = Field(default_factory=dict)
     achievements_counts: dict[str, int] = Field(default_factory=dict)
     reward_last_step: float = Field(default=0.0, description="of the last env step before this observation")
@@ -73,6 +86,15 @@ class StepMetadata(Body):
     decision_rewards: DecisionRewards | None = None
 
 
+class UserAnswer(Body):
+    """What an interaction told beside its score, within the bound of the task app on one answer of it."""
+
+    metadata: dict[str, Any] = Field(default_factory=dict, description="anything, for the record")
+    unshown: str | None = Field(
+        default=None, description="its response, where the episode ended and no prompt shows it"
+    )
+
+
 class StepInfo(Body):
     """Facts about a step that no reward or gradient depends on."""
 
@@ -85,6 +107,9 @@ class StepInfo(Body):
     completion_tokens: int | None = None
     finish_reason: str | None = Field(
         default=None, description="how the model's answer ended, also where its tokens are not known"
+    )
+    user_answer: UserAnswer | None = Field(
+        default=None, description="of an interaction that was asked and told more than its score"
     )
 
 
@@ -135,7 +160,10 @@ class StepData(Body):
 
     @property
     def assistant_turn_index(self) -> int:
-        """Which of the conversation's answers is this step's, from 0: what a `StepOutput` names."""
+        """Which of the conversation's answers is this step's, from 0: what a `StepOutput` names.
+
+        Counted from the end of the opening: assistant messages of a few-shot opening are nobody's answers.
+        """
         return self.turn - 1
 
 
@@ -147,6 +175,21 @@ class UserReward(Body):
     result: EvaluateResult
     environment_outcome_reward: float
     environment_outcome_definition: str
+
+
+def prompts(steps: Iterable[StepData]) -> Iterator[tuple[Message, ...]]:
+    """The whole prompt of each decision, in order, from the parts that the steps carry.
+
+    prompt_t = prompt_{t-1}[:messages_reused], with `changed` in their places, then messages
+    """
+    shown: list[Message] = []
+    for step in steps:
+        seen = step.observation_data
+        shown = shown[: seen.messages_reused]
+        for msg_id, message in seen.changed.items():
+            shown[msg_id] = message
+        shown.extend(seen.messages)
+        yield tuple(shown)
 
 
 class Trajectory(Body):
@@ -170,6 +213,12 @@ class Trajectory(Body):
     truncated: bool
     stop_reason: StopReason
     wall_s: float = Field(ge=0.0)
+    full_history: tuple[Message, ...] = Field(
+        default=(),
+        description="of a conversation: every message as it was said, deleted or not",
+    )
+    deleted_msg_ids: tuple[int, ...] = ()
+    had_delete_operation: bool = False
     user_reward: UserReward | None = Field(default=None, description="where a reward function was asked for")
     warnings: tuple[str, ...] = Field(
         default=(), description="what somebody should look at, though the episode counts; a sentence each"

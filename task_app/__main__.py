@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -17,6 +18,7 @@ import uvloop
 
 from task_app.app import create_app
 from task_app.errors import SettingsError
+from task_app.interactions.config_file import load_interactions
 from task_app.logs import configure_logs
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
@@ -39,10 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = settings_from_environ(os.environ).with_hosts(options.allow_inference_host)
         if options.state_dir is not None:
             settings = settings.model_copy(update={"state_dir": options.state_dir})
+        if options.interactions is not None:
+            settings = settings.model_copy(update={"interaction_config_path": options.interactions})
         configure_logs(settings.log_level, form=settings.log_format)
         if options.replicas is not None:
             return run_replicas(options, settings)
         boards = with_plugins(default_plug_boards(), options.plugins)
+        if settings.interaction_config_path is not None:
+            found = load_interactions(settings.interaction_config_path, settings)
+            boards = replace(boards, interactions=found)
         app = create_app(settings, boards=boards)
         sock = bound_socket(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
@@ -72,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plugins", action="append", default=[], type=Path, metavar="FILE",
         help="a Python file with environments or policies of your own (docs/plugins.md); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--interactions", type=Path, metavar="FILE", default=None,
+        help="the YAML or TOML file that says which interactions there are (docs/plugins.md)",
     )  # fmt: skip
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR", default=None,

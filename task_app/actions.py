@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
@@ -17,11 +17,26 @@ NO_TOOL_CALL = "the reply holds no tool call; call one of the tools"
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """The four-tuple of `AgentPolicy.get_action`, with names."""
+
+    action: dict[str, Any]
+    raw_output: str | None = None
+    log_probs: Mapping[str, Any] = field(default_factory=dict)
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ReadAction:
-    """An action as the episode uses it: `tool_calls` go on record, `requests` to the environment."""
+    """An action as the episode uses it: `tool_calls` go on record, `requests` to the environment.
+
+    `text` is that of an answer without a call: only a conversational environment takes it as one, for all
+    others `invalid_reason` says what is wrong. It is None of a reply that could not be read.
+    """
 
     tool_calls: tuple[ToolCall, ...] = ()
     requests: tuple[ToolRequest, ...] = ()
+    text: str | None = None
     invalid_reason: str | None = None
     terminate: bool = False
 
@@ -41,7 +56,9 @@ def read_action(action: Mapping[str, Any]) -> ReadAction:
             return ReadAction(tool_calls=calls, requests=tuple(tool_request(call) for call in calls))
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
-            return ReadAction(invalid_reason=encodable(reason))
+            # A missing call says nothing against the words; whatever else is wrong makes them no answer.
+            text = encodable(action.get("content") or "") if reason == NO_TOOL_CALL else None
+            return ReadAction(text=text, invalid_reason=encodable(reason))
         case "terminate":
             return ReadAction(terminate=True)
         case other:

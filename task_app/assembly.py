@@ -1,70 +1,172 @@
 """From a rollout request to the worker that runs it; whatever is wrong with a request is found here."""
 
-from shared_schemas.rollouts import EnvSpec, RolloutRequest
+from dataclasses import dataclass
+from typing import Any
+
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import EnvSpec, MultiTurn, RolloutRequest
 from shared_schemas.task_definition import TaskDefinitionModel
-from task_app.episode import RLRolloutWorker
-from task_app.errors import SnapshotRefused
+from task_app.conversation import Conversation
+from task_app.episode import Keep, RLRolloutWorker
+from task_app.errors import InvalidRequest, SnapshotRefused
+from task_app.interactions.service import Interactions
 from task_app.plugins import PlugBoards, PolicyContext
+from task_app.prompts import FreshPrompts, Prompts
+from task_app.protocols import ConversationalEnvironment, Environment, takes_answers
 from task_app.snapshots.envelope import from_text
 from task_app.snapshots.episodes import KeptMoments, refuse_unrestorable
 from task_app.snapshots.sessions import EnvironmentSnapshot, episode_start, open_environment
-from task_app.snapshots.starts import Worlds
+from task_app.snapshots.starts import EpisodeStart, Worlds
 from task_app.switches import agreed_step_rewards, take_step_rewards
 
 
-def build_worker(
-    request: RolloutRequest, boards: PlugBoards, context: PolicyContext, *, worlds: Worlds, where: str
-) -> RLRolloutWorker:
-    """Build environment, policy and worker; no world is made and nobody is asked yet.
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Builds workers from what a service has.
 
-    Args:
-        request: what to run.
-        boards: what it may name.
-        context: what its policy gets beside its config.
+    Attributes:
+        boards: what requests may name.
         worlds: where siblings find the world that one of them made.
-        where: body path of the request, with a dot at its end.
+        interactions: those of the operator's file.
+    """
+
+    boards: PlugBoards
+    worlds: Worlds
+    interactions: Interactions
+
+    def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> RLRolloutWorker:
+        """Build environment, policy and worker; no world is made and nobody is asked yet.
+
+        Args:
+            request: what to run.
+            context: what its policy gets beside its config.
+            where: body path of the request, with a dot at its end.
+
+        Raises:
+            InvalidRequest, UnknownName, HostNotAllowed, SnapshotRefused: with the body path of what is wrong.
+        """
+        env, policy_config, switches = _without_switches(request, where=where)
+        if request.reward_function is not None:
+            self.boards.reward_function(request.reward_function, where=where)
+        environment = self.boards.environment(env.env_name, env.config, where=where + "env.")
+        seed, start = self._start(request, env, context, where=where)
+        keep = self._keep(request, env, environment, context, seed, switches, where=where)
+        return RLRolloutWorker(
+            task_definition=TaskDefinitionModel.of_request(request),
+            environment=environment,
+            prompts=_prompts(request, environment, self.interactions, where=where),
+            agent_policy=self.boards.policy(
+                request.policy.policy_name, policy_config, context, where=where + "policy."
+            ),
+            seed=seed,
+            start=start,
+            step_rewards=switches,
+            state_keys=self.boards.state_keys(request.state_keys, env.env_name, where=where),
+            multi_turn=request.multi_turn,
+            keep=keep,
+            threads=context.threads,
+        )
+
+    def _start(
+        self, request: RolloutRequest, env: EnvSpec, context: PolicyContext, *, where: str
+    ) -> tuple[int, EpisodeStart]:
+        """The seed of the world, and how the environment is brought to its start."""
+        start = request.start
+        if start.snapshot is None:
+            assert start.seed is not None, "a start is one of the two"
+            return start.seed, self.worlds.start(env, start.seed, context.threads)
+        taken = _taken(start.snapshot, env, self.boards, context, where=where + "start.snapshot")
+        return taken.facts.seed, episode_start(taken, start, context.threads)
+
+    def _keep(
+        self,
+        request: RolloutRequest,
+        env: EnvSpec,
+        environment: Environment,
+        context: PolicyContext,
+        seed: int,
+        switches: StepRewards | None,
+        *,
+        where: str,
+    ) -> Keep:
+        """What takes the snapshots that the request asks for."""
+        if request.snapshot_turns:
+            refuse_unrestorable(environment, where=where + "snapshot_turns")
+        return KeptMoments(
+            frozenset(request.snapshot_turns),
+            self.boards.resolved(env),
+            seed,
+            switches,
+            at_most_bytes=context.settings.max_snapshot_bytes,
+            timeout_s=request.limits.timeout_s,
+            threads=context.threads,
+        )
+
+
+def _without_switches(
+    request: RolloutRequest, *, where: str
+) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
+    """The environment and the policy's config without the training switches; these, if anybody named them.
 
     Raises:
-        InvalidRequest, UnknownName, HostNotAllowed, SnapshotRefused: with the body path of what is wrong.
+        InvalidRequest: two places name different ones.
     """
     env_config, found = take_step_rewards(request.env.config, where=where + "env.config")
     policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
     found |= of_policy
     if "step_rewards" in request.model_fields_set:
         found[where + "step_rewards"] = request.step_rewards
-    env = EnvSpec(env_name=request.env.env_name, config=env_config)
-    if request.reward_function is not None:
-        boards.reward_function(request.reward_function, where=where)
-    environment = boards.environment(env.env_name, env.config, where=where + "env.")
-    if request.start.snapshot is not None:
-        taken = _taken(request.start.snapshot, env, boards, context, where=where + "start.snapshot")
-        seed, start = taken.facts.seed, episode_start(taken, request.start, context.threads)
-    else:
-        assert request.start.seed is not None, "a start is one of the two"
-        seed, start = request.start.seed, worlds.start(env, request.start.seed, context.threads)
-    if request.snapshot_turns:
-        refuse_unrestorable(environment, where=where + "snapshot_turns")
-    switches = agreed_step_rewards(found)
-    return RLRolloutWorker(
-        task_definition=TaskDefinitionModel.of_request(request),
-        environment=environment,
-        agent_policy=boards.policy(
-            request.policy.policy_name, policy_config, context, where=where + "policy."
-        ),
-        seed=seed,
-        start=start,
-        step_rewards=switches,
-        state_keys=boards.state_keys(request.state_keys, env.env_name, where=where),
-        keep=KeptMoments(
-            frozenset(request.snapshot_turns),
-            boards.resolved(env),
-            seed,
-            switches if found else None,
-            at_most_bytes=context.settings.max_snapshot_bytes,
-            timeout_s=request.limits.timeout_s,
-            threads=context.threads,
-        ),
-        threads=context.threads,
+    switches = agreed_step_rewards(found) if found else None
+    return EnvSpec(env_name=request.env.env_name, config=env_config), dict(policy_config), switches
+
+
+def _prompts(
+    request: RolloutRequest, environment: Environment, interactions: Interactions, *, where: str
+) -> Prompts:
+    """How the environment's prompts come about, and who answers in its conversation.
+
+    Raises:
+        InvalidRequest, UnknownName: what is asked for has no effect here, or nobody would score the answers.
+    """
+    asked = request.interaction
+    if not isinstance(environment, ConversationalEnvironment):
+        if asked is not None:
+            raise _without_effect("interaction", environment, where=where)
+        if request.multi_turn != MultiTurn():
+            raise _without_effect("multi_turn", environment, where=where)
+        return FreshPrompts(environment)
+    if request.start.snapshot is not None or request.snapshot_turns:
+        place = "start.snapshot" if request.start.snapshot is not None else "snapshot_turns"
+        raise InvalidRequest(
+            f"{environment.name!r} is a conversation, which no snapshot holds: it cannot be played on from",
+            where=where + place,
+        )
+    if asked is None:
+        if not environment.outcome_definition and request.reward_function is None:
+            raise InvalidRequest(
+                f"nobody would score what is said in {environment.name!r}",
+                where=where + "interaction",
+                hint="name an interaction, or a reward_function",
+            )
+        return Conversation(environment, request.multi_turn)
+    if not takes_answers(environment):
+        raise InvalidRequest(
+            f"an interaction would never be asked in {environment.name!r}, where only tool calls count",
+            where=where + "interaction",
+            hint="leave it out: the environment scores the episode itself; 'dialogue' is answered in words",
+        )
+    interactions.named(asked.name, where=where + "interaction.")
+    binding = interactions.opened(
+        asked.name, asked.kwargs, rollout_id=request.rollout_id, ground_truth=request.ground_truth
+    )
+    return Conversation(environment, request.multi_turn, binding)
+
+
+def _without_effect(field: str, environment: Environment, *, where: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{field} has no effect in {environment.name!r}, whose prompts are fresh for each decision",
+        where=where + field,
+        hint="it is for environments that hold a conversation",
     )
 
 

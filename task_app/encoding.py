@@ -6,7 +6,15 @@ written with it. What comes in is cleaned where it comes in: everybody sees the 
 
 from typing import Any
 
-from task_app.errors import encodable
+
+def encodable(text: str) -> str:
+    """`text` with lone surrogates replaced: they pass through JSON as escapes, but no UTF-8 can hold them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def clipped(name: str, at_most: int = 80) -> str:
+    """A caller's name as a message shows it: it may be as long as a whole body."""
+    return name if len(name) <= at_most else name[:at_most] + "..."
 
 
 def encodable_json(value: Any) -> Any:

@@ -5,43 +5,42 @@ Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; DESIGN.md 4.2 to 4.5.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
-from task_app.actions import ReadAction, read_action
+from task_app.actions import Choice, ReadAction
+from task_app.asking import ask
+from task_app.context_tools import Budget
 from task_app.errors import (
     ContextLengthExceeded,
     CriticalError,
     DeadlineExceeded,
     EpisodeFailed,
-    PolicyUnavailable,
     TaskAppError,
     boundary,
     encodable,
 )
 from task_app.execution import execute
 from task_app.guards.threads import Threads
+from task_app.prompts import Carried, FreshPrompts, Prompt, Prompts, TokenCount
 from task_app.protocols import (
     AgentPolicy,
-    DecisionOutcome,
     Environment,
     Observation,
     PastDecision,
     PolicyObservation,
-    RetryingPolicy,
 )
-from task_app.records import Choice, Decided, ended, finite, step_data
+from task_app.records import Decided, ended, finite, step_data
 from task_app.snapshots.starts import EpisodeStart, world_of
 from task_app.state_keys import EpisodeStateKeys
 from task_app.termination import EpisodeFacts, stop_reason, termination_signal
-from task_app.transcript import transcript
 
-PAST_DECISIONS_SHOWN = 3
 # What is kept of the environment before the next decision, if anything (task_app.snapshots.episodes).
 Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Awaitable[str | None]]
 
@@ -56,9 +55,10 @@ class RLRolloutWorker:
         seed: of the world.
         start: how the environment is brought to its start; into the world of `seed` when absent.
         step_rewards: whether the steps' metadata carries decision_rewards.
+        prompts: how they come about; the environment renders each, when absent.
+        multi_turn: limits of a conversation.
         keep: is asked before every decision for a snapshot, which the step then carries.
-        threads: where resets run, and the steps of an environment that does not promise quick ones; threads
-            of the event loop's own without it.
+        threads: where resets and slow steps run; without it, in threads of the event loop's own.
         clock: seconds that only grow.
     """
 
@@ -72,6 +72,8 @@ class RLRolloutWorker:
         start: EpisodeStart | None = None,
         step_rewards: StepRewards | None = None,
         state_keys: EpisodeStateKeys | None = None,
+        prompts: Prompts | None = None,
+        multi_turn: MultiTurn | None = None,
         keep: Keep | None = None,
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -88,8 +90,10 @@ class RLRolloutWorker:
         self._keep = keep
         self._threads = threads
         self._clock = clock
-        self._tools = [tool.model_dump(mode="json") for tool in environment.tools()]
-        self._past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
+        self._prompts = prompts or FreshPrompts(environment)
+        self._multi_turn = multi_turn or MultiTurn()
+        self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
+        self._tokens = TokenCount()
         self._steps: list[StepData] = []
         self._invalid_decisions = 0
         self._environment_truncated = False
@@ -128,25 +132,28 @@ class RLRolloutWorker:
         assert self._stop_reason is None, "a worker runs one episode"
         self._started_s = self._clock()
         try:
-            await self._start()
-            facts = self._facts()
-            while (reason := self._check_termination(facts)) is None:
-                facts = await self._decide()
-                # A scripted policy awaits nothing: without this, no cancel and no other rollout gets through.
-                await asyncio.sleep(0)
-            self._finish(reason)
+            async with self._prompts.opened():
+                await self._play()
         except TaskAppError as exc:
             if isinstance(exc, EpisodeFailed):
                 exc.decisions_done = self.decisions_done
             self.failure = exc
             raise
-        return list(self._steps), transcript(self._steps), self._ground_truth
+        return list(self._steps), self._prompts.said(self._steps), self._ground_truth
+
+    async def _play(self) -> None:
+        await self._start()
+        facts = self._facts()
+        while (reason := self._check_termination(facts)) is None:
+            facts = await self._decide()
+            # A scripted policy awaits nothing: without this, no cancel and no other rollout gets through.
+            await asyncio.sleep(0)
+        self._finish(reason)
 
     def trajectory(self) -> Trajectory:
         """The finished episode as data; only after `run_episode`."""
         assert self._stop_reason is not None, "run_episode has not finished"
-        with boundary("environment.outcome_reward"):
-            outcome_reward = finite(self._environment.outcome_reward())
+        outcome_reward, outcome_definition = self._outcome()
         last = self._steps[-1]
         return Trajectory(
             env_name=self._environment.name,
@@ -155,17 +162,26 @@ class RLRolloutWorker:
             seed=self._seed,
             parent_rollout_id=self._start_at.parent_rollout_id,
             parent_turn=self._start_at.parent_turn,
-            tools=self._environment.tools(),
+            tools=self._prompts.tools,
             steps=tuple(self._steps),
             outcome_reward=outcome_reward,
-            outcome_definition=self._environment.outcome_definition,
+            outcome_definition=outcome_definition,
             achievements_counts=dict(self._observation.achievements_counts),
             env_steps=sum(len(step.env_rewards or ()) for step in self._steps),
             terminated=last.terminated,
             truncated=last.truncated,
             stop_reason=self._stop_reason,
             wall_s=self._wall_s,
+            **self._prompts.kept(),
         )
+
+    def _outcome(self) -> tuple[float, str]:
+        """The environment's, or of one that has none of its own, that of whoever answers in it."""
+        definition = self._environment.outcome_definition
+        if not definition:
+            return self._prompts.outcome()
+        with boundary("environment.outcome_reward"):
+            return finite(self._environment.outcome_reward()), definition
 
     async def _start(self) -> None:
         """Bring the environment to where the episode begins."""
@@ -175,26 +191,27 @@ class RLRolloutWorker:
         except TimeoutError as exc:
             raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
         self._observation = begun.observation
-        self._past.extend(begun.past)
+        self._prompts.begin(begun.past)
 
     async def _decide(self) -> EpisodeFacts:
         """Try to complete one decision; say what is known after it."""
-        observation = self._prepare_policy_observation()
+        prompt = self._prompts.prompt(self._observation)
+        observation = self._prepare_policy_observation(prompt)
         asked_s = self._clock()
         try:
-            async with asyncio.timeout(max(0.0, self._limits.timeout_s - self._elapsed_s())):
-                choice, read = await self._ask(observation)
-        except TimeoutError as exc:
-            self._refuse_an_outage(exc)
-            return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
+            left_s = self._limits.timeout_s - self._elapsed_s()
+            asked = await ask(self._policy, observation, self._tools, timeout_s=left_s)
         except ContextLengthExceeded:
             if not self._steps:
                 raise
             return self._facts(context_exceeded=True)
+        if asked is None:
+            return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
+        choice, read = asked
         answered_s = self._clock()
-        kept = await self._keep(self._environment, self._steps, self._past) if self._keep else None
+        kept = await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
         try:
-            outcome = await self._execute_action_in_environment(read)
+            carried = await self._execute_action_in_environment(choice, read)
         except CriticalError as exc:
             self._critical = exc
             return self._facts(critical_error=True)
@@ -204,55 +221,49 @@ class RLRolloutWorker:
             turn=len(self._steps) + 1,
             before=self._observation,
             state_keys=state_keys,
-            messages=observation.messages,
+            prompt=prompt,
             choice=choice,
             read=read,
-            outcome=outcome,
+            carried=carried,
             snapshot=kept,
             policy_s=answered_s - asked_s,
             environment_s=self._clock() - answered_s,
         )
         return self._record(decided)
 
-    def _prepare_policy_observation(self) -> PolicyObservation:
-        """The next prompt, and the data behind it."""
-        with boundary("environment.messages"):
-            messages = self._environment.messages(self._observation, tuple(self._past))
-        return PolicyObservation(messages, self._observation.data)
+    def _prepare_policy_observation(self, prompt: Prompt) -> PolicyObservation:
+        """The next prompt, the data behind it, and what is left of the episode's tokens."""
+        limit = self._multi_turn.max_episode_tokens
+        left = None if limit is None else limit - self._tokens.sampled
+        return PolicyObservation(prompt.messages, self._observation.data, max_tokens=left)
 
-    def _refuse_an_outage(self, deadline: TimeoutError) -> None:
-        """A deadline met while the model could not be asked is no slowness of the policy."""
-        pending = self._policy.pending_failure if isinstance(self._policy, RetryingPolicy) else None
-        if pending is not None:
-            raise PolicyUnavailable(f"limits.timeout_s passed during an outage: {pending}") from deadline
-
-    async def _ask(self, observation: PolicyObservation) -> tuple[Choice, ReadAction]:
-        with boundary(f"policy {self._policy.name}"):
-            action, raw, log_probs, value = await self._policy.get_action(observation, self._tools)
-            return Choice(action, raw, log_probs or {}, value), read_action(action)
-
-    async def _execute_action_in_environment(self, read: ReadAction) -> DecisionOutcome:
-        return await execute(
-            self._environment,
-            read,
-            before=self._observation,
-            timeout_s=self._limits.timeout_s,
-            threads=self._threads,
+    async def _execute_action_in_environment(self, choice: Choice, read: ReadAction) -> Carried:
+        limits, before = self._limits, self._observation
+        in_environment = partial(
+            execute, self._environment, before=before, timeout_s=limits.timeout_s, threads=self._threads
         )
+        self._tokens.count(choice.log_probs)
+        budget = Budget(
+            used_tokens=self._tokens.context,
+            max_tokens=getattr(self._policy, "max_model_length", None),
+            decisions_left=limits.max_decisions - len(self._steps) - 1,
+        )
+        return await self._prompts.carry_out(choice, read, before, in_environment, budget)
 
     def _record(self, decided: Decided) -> EpisodeFacts:
         """Append the decision to everything that remembers it."""
         with boundary(f"the record of decision {decided.turn}"):
             step = step_data(decided, policy_name=self._policy.name, step_rewards=self._step_rewards)
         self._steps.append(step)
-        outcome = decided.outcome
-        self._past.append(PastDecision(tool_calls=decided.read.requests, outcome=outcome))
+        carried, outcome = decided.carried, decided.carried.outcome
         self._observation = outcome.observation
         self._model = decided.choice.log_probs.get("model") or self._model
         self._invalid_decisions += outcome.invalid_reason is not None
         self._environment_truncated = outcome.truncated and not outcome.terminated
         return self._facts(
             environment_done=outcome.terminated or outcome.truncated,
+            interaction_done=carried.interaction_done,
+            user_is_silent=carried.user_is_silent,
             terminate_action=decided.read.terminate,
             pattern_found=self._signals_the_end(decided.choice.raw_output, decided.choice.action),
         )
@@ -260,13 +271,14 @@ class RLRolloutWorker:
     def _facts(self, *, elapsed_s: float | None = None, **found: Any) -> EpisodeFacts:
         return EpisodeFacts(
             decisions_done=len(self._steps),
+            sampled_tokens=self._tokens.sampled,
             invalid_decisions=self._invalid_decisions,
             elapsed_s=self._elapsed_s() if elapsed_s is None else elapsed_s,
             **found,
         )
 
     def _check_termination(self, facts: EpisodeFacts) -> StopReason | None:
-        return stop_reason(facts, self._limits)
+        return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
 
     def _finish(self, reason: StopReason) -> None:
         """Mark the last step with the reason; an episode without a decision has failed."""
@@ -274,7 +286,12 @@ class RLRolloutWorker:
             raise self._critical
         if not self._steps:
             raise DeadlineExceeded("limits.timeout_s passed before the first decision was complete")
-        last = ended(self._steps[-1], reason, environment_truncated=self._environment_truncated)
+        last = ended(
+            self._steps[-1],
+            reason,
+            environment_truncated=self._environment_truncated,
+            penalty=self._multi_turn.context_length_penalty,
+        )
         self._steps[-1] = last
         self._stop_reason = reason
         self._wall_s = self._elapsed_s()

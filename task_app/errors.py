@@ -31,6 +31,7 @@
         ├── ContextLengthExceeded       context_length_exceeded       422  fails only a first decision
         ├── DeadlineExceeded            deadline_exceeded             504  fails only a first decision
         ├── RewardFunctionFailed        reward_function_failed        500  or reward_function_deadline
+        ├── InteractionFailed           interaction_failed            500  or interaction_deadline
         └── CriticalError               critical_error                500  the environment or policy broke
 
 Every one says where, what was found, what is allowed and the likely intent. `routes.problems` turns them into
@@ -43,6 +44,8 @@ from types import TracebackType
 import structlog
 
 from shared_schemas.base import did_you_mean
+from task_app.encoding import clipped as clipped  # named here with the errors that show it
+from task_app.encoding import encodable as encodable
 
 log = structlog.get_logger("task_app")
 
@@ -260,6 +263,10 @@ class RewardFunctionFailed(EpisodeFailed):
     code = "reward_function_failed"
 
 
+class InteractionFailed(EpisodeFailed):
+    code = "interaction_failed"
+
+
 class CriticalError(EpisodeFailed):
     """A plug-in raised what it may not raise."""
 
@@ -287,13 +294,3 @@ class boundary:
             log.exception("boundary", what=self._what)
             first_line = (str(exc).splitlines() or [""])[0][:200]
             raise CriticalError(encodable(f"{self._what} raised {type(exc).__name__}: {first_line}")) from exc
-
-
-def clipped(name: str, at_most: int = 80) -> str:
-    """A caller's name as a message shows it: it may be as long as a whole body."""
-    return name if len(name) <= at_most else name[:at_most] + "..."
-
-
-def encodable(text: str) -> str:
-    """`text` with lone surrogates replaced: they pass through JSON as escapes, but no UTF-8 can hold them."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -7,7 +7,13 @@ from functools import partial
 from task_app.actions import ReadAction
 from task_app.errors import DeadlineExceeded, boundary
 from task_app.guards.threads import Threads, in_thread
-from task_app.protocols import DecisionOutcome, Environment, Observation, steps_quickly
+from task_app.protocols import (
+    ConversationalEnvironment,
+    DecisionOutcome,
+    Environment,
+    Observation,
+    steps_quickly,
+)
 
 
 async def execute(
@@ -32,7 +38,10 @@ async def execute(
     if read.terminate:
         # No env step: what the last one paid is not paid again.
         return DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
-    step = partial(environment.step, read.requests, invalid_reason=read.invalid_reason)
+    if read.text is not None and isinstance(environment, ConversationalEnvironment):
+        step = partial(environment.answer, read.text)
+    else:
+        step = partial(environment.step, read.requests, invalid_reason=read.invalid_reason)
     with boundary("environment.step"):
         if steps_quickly(environment):
             return step()

@@ -13,10 +13,15 @@ from shared_schemas.rollouts import EnvSpec
 from task_app.complaints import invalid, most_telling
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
+from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
+from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.errors import TaskAppError, UnknownName
 from task_app.guards.threads import Threads
+from task_app.interactions.entry import InteractionEntry
+from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
 from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
+from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
 from task_app.protocols import AgentPolicy, Environment, RewardMode
 from task_app.settings import Settings
 from task_app.state_keys import EpisodeStateKeys, StateKey, chosen_keys
@@ -73,11 +78,17 @@ def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
 
 ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
     "crafter": EnvironmentPlugin(CrafterConfig, CrafterEnvironment, CRAFTER_STATE_KEYS),
+    "dialogue": EnvironmentPlugin(DialogueConfig, DialogueEnvironment),
+    "documents": EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment),
 }
 
 POLICIES: dict[str, PolicyPlugin[Any]] = {
     "openai": PolicyPlugin(OpenAIConfig, _openai),
     "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
+    "sums_teacher": PolicyPlugin(SumsTeacherConfig, lambda config, context: SumsTeacher(config)),
+    "documents_teacher": PolicyPlugin(
+        DocumentsTeacherConfig, lambda config, context: DocumentsTeacher(config)
+    ),
     "random": PolicyPlugin(RandomConfig, lambda config, context: RandomPolicy(config)),
 }
 
@@ -96,6 +107,7 @@ class PlugBoards:
     environments: Mapping[str, EnvironmentPlugin[Any]]
     policies: Mapping[str, PolicyPlugin[Any]]
     reward_functions: Mapping[str, RewardPlugin] = field(default_factory=dict)
+    interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
 
     def reward_function(self, name: str, *, where: str = "") -> RewardPlugin:
         """The named reward function.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from shared_schemas.messages import Message, ToolSpec
+from task_app.interactions.base import BaseInteraction as BaseInteraction  # named here with the others
 
 RewardMode = Literal["pointwise", "batch"]
 
@@ -43,6 +44,8 @@ class DecisionOutcome:
         invalid_reason: why the call was refused, in words the model can act on; None when it was valid.
             A refused call still ran one no-op env step (DESIGN.md 4.4).
         result: tool result text for the next prompt.
+        results: of a ConversationalEnvironment: one text for each call, in their order; a refused call's
+            begins with "error: ". Empty where `step` was given no calls.
     """
 
     observation: Observation
@@ -52,6 +55,7 @@ class DecisionOutcome:
     executed_actions: tuple[str, ...] = ()
     invalid_reason: str | None = None
     result: str = ""
+    results: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,21 @@ class PolicyObservation:
 
     messages: tuple[Message, ...]
     data: Mapping[str, Any]
+    max_tokens: int | None = None  # the most that it may sample: what is left of a budget, at least 1
+
+
+class Tool(Protocol):
+    """What a model may call. `task_app.tools.function_tool` makes one of a function with a typed signature.
+
+    A tool that works on state is bound to that of its environment, one for each episode.
+    """
+
+    @property
+    def spec(self) -> ToolSpec:
+        """Name, description and the JSON Schema of the arguments."""
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        """The result text; `task_app.tools.ToolRefused` says what is wrong with the arguments."""
 
 
 class Environment(Protocol):
@@ -133,6 +152,35 @@ class RestorableEnvironment(Environment, Protocol):
 
         Raises ValueError when the bytes are no moment of an environment with this config; says which place.
         """
+
+
+@runtime_checkable
+class ConversationalEnvironment(Environment, Protocol):
+    """An Environment whose conversation the episode loop keeps (task_app.history), and may edit.
+
+    A prompt is then the history, not `messages`, which stays for policy routes. Of several calls in a message
+    each is carried out or refused by itself and has its text in `DecisionOutcome.results`; `invalid_reason`
+    is that of the first one that was refused. A class attribute `takes_answers = False` says that only tools
+    count: `answer` is never valid, so no interaction can be asked.
+    """
+
+    def opening(self) -> tuple[Message, ...]:
+        """What stands before the first decision: a system message or none, then a user message.
+
+        The same until the next reset. Raises EpisodeOver before the first one.
+        """
+
+    def answer(self, text: str) -> DecisionOutcome:
+        """A decision without a call. Where only tools count, it is not valid and `invalid_reason` says so.
+
+        `result` is what the user says next; it is not read where an interaction answers. Raises EpisodeOver
+        after the end.
+        """
+
+
+def takes_answers(environment: Environment) -> bool:
+    """Whether words without a call count in its conversation, so that somebody may answer them."""
+    return bool(getattr(environment, "takes_answers", True))
 
 
 @runtime_checkable

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.base import finite as finite
-from shared_schemas.messages import Message
-from shared_schemas.rewards import StepRewards
+from shared_schemas.rewards import RewardPart, StepRewards
 from shared_schemas.trajectory import (
     ObservationData,
     PolicyLogprobs,
@@ -14,11 +13,12 @@ from shared_schemas.trajectory import (
     StepInfo,
     StopReason,
 )
-from task_app.actions import ReadAction
+from task_app.actions import Choice, ReadAction
 from task_app.decisions import achievements_status, step_metadata
 from task_app.encoding import encodable_json
 from task_app.errors import encodable
-from task_app.protocols import DecisionOutcome, Observation
+from task_app.prompts import Carried, Prompt
+from task_app.protocols import Observation
 from task_app.termination import ends_by_a_limit
 
 LOGPROB_FIELDS = (
@@ -32,40 +32,29 @@ LOGPROB_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The four-tuple of `AgentPolicy.get_action`, with names."""
-
-    action: dict[str, Any]
-    raw_output: str | None = None
-    log_probs: Mapping[str, Any] = field(default_factory=dict)
-    value: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Decided:
     """One completed decision: what was seen, chosen and done, and how long the two halves took."""
 
     turn: int
     before: Observation
-    messages: tuple[Message, ...]
+    prompt: Prompt
     choice: Choice
     read: ReadAction
-    outcome: DecisionOutcome
+    carried: Carried
     state_keys: Mapping[str, str] = field(default_factory=dict)
     snapshot: str | None = None
     policy_s: float = 0.0
     environment_s: float = 0.0
 
 
-def observation_data(
-    observation: Observation,
-    messages: tuple[Message, ...] = (),
-    state_keys: Mapping[str, str] | None = None,
-) -> ObservationData:
+def observation_data(observation: Observation, decided: Decided | None = None) -> ObservationData:
+    """Counters and the last reward; with the decision that was made from it, its prompt and its state too."""
     counts = dict(observation.achievements_counts)
     return ObservationData(
-        messages=messages,
-        state_keys=dict(state_keys or {}),
+        messages=decided.prompt.new if decided else (),
+        messages_reused=decided.prompt.reused if decided else 0,
+        changed=dict(decided.prompt.changed) if decided else {},
+        state_keys=dict(decided.state_keys) if decided else {},
         achievements_status=achievements_status(counts),
         achievements_counts=counts,
         reward_last_step=observation.reward_last_step,
@@ -78,10 +67,10 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
     Raises:
         ValueError: a field cannot be recorded; a fault of the environment or of the policy.
     """
-    choice, outcome = decided.choice, decided.outcome
+    choice, outcome = decided.choice, decided.carried.outcome
     return StepData(
         turn=decided.turn,
-        observation_data=observation_data(decided.before, decided.messages, decided.state_keys),
+        observation_data=observation_data(decided.before, decided),
         next_observation=observation_data(outcome.observation),
         action_taken=encodable_json(choice.action),
         tool_calls=decided.read.tool_calls,
@@ -92,6 +81,7 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         policy_logprobs=_policy_logprobs(choice.log_probs),
         policy_value_estimate=choice.value,
         env_rewards=tuple(map(finite, outcome.env_rewards)),
+        reward_parts=decided.carried.reward_parts,
         metadata=step_metadata(
             decided.before.achievements_counts,
             outcome.observation.achievements_counts,
@@ -102,8 +92,16 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
     )
 
 
-def ended(step: StepData, reason: StopReason, *, environment_truncated: bool) -> StepData:
-    """The last step, marked: `terminated` is an end of the task, `truncated` a cut by a limit."""
+def ended(
+    step: StepData, reason: StopReason, *, environment_truncated: bool, penalty: float = 0.0
+) -> StepData:
+    """The last step, marked: `terminated` is an end of the task, `truncated` a cut by a limit.
+
+    `penalty` is that of a context that does not fit: the decision pays whose consequence it is.
+    """
+    if penalty and reason is StopReason.CONTEXT_LENGTH:
+        parts = (*step.reward_parts, RewardPart(source="penalty", value=penalty))
+        step = step.model_copy(update={"reward_parts": parts})
     truncated = ends_by_a_limit(reason) or (reason is StopReason.ENVIRONMENT_DONE and environment_truncated)
     return step.model_copy(
         update={"is_done": True, "terminated": not truncated, "truncated": truncated, "stop_reason": reason}
@@ -111,7 +109,7 @@ def ended(step: StepData, reason: StopReason, *, environment_truncated: bool) ->
 
 
 def _step_info(decided: Decided) -> StepInfo:
-    outcome, log_probs = decided.outcome, decided.choice.log_probs
+    outcome, log_probs = decided.carried.outcome, decided.choice.log_probs
     return StepInfo(
         tool_result=encodable(outcome.result),
         invalid_reason=None if outcome.invalid_reason is None else encodable(outcome.invalid_reason),
@@ -121,6 +119,7 @@ def _step_info(decided: Decided) -> StepInfo:
         prompt_tokens=log_probs.get("prompt_tokens"),
         completion_tokens=log_probs.get("completion_tokens"),
         finish_reason=log_probs.get("finish_reason"),
+        user_answer=decided.carried.answer,
     )
 
 

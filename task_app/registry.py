@@ -30,6 +30,7 @@ class Sessions(Generic[S]):
         idle_s: forgotten after this long without a request.
         clock: seconds that only grow.
         on_add: told of every session from now on.
+        ended_by: path of the route that ends one; /{kind}/terminate when absent.
         opened, closed: called with every new session before anybody learns its id, and every forgotten one.
     """
 
@@ -41,6 +42,7 @@ class Sessions(Generic[S]):
         idle_s: float,
         clock: Callable[[], float] = time.monotonic,
         on_add: Callable[[S], None] = lambda session: None,
+        ended_by: str | None = None,
         opened: Callable[[str, S], None] = lambda session_id, session: None,
         closed: Callable[[str, S], None] = lambda session_id, session: None,
     ) -> None:
@@ -49,6 +51,7 @@ class Sessions(Generic[S]):
         self._idle_s = idle_s
         self._clock = clock
         self._on_add = on_add
+        self._ended_by = ended_by or f"/{kind}/terminate"
         self._opened = opened
         self._closed = closed
         self.draining = False
@@ -66,7 +69,7 @@ class Sessions(Generic[S]):
             raise CapacityReached(
                 f"{self._capacity} {self._kind} sessions are the most that this task app holds; "
                 f"{len(self._sessions)} are open, and {new} more do not fit",
-                hint=f"POST /{self._kind}/terminate those that are not needed",
+                hint=f"POST {self._ended_by} those that are not needed",
             )
 
     def add(self, session: S) -> str:

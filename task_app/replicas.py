@@ -171,6 +171,8 @@ def _arguments(options: argparse.Namespace, state_dir: Path | None, index: int) 
         words += ["--allow-inference-host", host]
     for file in options.plugins:
         words += ["--plugins", str(file)]
+    if options.interactions is not None:
+        words += ["--interactions", str(options.interactions)]
     if state_dir is not None:
         words += ["--state-dir", str(state_dir / f"replica-{index}")]
     return words

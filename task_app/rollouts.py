@@ -14,10 +14,11 @@ import structlog
 
 from shared_schemas.rollouts import RolloutBatch, RolloutRequest, RolloutsAccepted, RolloutStatus
 from task_app import endings
-from task_app.assembly import build_worker
+from task_app.assembly import Assembly
 from task_app.batches import digest_of, new_and_known
 from task_app.episode import RLRolloutWorker
 from task_app.errors import InvalidRequest, ShuttingDown, TaskAppError, boundary
+from task_app.interactions.service import Interactions
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.results import Record, Results, page_json, page_of, rollout_json
 from task_app.reward_functions.pool import RewardFunctions
@@ -37,6 +38,7 @@ class RolloutRunner:
         settings: bounds.
         boards: what requests may name.
         make_context: what a policy of a request gets beside its config.
+        interactions: who may answer in its conversations.
         instance_id: names this process in every answer; a restart has another.
         clock: seconds that only grow.
         on_end: told of every rollout that ended.
@@ -47,18 +49,19 @@ class RolloutRunner:
         settings: Settings,
         boards: PlugBoards,
         make_context: MakeContext,
+        interactions: Interactions,
         *,
         instance_id: str,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self._settings = settings
-        self._boards = boards
         self._make_context = make_context
         self._clock = clock
         self._on_end = on_end
         self.results = Results(instance_id)
         self.worlds = Worlds()
+        self._assembly = Assembly(boards, self.worlds, interactions)
         self.runs = Runs(at_most=settings.max_rollouts_held, idle_s=settings.finished_expiry_s, clock=clock)
         self._played: dict[str, asyncio.Future[None]] = {}
         self._queue: OrderedDict[str, tuple[Record, RLRolloutWorker, Context]] = OrderedDict()
@@ -86,9 +89,8 @@ class RolloutRunner:
             self.runs.check_not_aborted(request.run_id, where=f"rollouts.{index}.run_id")
         if new:
             self.results.check_room(len(new), self._settings)
-        build = partial(build_worker, boards=self._boards, worlds=self.worlds)
         workers = [
-            build(request, context=self._make_context(request), where=f"rollouts.{index}.")
+            self._assembly.worker(request, self._make_context(request), where=f"rollouts.{index}.")
             for index, request, _ in new
         ]
         for (_, request, digest), worker in zip(new, workers, strict=True):

@@ -16,6 +16,8 @@ from task_app.errors import JournalFailed
 from task_app.guards.auth import Keys
 from task_app.guards.idempotency import Answers
 from task_app.guards.threads import Threads
+from task_app.interactions.service import Interactions
+from task_app.interactions.sessions import InteractionSession
 from task_app.journal.answer_book import AnswerBook
 from task_app.journal.keeping import NotKept, StateDir, state_dir
 from task_app.journal.recovery import recover
@@ -45,6 +47,8 @@ class Services:
     runner: RolloutRunner = field(init=False)
     environments: Sessions[EnvironmentSession] = field(init=False)
     policies: Sessions[PolicySession] = field(init=False)
+    interactions: Interactions = field(init=False)
+    interaction_sessions: Sessions[InteractionSession] = field(init=False)
     answers: Answers = field(init=False)
     snapshots: Held = field(init=False)
     metrics: Metrics = field(default_factory=Metrics)
@@ -55,8 +59,18 @@ class Services:
     _session: aiohttp.ClientSession | None = None
 
     def __post_init__(self) -> None:
+        self.interactions = Interactions(
+            self.boards.interactions,
+            self.settings,
+            lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
+        )
         self.runner = RolloutRunner(
-            self.settings, self.boards, self._context_of, instance_id=self.instance_id, on_end=self._count
+            self.settings,
+            self.boards,
+            self._context_of,
+            self.interactions,
+            instance_id=self.instance_id,
+            on_end=self._count,
         )
         capacity, idle_s = self.settings.max_sessions, self.settings.session_idle_s
         self.threads = Threads(
@@ -74,6 +88,13 @@ class Services:
         )
         self.policies = Sessions(
             "policy", capacity=capacity, idle_s=idle_s, opened=keep.opened_policy, closed=keep.closed
+        )
+        self.interaction_sessions = Sessions(
+            "interaction",
+            capacity=capacity,
+            idle_s=idle_s,
+            ended_by="/interaction/finalize",
+            closed=_finalise,
         )
         self.snapshots = Held(
             at_most=self.settings.max_snapshots_held, at_most_bytes=self.settings.max_snapshots_bytes
@@ -118,8 +139,12 @@ class Services:
         environments, policies = self.environments.expire(), self.policies.expire()
         for policy_id, session in policies.items():
             self.unbind(policy_id, session)
-        if environments or policies:
-            log.info("sessions_expired", environments=len(environments), policies=len(policies))
+        interactions = self.interaction_sessions.expire()
+        if environments or policies or interactions:
+            log.info(
+                "sessions_expired",
+                environments=len(environments), policies=len(policies), interactions=len(interactions),
+            )  # fmt: skip
 
     def unbind(self, policy_id: str, session: PolicySession) -> None:
         """Take the training switches of a forgotten policy from its environment, if that is still there."""
@@ -165,6 +190,7 @@ class Services:
         """Take nothing new, let what runs end and be fetched, and end the rest when the time is over."""
         until_s = time.monotonic() + within_s
         self.draining = self.environments.draining = self.policies.draining = True
+        self.interaction_sessions.draining = True
         log.info("draining", within_s=within_s)
         self.runner.begin_drain()
         ran = await self.runner.settled(within_s)
@@ -175,9 +201,15 @@ class Services:
     async def close(self) -> None:
         await self.runner.drain()
         await self.runner.rewards.close()
+        await self.interactions.close()
         await self.session.close()
         if self.state is not None:
             self.state.close()
+
+
+def _finalise(_: str, session: InteractionSession) -> None:
+    """Of a session that ended or expired; `Services.close` waits for it."""
+    session.live.begin_close()
 
 
 def services_of(request: Request) -> Services:

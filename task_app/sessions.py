@@ -11,11 +11,11 @@ from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec
 from shared_schemas.trajectory import StepMetadata
 from task_app.decisions import NO_METADATA, step_metadata
-from task_app.episode import PAST_DECISIONS_SHOWN
 from task_app.errors import EpisodeOver, boundary
 from task_app.guards.locks import SessionLock
 from task_app.guards.threads import Threads, in_thread
 from task_app.observing.recent import Recent, decision, no_decisions
+from task_app.prompts import PAST_DECISIONS_SHOWN
 from task_app.protocols import (
     AgentPolicy,
     DecisionOutcome,

@@ -105,6 +105,15 @@ class Settings(Body):
     reward_variables: tuple[Variable, ...] = Field(
         default=(), description="environment variables that its process is given beside the harmless ones"
     )
+    interaction_config_path: Path | None = Field(
+        default=None, description="the file of interactions, as --interactions names it"
+    )
+    interaction_deadline_s: float = Field(
+        default=60.0, gt=0.0, le=86_400.0, description="for one call of an interaction"
+    )
+    max_interaction_bytes: int = Field(
+        default=1 << 20, ge=1_024, le=1 << 30, description="of what an interaction answers once"
+    )
     max_idempotency_keys: int = Field(default=65_536, ge=1, le=10_000_000)
     max_idempotency_bytes: int = Field(
         default=128 << 20, ge=1_024, le=1 << 40, description="of the answers kept for retries"
@@ -163,7 +172,7 @@ class Settings(Body):
 
     def limits(self) -> dict[str, Any]:
         """What `/info` shows: every bound, no key."""
-        return self.model_dump(mode="json", exclude={"api_keys", "state_dir"})
+        return self.model_dump(mode="json", exclude={"api_keys", "state_dir", "interaction_config_path"})
 
 
 def settings_from_environ(environ: Mapping[str, str]) -> Settings:

@@ -23,9 +23,12 @@ class EpisodeFacts:
         elapsed_s: since the episode began, world generation included.
         critical_error: the environment raised what it may not raise.
         environment_done: the environment's own end, or a limit inside it.
+        interaction_done: who answers as the user has ended the conversation.
         terminate_action: the policy chose to stop.
         pattern_found: what the policy wrote holds the pattern of limits.termination_regex.
         context_exceeded: the next prompt did not fit the model.
+        sampled_tokens: of all decisions together, as far as the server counts them.
+        user_is_silent: the user has given all the answers that it may, and one was due.
     """
 
     decisions_done: int
@@ -33,21 +36,30 @@ class EpisodeFacts:
     elapsed_s: float = 0.0
     critical_error: bool = False
     environment_done: bool = False
+    interaction_done: bool = False
     terminate_action: bool = False
     pattern_found: bool = False
     context_exceeded: bool = False
+    sampled_tokens: int = 0
+    user_is_silent: bool = False
 
 
-def stop_reason(facts: EpisodeFacts, limits: RolloutLimits) -> StopReason | None:
+def stop_reason(
+    facts: EpisodeFacts, limits: RolloutLimits, *, max_episode_tokens: int | None = None
+) -> StopReason | None:
     """The first reason that holds, in the order of `StopReason`; None while the episode goes on."""
     holds = {
         StopReason.CRITICAL_ERROR: facts.critical_error,
         StopReason.ENVIRONMENT_DONE: facts.environment_done,
+        StopReason.INTERACTION_DONE: facts.interaction_done,
         StopReason.TERMINATE_ACTION: facts.terminate_action,
         StopReason.TERMINATION_REGEX: facts.pattern_found,
         StopReason.INVALID_ACTION: facts.invalid_decisions >= limits.max_invalid_decisions,
         StopReason.CONTEXT_LENGTH: facts.context_exceeded,
         StopReason.DEADLINE: facts.elapsed_s >= limits.timeout_s,
+        StopReason.EPISODE_TOKENS: max_episode_tokens is not None
+        and facts.sampled_tokens >= max_episode_tokens,
+        StopReason.MAX_USER_TURNS: facts.user_is_silent,
         StopReason.MAX_DECISIONS: facts.decisions_done >= limits.max_decisions,
     }
     return next((reason for reason in StopReason if holds.get(reason)), None)
@@ -78,5 +90,7 @@ def ends_by_a_limit(reason: StopReason) -> bool:
         StopReason.INVALID_ACTION,
         StopReason.CONTEXT_LENGTH,
         StopReason.DEADLINE,
+        StopReason.EPISODE_TOKENS,
+        StopReason.MAX_USER_TURNS,
         StopReason.MAX_DECISIONS,
     }

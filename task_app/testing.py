@@ -10,17 +10,18 @@ pytest then runs every test below on it. Needs no pytest itself. (The idea: dm_e
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
 
+from task_app.contract_checks import check, check_observation, check_outcome, raises_episode_over
 from task_app.errors import EpisodeOver
 from task_app.policies.random_calls import random_call
 from task_app.protocols import (
+    ConversationalEnvironment,
     DecisionOutcome,
     Environment,
-    Observation,
     PastDecision,
     RestorableEnvironment,
     ToolRequest,
+    takes_answers,
 )
 
 Calls = tuple[ToolRequest, ...]
@@ -48,9 +49,11 @@ class EnvironmentContract:
     def test_it_has_a_name_tools_and_says_what_its_outcome_is(self) -> None:
         environment = self.make()
         check(bool(environment.name), "name is empty")
-        check(bool(environment.outcome_definition), "outcome_definition is empty")
+        # A conversation may leave tools and score to whoever answers it.
+        talks = isinstance(environment, ConversationalEnvironment)
+        check(talks or bool(environment.outcome_definition), "outcome_definition is empty")
         tools = environment.tools()
-        check(len(tools) > 0, "tools() offers nothing to call")
+        check(talks or len(tools) > 0, "tools() offers nothing to call")
         names = [tool.function.name for tool in tools]
         check(len(set(names)) == len(names), f"tools() offers a name twice: {names}")
         json.dumps([tool.model_dump(mode="json") for tool in tools])
@@ -93,7 +96,7 @@ class EnvironmentContract:
             before = after
 
     def test_what_cannot_be_carried_out_runs_one_env_step_and_says_why(self) -> None:
-        tool = self.make().tools()[0].function.name
+        tool = next((tool.function.name for tool in self.make().tools()), "no_tools_at_all")
         for calls in (
             (),
             (ToolRequest("no_such_tool", {}, "{}"),),
@@ -118,7 +121,7 @@ class EnvironmentContract:
         environment = self.make()
         first = environment.reset(self.seed)
         calls = self._calls(environment, random.Random(0))
-        past = [PastDecision(calls, environment.step(calls))]
+        past = [PastDecision(calls, decide(environment, calls))]
         refused = (ToolRequest("no_such_tool", None, "{oops"),)
         if not (past[0].outcome.terminated or past[0].outcome.truncated):
             past.append(PastDecision(refused, environment.step(refused)))
@@ -132,6 +135,55 @@ class EnvironmentContract:
                 "messages() reads more than its arguments: another instance says another prompt",
             )
 
+    def test_a_conversation_opens_alike_for_equal_seeds_and_stays_as_it_opened(self) -> None:
+        environment, other = self.make(), self.make()
+        if not isinstance(environment, ConversationalEnvironment):
+            return  # the others word a whole prompt for each decision
+        assert isinstance(other, ConversationalEnvironment), "make() makes one kind of environment"
+        try:
+            environment.opening()
+        except EpisodeOver:
+            pass
+        else:
+            raise AssertionError("opening() worked before the first reset(); raise EpisodeOver")
+        for one in (environment, other):
+            one.reset(self.seed)
+        opening = environment.opening()
+        check(other.opening() == opening, "opening() differs between two episodes of one seed")
+        roles = [message.role for message in opening]
+        check(roles[-1:] == ["user"], f"opening() has the roles {roles}; the last one must be 'user'")
+        check("system" not in roles[1:], f"opening() has the roles {roles}; 'system' may only be the first")
+        decide(environment, self._calls(environment, random.Random(0)))
+        check(environment.opening() == opening, "opening() changed with a step")
+
+    def test_every_call_of_a_conversation_has_its_text(self) -> None:
+        environment = self.make()
+        if not isinstance(environment, ConversationalEnvironment):
+            return
+        environment.reset(self.seed)
+        good = self._calls(environment, random.Random(0))
+        bad = (ToolRequest("no_such_tool", {}, "{}"),)
+        calls = (*bad, *good)
+        outcome = environment.step(calls)
+        check(len(outcome.results) == len(calls), f"{len(calls)} calls have {len(outcome.results)} results")
+        check(all(outcome.results), "a result is empty: a model would wonder what came of its call")
+        check(
+            outcome.results[0].startswith("error: "),
+            "the text of a refused call does not begin with 'error: '",
+        )
+        for refused, told in (((), None), (calls, "found earlier")):
+            environment.reset(self.seed)
+            count = len(environment.step(refused, invalid_reason=told).results)
+            check(count == len(refused), f"{len(refused)} refused calls have {count} results")
+        environment.reset(self.seed)
+        outcome = environment.answer("words without a call")
+        check_outcome(outcome)
+        counts = takes_answers(environment) or outcome.invalid_reason is not None
+        check(
+            counts,
+            "takes_answers is False, and answer() is valid: an interaction would be refused for nothing",
+        )
+
     def test_a_restored_moment_goes_on_like_the_original(self) -> None:
         environment, other = self.make(), self.make()
         if not isinstance(environment, RestorableEnvironment):
@@ -144,8 +196,10 @@ class EnvironmentContract:
                 restored = other.restore(environment.snapshot())
                 check(restored == shown, f"restore() shows another observation after {decision} decisions")
             calls = self._calls(environment, source)
-            outcome = environment.step(calls)
-            check(other.step(calls) == outcome, "the restored moment went on differently for the same calls")
+            outcome = decide(environment, calls)
+            check(
+                decide(other, calls) == outcome, "the restored moment went on differently for the same calls"
+            )
             check(other.outcome_reward() == environment.outcome_reward(), "outcome_reward() was not restored")
             shown = outcome.observation
             if outcome.terminated or outcome.truncated:
@@ -192,7 +246,7 @@ class EnvironmentContract:
         played = []
         for _ in range(self.decisions):
             calls = self._calls(environment, source)
-            outcome = environment.step(calls)
+            outcome = decide(environment, calls)
             played.append((calls, outcome))
             if outcome.terminated or outcome.truncated:
                 break
@@ -200,51 +254,16 @@ class EnvironmentContract:
         return played
 
     def _calls(self, environment: Environment, source: random.Random) -> Calls:
+        """One call of a tool; none where there is no tool, and answers are words."""
+        if not environment.tools():
+            return ()
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
         name, arguments = random_call(tools, source, longest=4)
         return (ToolRequest(name, arguments, json.dumps(arguments)),)
 
 
-def check(holds: bool, sentence: str) -> None:
-    """Fail with the sentence; a bare assert would say nothing: pytest rewrites those of test files alone."""
-    if not holds:
-        raise AssertionError(sentence)
-
-
-def check_observation(observation: Observation) -> None:
-    check(bool(observation.text), "Observation.text is empty")
-    observation.text.encode("utf-8")
-    data = dict(observation.data)
-    check(
-        json.loads(json.dumps(data)) == data,
-        "Observation.data is not what JSON makes of it: use plain values",
-    )
-    check_counts(observation.achievements_counts)
-    check(math.isfinite(observation.reward_last_step), "reward_last_step is not finite")
-
-
-def check_counts(counts: Mapping[str, int]) -> None:
-    wrong = [name for name, count in counts.items() if type(count) is not int or count < 0]
-    check(not wrong, f"achievements_counts holds no counter from 0 on: {wrong}")
-
-
-def check_outcome(outcome: DecisionOutcome) -> None:
-    check_observation(outcome.observation)
-    rewards = outcome.env_rewards
-    check(len(rewards) > 0, "env_rewards is empty: every decision runs at least one env step")
-    check(all(math.isfinite(reward) for reward in rewards), f"env_rewards are not finite: {rewards}")
-    told = outcome.executed_actions
-    check(len(told) == len(rewards), f"{len(told)} executed_actions, but {len(rewards)} env_rewards")
-    last = outcome.observation.reward_last_step
-    check(last == rewards[-1], f"reward_last_step is {last}, but the last env step earned {rewards[-1]}")
-    check(
-        not (outcome.terminated and outcome.truncated), "terminated and truncated at once: a limit is no end"
-    )
-
-
-def raises_episode_over(environment: Environment, calls: Sequence[ToolRequest]) -> None:
-    try:
-        environment.step(calls)
-    except EpisodeOver:
-        return
-    raise AssertionError("step() ran although no episode is under way; raise task_app.errors.EpisodeOver")
+def decide(environment: Environment, calls: Calls) -> DecisionOutcome:
+    """Carry out the calls; a conversation without any is answered in words."""
+    if not calls and isinstance(environment, ConversationalEnvironment):
+        return environment.answer("words without a call")
+    return environment.step(calls)

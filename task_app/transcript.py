@@ -7,10 +7,16 @@ from shared_schemas.trajectory import StepData
 
 
 def transcript(steps: Sequence[StepData]) -> list[Message]:
-    """Prompt, answer and tool results of every decision in order; the system message stands once."""
+    """Prompt, answer and tool results of every decision in order; the system message stands once.
+
+    A whole conversation is its own transcript, with what no step holds: what came after the last answer, and
+    ids (`task_app.history.History.full_history`).
+    """
     messages: list[Message] = []
     for step in steps:
-        prompt = step.observation_data.messages
+        prompt, reused = step.observation_data.messages, step.observation_data.messages_reused
+        if reused:  # a conversation, whose prompt brings the answer before and all that followed it
+            del messages[reused:]
         messages.extend(message for message in prompt if not messages or message.role != "system")
         messages.append(_answer(step))
         messages.extend(

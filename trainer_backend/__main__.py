@@ -71,8 +71,13 @@ def check(job: JobPaths, overrides: Overrides = None) -> None:
 
     What task apps offer (environments, policies, their configs) is checked when `train` starts.
     """
+    from trainer_backend.data.dataset import data_of
+
     loaded = load_new_job(job, overrides or ())
     warn(_err, loaded)
+    data = data_of(loaded.config)
+    for line in data.told if data is not None else ():
+        tell(_err, line)
     print(dump_job(loaded.config), end="")
 
 
@@ -175,14 +180,15 @@ def inspect_rollout(
             help="the run that holds it; absent: those in runs/", autocompletion=completion.run_directories
         ),
     ] = None,
-    full: Annotated[bool, typer.Option(help="show whole prompts, not their last message")] = False,
+    full: Annotated[bool, typer.Option(help="show whole prompts, not only what is new in them")] = False,
+    tokens: Annotated[bool, typer.Option(help="show token ids, and where segments hold them")] = False,
 ) -> None:
     """Show one stored episode, decision by decision: what it saw, did, earned, and its credit."""
     from trainer_backend.recredit.episode import episode_view, find_rollout
 
     folders = [run] if run else sorted(path.parent for path in Path("runs").glob("*/run.json"))
     found, credits = find_rollout([open_run(folder) for folder in folders], rollout)
-    _out.print(episode_view(found, credits, full=full), soft_wrap=True)
+    _out.print(episode_view(found, credits, full=full, tokens=tokens), soft_wrap=True)
 
 
 @app.command("eval")

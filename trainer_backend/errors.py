@@ -2,6 +2,7 @@
 
     TrainerError
     ├── JobError                   the TOML of a job is wrong
+    ├── DataError                  a file, split or row of [data] is not as it must be
     ├── ModelFolderError           a model or tokenizer cannot be loaded or built
     ├── CheckpointError            a checkpoint cannot be written or read
     ├── RunDirectoryError          a run's folder cannot be made, or is not one
@@ -71,6 +72,12 @@ class JobError(TrainerError):
     code = "job_invalid"
     status = 400
     title = "Invalid job"
+
+
+class DataError(TrainerError):
+    code = "data_invalid"
+    status = 400
+    title = "Data cannot be used"
 
 
 class ModelFolderError(TrainerError):
@@ -145,10 +152,12 @@ class ContextLengthExceeded(BadChatRequest):
     code = CONTEXT_LENGTH_EXCEEDED
     title = "The context is full"
 
-    def __init__(self, *, prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, *, prompt_tokens: int, max_tokens: int, max_model_len: int, whose: str = "the model holds"
+    ) -> None:
         super().__init__(
             f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} = {prompt_tokens + max_tokens}, "
-            f"but the model holds {max_model_len}",
+            f"but {whose} {max_model_len}",
             where="messages",
         )
         self.prompt_tokens = prompt_tokens

@@ -87,7 +87,7 @@ class InferenceServer(Protocol):
         """Serve the learner's weights from now on, under this version; no request is lost."""
 
     def totals(self) -> Mapping[str, int]:
-        """What was inferred since the start: requests, prompt_tokens, sampled_tokens, steps."""
+        """What was inferred since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 
 
 class Reporter(Protocol):

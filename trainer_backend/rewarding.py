@@ -79,7 +79,7 @@ def reward_config(job: JobConfig) -> RewardConfig:
         beta=table.step_rewards_beta,
         indicator_lambda=table.step_rewards_indicator_lambda,
         horizon=table.step_rewards_horizon,
-        max_decisions=job.rollout.max_turns,
+        max_decisions=job.max_decisions,
     )
 
 

@@ -14,6 +14,7 @@ from trainer_backend.collect.collector import Collection, Collector, joined
 from trainer_backend.collect.plan import Planner
 from trainer_backend.core.branching import by_parent
 from trainer_backend.credit import NOTHING, Credited, Measured, credit, segments_by_rollout
+from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation.metrics import (
     collection_metrics,
@@ -37,6 +38,7 @@ class Run:
 
     Attributes:
         run_id: names this start of the run at the task apps (start.run_job).
+        data: the rows of [data], where the job has that table.
     """
 
     job: JobConfig
@@ -46,10 +48,11 @@ class Run:
     learner: Learner
     server: InferenceServer
     reporter: Reporter
+    data: DataSet | None = None
 
     @property
     def planner(self) -> Planner:
-        return Planner(self.job, self.run_id, self.server.inference)
+        return Planner(self.job, self.run_id, self.server.inference, self.data)
 
 
 async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:

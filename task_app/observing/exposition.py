@@ -56,7 +56,13 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
     sessions = GaugeMetricFamily("turnwise_sessions", "Live sessions.", labels=["kind"])
     sessions.add_metric(["env"], len(services.environments))
     sessions.add_metric(["policy"], len(services.policies))
+    sessions.add_metric(["interaction"], len(services.interaction_sessions))
     yield sessions
+    yield GaugeMetricFamily(
+        "turnwise_interactions",
+        "Interactions that are not finalised yet, of rollouts and sessions.",
+        len(services.interactions),
+    )
     rollouts = GaugeMetricFamily("turnwise_rollouts", "Rollouts that have not ended.", labels=["state"])
     for state, count in runner.unfinished().items():
         rollouts.add_metric([state], count)

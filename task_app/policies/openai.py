@@ -20,7 +20,8 @@ from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.endpoint import chat_completions_url
-from task_app.policies.replies import Reply, is_context_length, protocol_error, read_reply, refusal, wait_told
+from task_app.policies.posting import Endpoint, TryAgain
+from task_app.policies.replies import Reply, is_context_length, protocol_error, read_reply, refusal
 from task_app.protocols import PolicyObservation
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -28,7 +29,7 @@ TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 SET_BY_THE_POLICY = frozenset(
     {
         "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens",
-        "max_completion_tokens", "seed", "n", "stream", "return_token_ids",
+        "max_completion_tokens", "max_model_length", "seed", "n", "stream", "return_token_ids",
     }
 )  # fmt: skip
 # A shorter key ("EMPTY", "null") is no secret, and may be a part of any text.
@@ -46,6 +47,9 @@ class OpenAIConfig(Body):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary and is not sent")
     max_tokens: int = Field(default=64, ge=1, le=1_000_000)
+    max_model_length: int | None = Field(
+        default=None, ge=1, le=100_000_000, description="most tokens of a prompt and its max_tokens together"
+    )
     seed: int | None = Field(
         default=None, ge=0, strict=True, description="each decision samples with a seed of its own"
     )
@@ -73,14 +77,6 @@ class OpenAIConfig(Body):
         if taken:
             raise ValueError(f"{taken[0]!r} is set by the policy itself, and has a key or flag of its own")
         return extra
-
-
-class TryAgain(Exception):
-    """Nothing answered, or the server said 'later', and perhaps when; the same request may be sent again."""
-
-    def __init__(self, sentence: str, *, after_s: float | None = None) -> None:
-        super().__init__(sentence)
-        self.after_s = after_s
 
 
 def decision_seed(seed: int, turn: int) -> int:
@@ -121,20 +117,21 @@ class OpenAIAgentPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self._url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
-        self._session = session
-        self._headers = {"Content-Type": "application/json"}
+        url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
+        headers = {"Content-Type": "application/json"}
         if rollout_id is not None and config.ask_token_ids:
-            self._headers[ROLLOUT_HEADER] = rollout_id
+            headers[ROLLOUT_HEADER] = rollout_id
         self._key = inference_key.get_secret_value() if inference_key is not None else ""
         if inference_key is not None:
-            self._headers["Authorization"] = f"Bearer {self._key}"
-        self._timeout = aiohttp.ClientTimeout(total=config.request_timeout_s)
-        self._max_reply_bytes = max_reply_bytes
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._endpoint = Endpoint(
+            session, url, headers, timeout_s=config.request_timeout_s, max_reply_bytes=max_reply_bytes
+        )
         self._on_retry = on_retry
         self._clock = clock
         self._turn = 0
         self._ids_seen = 0
+        self._last: tuple[tuple[Message, ...], Reply] | None = None
         self._answered = False
         self.pending_failure: str | None = None
 
@@ -142,13 +139,21 @@ class OpenAIAgentPolicy:
         self, observation: PolicyObservation, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> Answer:
         self._turn += 1
-        sampling = self.sampling(self._turn)
+        sampling = self.sampling(self._turn, most=observation.max_tokens)
+        self._refuse_overrun(observation.messages, sampling.max_tokens)
         body = self.request_body(observation.messages, available_tools_specs or [], sampling)
         reply = await self._complete(body)
         self._check_reuse(reply.tokens)
+        self._last = observation.messages, reply
         return reply.action, reply.text, self._log_probs(reply, sampling), None
 
-    def sampling(self, turn: int) -> Sampling:
+    @property
+    def max_model_length(self) -> int | None:
+        """What a prompt and its max_tokens may have together, as far as this policy was told."""
+        return self.config.max_model_length
+
+    def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
+        """How decision `turn` (from 1) is drawn: at most `most` tokens, whatever the config allows."""
         config = self.config
         return Sampling(
             temperature=config.temperature,
@@ -157,7 +162,7 @@ class OpenAIAgentPolicy:
             seed=None
             if config.seed is None or "seed" in config.leave_out
             else decision_seed(config.seed, turn),
-            max_tokens=config.max_tokens,
+            max_tokens=config.max_tokens if most is None else min(config.max_tokens, most),
         )
 
     def snapshot(self) -> dict[str, Any]:
@@ -188,6 +193,8 @@ class OpenAIAgentPolicy:
             body["top_k"] = sampling.top_k
         if sampling.seed is not None:
             body["seed"] = sampling.seed
+        if self.config.max_model_length is not None and self.config.ask_token_ids:
+            body["max_model_length"] = self.config.max_model_length
         kept = {name: value for name, value in body.items() if name not in self.config.leave_out}
         return kept | self.config.extra_body
 
@@ -236,7 +243,7 @@ class OpenAIAgentPolicy:
         # A repeated request whose first answer was lost must not build on that lost answer's ids, nor a
         # first decision on those of an earlier attempt at the same rollout: ask for the whole prompt.
         sent = {**body, "return_token_ids": True} if first and self.config.ask_token_ids else body
-        status, text, after_s = await self._post(json.dumps(sent).encode())
+        status, text, after_s = await self._endpoint.post(json.dumps(sent).encode())
         if len(self._key) >= SECRET_FROM:
             # A server that repeats its request (proxies do) would have the key recorded with the episode.
             text = text.replace(self._key.encode(), b"[key]")
@@ -249,32 +256,25 @@ class OpenAIAgentPolicy:
             raise ContextLengthExceeded(sentence)
         raise PolicyUnavailable(f"the inference server refused: {sentence}", code="inference_refused")
 
-    async def _post(self, data: bytes) -> tuple[int, bytes, float | None]:
-        """Status, body, and after how many seconds the server wants to be asked again, if it says so."""
-        try:
-            # No redirects: they would lead past the list of allowed hosts.
-            async with self._session.post(
-                self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
-            ) as response:
-                after_s = wait_told(response.headers.get("Retry-After"))
-                return response.status, await self._bounded(response), after_s
-        except TimeoutError as exc:
-            raise TryAgain(f"no answer within {self.config.request_timeout_s:g} s") from exc
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
-            raise TryAgain(f"{type(exc).__name__}: {exc}"[:200]) from exc
-        except (aiohttp.ClientError, ValueError) as exc:
-            raise protocol_error(type(exc).__name__) from exc
+    def _refuse_overrun(self, messages: tuple[Message, ...], max_tokens: int) -> None:
+        """Towards a server that does not know `max_model_length`: refuse a prompt that is surely too long.
 
-    async def _bounded(self, response: aiohttp.ClientResponse) -> bytes:
-        if (response.content_length or 0) <= self._max_reply_bytes:
-            parts = bytearray()
-            async for part in response.content.iter_any():
-                parts += part
-                if len(parts) > self._max_reply_bytes:
-                    break
-            else:
-                return bytes(parts)
-        raise protocol_error(f"a reply of more than {self._max_reply_bytes} bytes")
+        Its last reply told how many tokens the prompt and the answer had, and a conversation that only grew
+        has at least those. What was appended since cannot be counted here, nor the prompt of a first decision
+        or one after an edit, nor anything where the server tells no usage: there its own limit alone holds.
+        """
+        limit, last = self.config.max_model_length, self._last
+        if limit is None or self.config.ask_token_ids or last is None:
+            return
+        earlier, reply = last
+        if reply.kept_tokens is None or messages[: len(earlier)] != earlier or len(messages) == len(earlier):
+            return
+        wanted = reply.kept_tokens + max_tokens
+        if wanted > limit:
+            raise ContextLengthExceeded(
+                f"a prompt of at least {reply.kept_tokens} tokens + max_tokens {max_tokens} = {wanted}, "
+                f"but max_model_length is {limit}"
+            )
 
     def _check_reuse(self, tokens: PolicyLogprobs | None) -> None:
         """The gateway may reuse at most the ids that this conversation has seen."""

@@ -24,7 +24,10 @@ UNAUTHORISED = frozenset({401, 403})
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A chat completion, read. `tokens` is None where the server sends no token ids or log-probs."""
+    """A chat completion, read. `tokens` is None where the server sends no token ids or log-probs.
+
+    `reasoning_tokens` are those of `completion_tokens` that are no part of the message.
+    """
 
     action: dict[str, Any]
     text: str
@@ -33,6 +36,14 @@ class Reply:
     model: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
+    reasoning_tokens: int = 0
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """What of prompt and answer stands in the next prompt, where that only grows; None if untold."""
+        if self.prompt_tokens is None or self.completion_tokens is None:
+            return None
+        return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)
 
 
 def read_reply(body: bytes) -> Reply:
@@ -56,6 +67,7 @@ def read_reply(body: bytes) -> Reply:
         model=_string(reply.get("model")),
         prompt_tokens=_count(usage.get("prompt_tokens")),
         completion_tokens=_count(usage.get("completion_tokens")),
+        reasoning_tokens=_reasoning_tokens(usage),
     )
 
 
@@ -185,6 +197,11 @@ def _finish_reason(choice: Mapping[str, Any]) -> str | None:
 
 def _string(value: Any) -> str | None:
     return encodable(value) if isinstance(value, str) else None
+
+
+def _reasoning_tokens(usage: Mapping[str, Any]) -> int:
+    details = usage.get("completion_tokens_details")
+    return (_count(details.get("reasoning_tokens")) or 0) if isinstance(details, dict) else 0
 
 
 def _count(value: Any) -> int | None:

@@ -8,6 +8,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import EnvSpec, Name, Seed
+from task_app.protocols import ConversationalEnvironment
 from task_app.routes.bodies import EnvId, ForeignBody
 from task_app.routes.wire import ReplyJSON, observation_json
 from task_app.services import Services, services_of
@@ -51,7 +52,11 @@ async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
     return {
         "env_id": env_id,
         "observation": observation_json(session.observation),
-        "info": {"seed": session.seed, "tools": tools},
+        "info": {
+            "seed": session.seed,
+            "tools": tools,
+            "conversation": isinstance(session.environment, ConversationalEnvironment),
+        },
         "step_idx": 0,
     }
 

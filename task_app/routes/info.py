@@ -98,6 +98,7 @@ def _capabilities(services: Services) -> dict[str, Any]:
         "requires_api_key_header": True,
         "environments": sorted(services.boards.environments),
         "policies": sorted(services.boards.policies),
+        "interactions": sorted(services.boards.interactions),
         "reward_functions": {name: plug.mode for name, plug in services.boards.reward_functions.items()},
     }
 

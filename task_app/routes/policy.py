@@ -11,14 +11,13 @@ from starlette.responses import Response
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec
 from shared_schemas.trajectory import StepMetadata
-from task_app.actions import ReadAction, read_action
+from task_app.actions import Choice, ReadAction, read_action
 from task_app.complaints import invalid
 from task_app.decisions import NO_METADATA
 from task_app.encoding import encodable_json
 from task_app.errors import DeadlineExceeded, InvalidRequest, boundary, encodable
 from task_app.living_policy import living_policy
 from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation
-from task_app.records import Choice
 from task_app.routes.bodies import ForeignBody
 from task_app.routes.wire import ReplyJSON, messages_json, tool_calls_json
 from task_app.services import Services, services_of

@@ -16,10 +16,10 @@ from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Seed, Start
 from shared_schemas.trajectory import StepMetadata
 from task_app.complaints import invalid, most_telling
-from task_app.episode import PAST_DECISIONS_SHOWN
 from task_app.errors import NotRestorable, SnapshotRefused, boundary
 from task_app.guards.threads import Threads
 from task_app.plugins import PlugBoards, PolicyContext
+from task_app.prompts import PAST_DECISIONS_SHOWN
 from task_app.protocols import (
     Environment,
     PastDecision,

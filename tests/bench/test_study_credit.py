@@ -53,7 +53,8 @@ def test_the_difference_to_an_arm_is_paired_by_seed():
         "run = lambda *values: {'evaluations': [{'iteration': i, 'unique_achievements': v}"
         " for i, v in enumerate(values)], 'training': [{'decisions': 7, 'steps': 3}]}\n"
         "print(json.dumps(s.summary({'a': {'0': run(1, 2), '1': run(1, 3), '2': run(1)},"
-        " 'b': {'0': run(1, 5), '1': run(2, 8), '2': run(1, 9)}}, against='a')))"
+        " 'b': {'0': run(1, 5), '1': run(2, 8), '2': run(1, 9)}}, against='a',"
+        " measure='unique_achievements')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from task_app.app import create_app
-from task_app.plugins import default_plug_boards
+from task_app.interactions.config_file import load_interactions
+from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, running_app
 
@@ -23,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "http.md", *sorted((DOCS / "http").glob("*.md")), DOCS / "dialects.md")
 KINDS = {".html": "text/html", ".png": "image/png", ".gif": "image/gif"}
 # What an answer tells, and a later command names as `<env_id>` and so on.
-TOLD = ("env_id", "policy_id", "session_id", "snapshot", "snapshot_id", "tool_calls")
+TOLD = ("env_id", "policy_id", "interaction_id", "session_id", "snapshot", "snapshot_id", "tool_calls")
 
 
 @dataclass
@@ -142,9 +143,15 @@ def cut(shown: Any, answer: Any) -> Any:
     return answer
 
 
+def plug_boards() -> PlugBoards:
+    """Ours, and the interactions that the page names."""
+    found = load_interactions(DOCS.parent / "configs/interactions/gsm8k.yaml", Settings())
+    return replace(default_plug_boards(), interactions=found)
+
+
 @pytest.mark.parametrize("title", sections())
 async def test_the_answers_are_those_that_the_page_shows(title):
-    async with running_app(default_plug_boards()) as client:
+    async with running_app(plug_boards()) as client:
         for one, answer, shown in await played(client, sections()[title]):
             kind = answer.headers["content-type"].partition(";")[0]
             if kind in KINDS.values():

@@ -11,16 +11,18 @@ ROOT = Path(__file__).parents[2]
 OURS = ("shared_schemas", "task_app", "trainer_backend")
 # Each outside library, and the folders or files that may import it.
 DOORS = {
+    "bm25s": ["task_app/environments/documents/search.py"],
     "crafter": ["task_app/environments/crafter"],
     "opensimplex": ["task_app/environments/crafter"],
     "PIL": ["task_app/observing/pictures.py", "trainer_backend/report"],
     "httpx": ["trainer_backend/collect/environment_client.py"],
+    "yaml": ["task_app/interactions/config_file.py"],
     "aiohttp": ["task_app", "trainer_backend/collect", "trainer_backend/report"],
     "gymnasium": ["task_app/dialects"],
     "prometheus_client": ["task_app/observing/exposition.py"],
     "sqlalchemy": ["trainer_backend/store"],
     "matplotlib": ["trainer_backend/report"],
-    "pyarrow": ["trainer_backend/rundir"],
+    "pyarrow": ["trainer_backend/rundir", "trainer_backend/data/records.py"],
     "typer": ["trainer_backend/__main__.py"],
     "fastapi": ["task_app"],
     "starlette": ["task_app", "trainer_backend/inference"],

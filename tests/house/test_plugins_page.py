@@ -1,12 +1,16 @@
 """The files of docs/plugins.md, as a reader would save them: they load, keep the contract, and play."""
 
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from task_app.interactions.config_file import load_interactions
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
+from task_app.settings import Settings
 from task_app.testing import EnvironmentContract
 from tests.task_app.counting import rollout, running_app
 from tests.task_app.playing import post
@@ -25,8 +29,8 @@ def files(tmp_path):
         if name:
             (tmp_path / name.group(1)).write_text(block, encoding="utf-8")
     found = sorted(tmp_path.glob("*.py"))
-    assert [path.name for path in found] == ["guess.py", "halver.py", "safe.py", "thrifty.py"]
-    return found
+    assert [path.name for path in found] == ["guess.py", "halver.py", "riddles.py", "safe.py", "thrifty.py"]
+    return [path for path in found if path.name != "riddles.py"]  # which holds no plug board
 
 
 def test_a_plug_in_fits_on_40_lines():
@@ -88,3 +92,28 @@ async def test_the_reward_function_of_the_page_judges_what_the_policy_of_the_pag
         assert found.user_reward.result.reason == f"{len(found.steps)} guesses"
         assert [step.base_reward for step in found.steps] == [0.0] * len(found.steps)
         assert found.warnings == ()
+
+
+async def test_the_interaction_of_the_page_gives_hints_until_they_are_used_up(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (named,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    (tmp_path / "interactions.yaml").write_text(named, encoding="utf-8")
+    found = load_interactions(tmp_path / "interactions.yaml", Settings())
+    assert list(found) == ["riddle", "gsm8k"]
+    row = {"name": "riddle", "kwargs": {"ground_truth": "egg", "hints": ["It is white."]}}
+    said = ["a box", "a stone", "an Egg"]
+    messages = [{"role": "user", "content": "A box without hinges, key or lid?"}]
+    answers = []
+    async with running_app(replace(default_plug_boards(), interactions=found)) as client:
+        one = {"interaction_id": (await post(client, "/interaction/start", **row))["interaction_id"]}
+        for text in said:
+            messages.append({"role": "assistant", "content": text})
+            answers.append(await post(client, "/interaction/respond", **one, messages=messages))
+            messages.append({"role": "user", "content": answers[-1]["response"]})
+        await post(client, "/interaction/finalize", **one)
+    assert [(answer["response"], answer["score"]) for answer in answers] == [
+        ("No. It is white.", 0.0),
+        ("No. Think again.", 0.0),
+        ("That is it!", 1.0 / 3.0),
+    ]
+    assert [answer["should_terminate"] for answer in answers] == [False, False, True]

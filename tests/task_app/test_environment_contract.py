@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
+from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.plugins import ENVIRONMENTS
 from task_app.protocols import DecisionOutcome, Environment, Observation, PastDecision, ToolRequest
 from task_app.testing import EnvironmentContract
@@ -25,8 +27,25 @@ class TestCompactCrafterThatEnds(EnvironmentContract):
         return CrafterEnvironment(CrafterConfig(text="compact", max_actions=4, length=100))
 
 
+class TestDialogue(EnvironmentContract):
+    def make(self) -> Environment:
+        return DialogueEnvironment(DialogueConfig(prompt="How much is 2 + 2?", system="Be brief."))
+
+
+class TestDocuments(EnvironmentContract):
+    def make(self) -> Environment:
+        row = {"document_content": "The code is 7. " * 40, "question": "Which code?", "ground_truth": "7"}
+        return DocumentsEnvironment(DocumentsConfig(**row))
+
+
+class TestGeneratedDocumentsForSmallModels(EnvironmentContract):
+    def make(self) -> Environment:
+        settings = {"generate": {"kind": "hops", "chars": 900}, "text": "compact", "indexed": True}
+        return DocumentsEnvironment(DocumentsConfig(**settings, chunk_size=90, tools=["readChunk", "finish"]))
+
+
 def test_every_environment_of_the_plug_board_is_tested_here():
-    tested = {contract().make().name for contract in (TestCrafter, TestCompactCrafterThatEnds)}
+    tested = {contract().make().name for contract in (TestCrafter, TestDialogue, TestDocuments)}
     assert tested == set(ENVIRONMENTS)
 
 

@@ -405,3 +405,54 @@ async def test_another_refusal_is_not_tried_again():
         with pytest.raises(PolicyUnavailable, match="no model job/actor") as caught:
             await policy.get_action(SEEN, TOOLS)
     assert (caught.value.code, len(fake.bodies)) == ("inference_refused", 1)
+
+
+async def test_what_is_left_of_an_episode_bounds_a_decision_and_is_recorded():
+    async with asking(calling("a"), max_tokens=64) as (fake, policy):
+        for left, sampled in ((5, 5), (100, 64), (None, 64)):
+            seen = PolicyObservation(SEEN.messages, {}, max_tokens=left)
+            _, _, log_probs, _ = await policy.get_action(seen, TOOLS)
+            assert fake.bodies[-1]["max_tokens"] == log_probs["sampling"].max_tokens == sampled
+
+
+async def test_the_limit_of_the_job_goes_to_a_gateway_of_ours_alone():
+    async with asking(calling("a"), max_model_length=4096) as (fake, policy):
+        await policy.get_action(SEEN, TOOLS)
+        assert (fake.bodies[0]["max_model_length"], policy.max_model_length) == (4096, 4096)
+    async with asking(calling("a"), max_model_length=4096, ask_token_ids=False) as (fake, policy):
+        await policy.get_action(SEEN, TOOLS)
+        assert "max_model_length" not in fake.bodies[0]
+
+
+def used(prompt: int, answer: int, reasoning: int = 0):
+    details = {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+    usage = {"prompt_tokens": prompt, "completion_tokens": answer, **details}
+    return completion({"role": "assistant", "content": "hm"}, reply={"usage": usage})
+
+
+ANSWERED = (*SEEN.messages, Message(role="assistant", content="hm"), Message(role="user", content="on"))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "refused"),
+    [
+        (used(20, 10), ANSWERED, False),  # 20 + 10 + 10 = 40: all of it fits
+        (used(20, 11), ANSWERED, True),
+        (used(20, 30, reasoning=20), ANSWERED, False),  # what was thought is not sent back
+        (used(20, 11), (Message(role="user", content="[deleted]"), *ANSWERED[1:]), False),  # untold
+        (used(20, 11), SEEN.messages, False),  # the same prompt again is one that did fit
+        (completion({"role": "assistant", "content": "hm"}, reply={"usage": None}), ANSWERED, False),
+    ],
+)
+async def test_towards_another_server_a_prompt_that_only_grew_is_checked_by_the_last_counts(
+    first, then, refused: bool
+):
+    limits = {"max_model_length": 40, "max_tokens": 10, "ask_token_ids": False}
+    async with asking(first, **limits) as (fake, policy):
+        await policy.get_action(SEEN, TOOLS)
+        if refused:
+            with pytest.raises(ContextLengthExceeded, match=r"at least 31 tokens .* = 41, but .* is 40"):
+                await policy.get_action(PolicyObservation(then, {}), TOOLS)
+        else:
+            await policy.get_action(PolicyObservation(then, {}), TOOLS)
+        assert len(fake.bodies) == (1 if refused else 2), "nothing is asked in vain"

@@ -6,7 +6,7 @@ import pytest
 
 from task_app.errors import SettingsError
 from task_app.operator_plugins import with_plugins
-from task_app.plugins import default_plug_boards
+from task_app.plugins import ENVIRONMENTS, default_plug_boards
 from tests.task_app.test_service_process import _run, collected, crafter, task_app
 
 PLUGINS = """
@@ -30,9 +30,9 @@ def plugins(folder: Path, name: str) -> Path:
 
 def test_the_entries_of_all_files_join_ours(tmp_path: Path):
     boards = with_plugins(default_plug_boards(), [plugins(tmp_path, "cave"), plugins(tmp_path, "sea")])
-    assert list(boards.environments) == ["crafter", "cave", "sea"]
+    assert list(boards.environments) == [*ENVIRONMENTS, "cave", "sea"]
     assert {"openai", "random", "cave_player", "sea_player"} <= set(boards.policies)
-    assert list(default_plug_boards().environments) == ["crafter"]  # nothing of ours was changed
+    assert boards.environments.keys() - ENVIRONMENTS.keys() == {"cave", "sea"}, "nothing of ours was changed"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str, told: str)
 
 def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_path: Path):
     with task_app("--plugins", str(plugins(tmp_path, "cave"))) as (_, client):
-        assert client.get("/task_info").json()["environments"] == ["cave", "crafter"]
+        assert client.get("/task_info").json()["environments"] == sorted(["cave", *ENVIRONMENTS])
         spec = {"env": {"env_name": "cave"}, "policy": {"policy_name": "cave_player", "config": {"level": 2}}}
         assert client.post("/rollouts", json={"rollouts": [crafter("a", **spec)]}).status_code == 202
         assert collected(client, 1)["a"]["status"] == "finished"

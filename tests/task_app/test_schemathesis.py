@@ -5,6 +5,7 @@ behind them. About 20 seconds; more with SCHEMATHESIS_EXAMPLES=200.
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,16 @@ from starlette.testclient import TestClient
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.app import create_app
 from task_app.guards.gate import OPEN_PATHS
+from task_app.interactions.entry import InteractionEntry
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, rollout
+from tests.task_app.interactions.users import Noted
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
-APP = create_app(Settings(api_keys=(KEY,), max_wait_s=0.0), boards=boards())
+NOTED = InteractionEntry("noted", Noted, {})
+APP = create_app(
+    Settings(api_keys=(KEY,), max_wait_s=0.0), boards=replace(boards(), interactions={"noted": NOTED})
+)
 SCHEMA = schemathesis.openapi.from_dict(APP.openapi())
 OPERATIONS = {operation.label: operation for operation in (one.ok() for one in SCHEMA.get_all_operations())}
 NAMES = {"env_name": "counting", "policy_name": "planned", "seed": 3}
@@ -46,10 +52,11 @@ def ids(client):
 
     env_id = post("/env/create", env_name="counting")["env_id"]
     policy_id = post("/policy/create", policy_name="planned", bound_env_id=env_id)["policy_id"]
+    interaction_id = post("/interaction/start", name="noted")["interaction_id"]
     post("/rollouts", rollouts=[rollout(f"for/{env_id}", run_id=env_id)])
     return {
         "env_id": env_id, "bound_env_id": env_id, "env_ids": [env_id], "run_id": env_id,
-        "policy_id": policy_id, "policy_ids": [policy_id],
+        "policy_id": policy_id, "policy_ids": [policy_id], "interaction_id": interaction_id,
         "rollout_id": f"for/{env_id}", "rollout_ids": [f"for/{env_id}"], **NAMES,
     }  # fmt: skip
 

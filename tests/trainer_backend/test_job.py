@@ -115,6 +115,11 @@ def test_a_response_must_leave_room_for_a_prompt():
     assert "rollout.max_tokens (64) must be below inference.max_model_len (64)" in message
 
 
+def test_a_response_must_leave_room_for_a_prompt_in_a_conversation_too():
+    message = refusal({"rollout": {"max_tokens": 64}, "multi_turn": {"enable": True, "max_model_length": 64}})
+    assert "rollout.max_tokens (64) must be below multi_turn.max_model_length (64)" in message
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [

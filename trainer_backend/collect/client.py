@@ -1,30 +1,30 @@
 """The task app's rollout routes, as a client. Every call has a deadline, every retry a budget."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 import stamina
+from aiohttp.payload import BytesIOPayload
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
 
 from shared_schemas.base import OpenBody
 from shared_schemas.rollouts import (
     RolloutAck,
     RolloutAcked,
-    RolloutBatch,
     RolloutPage,
     RolloutRequest,
     RolloutsAccepted,
 )
 from trainer_backend.collect.answers import TaskAppLost, first_finding, is_final, json_in, refusal, told_by
+from trainer_backend.collect.slices import DEFAULT_BODY_BYTES, refuse_too_large, slices
 from trainer_backend.errors import TaskAppError
 
 # Few: a rollout can be had from another task app, and a lost one is looked for again.
 _ATTEMPTS = 4
-_SUBMIT_AT_ONCE = 64
-# Half of what a task app takes by default: requests that bring snapshots are large.
-_SUBMIT_CHARACTERS = 1 << 19
 _ACK_AT_ONCE = 1024
 _LATER = (429, 502, 503, 504)
 
@@ -37,6 +37,7 @@ class _Unreachable(Exception):
 
 class _Limits(OpenBody):
     max_concurrent_rollouts: int = Field(ge=1)
+    max_body_bytes: int = Field(default=DEFAULT_BODY_BYTES, ge=1)
 
 
 class _Service(OpenBody):
@@ -45,6 +46,7 @@ class _Service(OpenBody):
 
 class _Capabilities(OpenBody):
     reward_functions: dict[str, str] = Field(default_factory=dict)
+    interactions: tuple[str, ...] = ()
 
 
 class About(OpenBody):
@@ -52,8 +54,10 @@ class About(OpenBody):
 
     Attributes:
         service: `instance_id` names the process: after a restart it is another.
-        limits: `max_concurrent_rollouts` is how many it runs at a time.
-        capabilities: `reward_functions` are those that a rollout can name, with their modes.
+        limits: `max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may
+            hold.
+        capabilities: `reward_functions` are those that a rollout can name, with their modes; so are
+            `interactions`.
     """
 
     service: _Service
@@ -61,8 +65,20 @@ class About(OpenBody):
     capabilities: _Capabilities = _Capabilities()
 
 
-class _Created(OpenBody):
+class _CreatedInfo(OpenBody):
+    conversation: bool = False
+
+
+class Created(OpenBody):
+    """What `create` made.
+
+    Attributes:
+        id: for `snapshot` and `terminate`.
+        info: `conversation`: it is an environment whose history the task app keeps.
+    """
+
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
+    info: _CreatedInfo = _CreatedInfo()
 
 
 class TaskAppClient:
@@ -80,6 +96,7 @@ class TaskAppClient:
         self.api_key = api_key
         self.name = name
         self._timeout_s = timeout_s
+        self._max_body_bytes = DEFAULT_BODY_BYTES
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -98,18 +115,29 @@ class TaskAppClient:
 
     async def about(self, *, attempts: int = _ATTEMPTS) -> About:
         """Which process this is, and its bounds; also the proof that it is up and that the key is right."""
-        return await self._answer(About, "GET", "/info", attempts=attempts)
+        about = await self._answer(About, "GET", "/info", attempts=attempts)
+        self._max_body_bytes = about.limits.max_body_bytes
+        return about
+
+    def refuse_too_large(self, request: RolloutRequest) -> None:
+        """
+        Raises:
+            JobError: this task app would not take the request, by what `about` last said of it.
+        """
+        refuse_too_large(request, max_body_bytes=self._max_body_bytes, url=self.url)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> str:
         """Ask for rollouts, in slices. Sending the same requests twice is harmless.
 
         Returns:
             The instance_id of the process that accepted the last of them.
+
+        Raises:
+            JobError: one of them is larger than it takes.
         """
         instance_id = ""
-        for part in _slices(requests):
-            batch = RolloutBatch(rollouts=tuple(part))
-            accepted = await self._answer(RolloutsAccepted, "POST", "/rollouts", body=_wire(batch))
+        for part in slices(requests, max_body_bytes=self._max_body_bytes, url=self.url):
+            accepted = await self._answer(RolloutsAccepted, "POST", "/rollouts", body={"rollouts": part})
             instance_id = accepted.instance_id
         return instance_id
 
@@ -134,14 +162,14 @@ class TaskAppClient:
         """End a rollout that has not ended."""
         await self._call("DELETE", f"/rollouts/{rollout_id}")
 
-    async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> str:
-        """Make an environment or a policy that no rollout uses; its id, for `terminate`.
+    async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Created:
+        """Make an environment or a policy that no rollout uses, until `terminate`.
 
         Raises:
             Refused: it is not offered there, or not with this config.
             TaskAppError: anything else that went wrong.
         """
-        return (await self._answer(_Created, "POST", f"/{kind}/create", body=body)).id
+        return await self._answer(Created, "POST", f"/{kind}/create", body=body)
 
     async def snapshot(self, env_id: str) -> None:
         """Have a snapshot taken of what `create` made, and leave it there.
@@ -198,7 +226,7 @@ class TaskAppClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10.0)
         try:
             async with self._session.request(
-                method, self.url + path, json=body, params=params, timeout=timeout,
+                method, self.url + path, data=_payload(body), params=params, timeout=timeout,
                 server_hostname=self._certified,
             ) as reply:  # fmt: skip
                 status, text = reply.status, await reply.text(errors="replace")
@@ -223,25 +251,8 @@ class TaskAppClient:
         return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None
 
 
-def _slices(requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
-    """At most _SUBMIT_AT_ONCE, and with snapshots of no more than _SUBMIT_CHARACTERS, or a single one."""
-    part: list[RolloutRequest] = []
-    room = _SUBMIT_CHARACTERS
-    for request in requests:
-        size = len(request.start.snapshot or "")
-        if part and (len(part) == _SUBMIT_AT_ONCE or size > room):
-            yield part
-            part, room = [], _SUBMIT_CHARACTERS
-        part.append(request)
-        room -= size
-    if part:
-        yield part
-
-
-def _wire(batch: RolloutBatch) -> dict[str, Any]:
-    """The batch as JSON; pydantic masks secrets, so each key is put back for this one request."""
-    body = batch.model_dump(mode="json")
-    for request, out in zip(batch.rollouts, body["rollouts"], strict=True):
-        if request.policy.inference_key is not None:
-            out["policy"]["inference_key"] = request.policy.inference_key.get_secret_value()
-    return body
+def _payload(body: Any) -> BytesIOPayload | None:
+    """JSON, written piece by piece: a row with its document, as a whole, would hold up the event loop."""
+    if body is None:
+        return None
+    return BytesIOPayload(BytesIO(json.dumps(body).encode("ascii")), content_type="application/json")

@@ -1,12 +1,13 @@
 """Do the task apps take what the job configures? Asked before anything is played.
 
-Each task app makes the job's environment and a policy of every stage, and lets go of them again; a reward
-function is only looked for. A misspelt
-name or config is told in the first second and by its TOML key, not after the minutes of a warm-up.
+Each task app makes the job's environment and a policy of every stage, and lets go of them again; reward
+functions and interactions are only looked for. A misspelt name or config is told in the first second and by
+its TOML key, not after the minutes of a warm-up.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from shared_schemas.base import did_you_mean
@@ -16,8 +17,10 @@ from trainer_backend.collect.answers import Refused, TaskAppLost
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.sources import interaction_names, row_of
 from trainer_backend.errors import JobError
-from trainer_backend.jobfile.schema import SET_BY_THE_JOB
+from trainer_backend.jobfile.schema import SET_BY_ROWS, SET_BY_THE_JOB, JobConfig
+from trainer_backend.plugins import estimator
 
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
 _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
@@ -66,12 +69,17 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
     policies = _policies(planner, from_scratch=from_scratch)
     first = planner.training(1)[0]
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
+    asked = interaction_names(planner.job, planner.data) if planner.data is not None else frozenset()
+    largest = planner.largest()
+    environment_key = partial(_environment_key, row_of(first.group_id))
     for app in apps.members:
         if app.lost is not None:
             continue  # not there yet; it may come
         try:
-            await _try(app.client, "env", world, _environment_key, to_be_kept=bool(first.snapshot_turns))
+            app.client.refuse_too_large(largest)
+            await _try(app.client, "env", world, environment_key, job=planner.job)
             await _refuse_unknown_reward(app.client, first.reward_function)
+            await _refuse_unknown_interactions(app.client, asked)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
                 await _try(app.client, "policy", body, stage.key_of)
@@ -113,8 +121,32 @@ async def _refuse_unknown_reward(client: TaskAppClient, name: str | None) -> Non
         )
 
 
-def _environment_key(problem: Problem) -> str:
+async def _refuse_unknown_interactions(client: TaskAppClient, asked: frozenset[str | None]) -> None:
+    """Those of every row: the one that misspells its own may be the last of an epoch."""
+    if not asked:
+        return
+    known = (await client.about()).capabilities.interactions
+    for name in sorted(asked - set(known) - {None}, key=str):
+        told = f"unknown interaction {name!r}{did_you_mean(str(name), known) if known else '; it has none'}"
+        raise _no_interaction(f"{told} (says the task app at {client.url})")
+    if None in asked and len(known) != 1:
+        told = f"some rows name no interaction, and the task app at {client.url} has {len(known)}"
+        raise _no_interaction(f"{told}{': ' * bool(known)}{', '.join(known)}")
+
+
+def _no_interaction(told: str) -> JobError:
+    return JobError(
+        told,
+        where="data.interaction, or interaction_kwargs of a row",
+        hint="A file of the operator has them: multi_turn.interaction_config_path, or turnwise task-app "
+        "--interactions.",
+    )
+
+
+def _environment_key(row_id: str | None, problem: Problem) -> str:
     place, dot, path = (problem.where or "").partition(".")
+    if place == "config" and row_id is not None and path.partition(".")[0] in SET_BY_ROWS:
+        return f"data.path, row {row_id!r}, sent to rollout.env_name as {path!r}"
     return f"rollout.env_config{dot}{path}" if place == "config" else "rollout.env_name"
 
 
@@ -124,19 +156,39 @@ async def _try(
     body: Mapping[str, Any],
     key_of: Callable[[Problem], str],
     *,
-    to_be_kept: bool = False,
+    job: JobConfig | None = None,
 ) -> None:
+    """Make it and let go of it; an environment is also looked at for what the `job` does with it."""
     try:
         created = await client.create(kind, body)
     except Refused as refused:
         raise _told(refused, client, where=key_of(refused.problem_found)) from refused
+    branches = job is not None and estimator(job.algorithm.advantage).needs_branches
     try:
-        if to_be_kept:
-            await client.snapshot(created)
+        if job is not None and created.info.conversation:
+            _refuse_conversation(job)
+        if branches:
+            await client.snapshot(created.id)
     except Refused as refused:
         raise _told(refused, client, where="algorithm.advantage") from refused
     finally:
-        await client.terminate(kind, created)
+        await client.terminate(kind, created.id)
+
+
+def _refuse_conversation(job: JobConfig) -> None:
+    name = job.rollout.env_name
+    if not job.multi_turn.enable:
+        raise JobError(
+            f"it is false, and the environment {name!r} is a conversation",
+            where="multi_turn.enable",
+            hint="With true, the other keys of [multi_turn] say what bounds it.",
+        )
+    if estimator(job.algorithm.advantage).needs_branches:
+        raise JobError(
+            f"{job.algorithm.advantage!r} plays on from snapshots, and {name!r} is a conversation, which no "
+            "snapshot holds",
+            where="algorithm.advantage",
+        )
 
 
 def _told(refused: Refused, client: TaskAppClient, *, where: str) -> JobError:

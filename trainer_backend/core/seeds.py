@@ -5,9 +5,12 @@ Training worlds lie below HELD_OUT_FROM and evaluation worlds from there on, so 
 
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 HELD_OUT_FROM = 2**30
 _SEED_LIMIT = 2**31 - 1
+# A world by its seed, or a row of a data set by its id.
+World = TypeVar("World", int, str)
 
 
 def derived_seed(*parts: int | str, below: int = _SEED_LIMIT) -> int:
@@ -26,11 +29,11 @@ def training_world(job_seed: int, purpose: str, iteration: int, group: int, held
         attempt += 1
 
 
-def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[int], numbers: range) -> list[int]:
+def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: range) -> list[World]:
     """Worlds of a fixed set, in shuffled epochs: each comes once before any comes again.
 
     Args:
-        seeds: the set; its order does not matter.
+        seeds: the set, or the ids of rows; its order does not matter.
         numbers: which places of the endless sequence, from 0.
     """
     size = len(seeds)
@@ -40,14 +43,14 @@ def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[int], numbers: ra
 
 
 def other_worlds(
-    job_seed: int, seeds: Sequence[int], *, iteration: int, played: Collection[int]
-) -> list[int]:
+    job_seed: int, seeds: Sequence[World], *, iteration: int, played: Collection[World]
+) -> list[World]:
     """A fixed set in the order in which an iteration goes on with it: first what it has not played yet."""
     order = _shuffled(seeds, job_seed, "refill", iteration)
     return sorted(order, key=lambda world: world in played)
 
 
-def _shuffled(seeds: Sequence[int], *parts: int | str) -> list[int]:
+def _shuffled(seeds: Sequence[World], *parts: int | str) -> list[World]:
     return sorted(seeds, key=lambda seed: derived_seed(*parts, seed))
 
 

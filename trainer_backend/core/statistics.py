@@ -89,6 +89,16 @@ def unique_achievements(trajectory: Trajectory) -> int:
     return sum(count > 0 for count in trajectory.achievements_counts.values())
 
 
+def have_achievements(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether their environment counts achievements at all, unlocked or not."""
+    return any(item.achievements_counts for item in trajectories)
+
+
+def outcome_definition(trajectories: Sequence[Trajectory]) -> str:
+    """What their environment, or what judged them in its place, calls the outcome of an episode."""
+    return "; or ".join(dict.fromkeys(item.outcome_definition for item in trajectories))
+
+
 def decision_metrics(
     trajectories: Sequence[Trajectory], rewards: Sequence[Sequence[float]]
 ) -> dict[str, float]:
@@ -150,19 +160,20 @@ def _by_turn(trajectories: Sequence[Trajectory], of: Callable[[DecisionRewards],
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Length, endings and outcomes of a batch."""
+    """Length, endings and outcomes of a batch; unique achievements where there are achievements."""
     count = max(len(trajectories), 1)
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     reasons = Counter(str(trajectory.stop_reason) for trajectory in trajectories)
     metrics = {
         "episode/count": float(len(trajectories)),
-        "episode/unique_achievements": sum(map(unique_achievements, trajectories)) / count,
         "episode/outcome_reward": math.fsum(item.outcome_reward for item in trajectories) / count,
         "episode/decisions": len(steps) / count,
         "episode/env_steps": sum(item.env_steps for item in trajectories) / count,
         "episode/invalid_frac": sum(step.step_info.invalid_reason is not None for step in steps)
         / max(len(steps), 1),
     }
+    if have_achievements(trajectories):
+        metrics["episode/unique_achievements"] = sum(map(unique_achievements, trajectories)) / count
     metrics |= user_reward_metrics(trajectories)
     return metrics | {f"stop/{reason}": number / count for reason, number in sorted(reasons.items())}
 

@@ -7,10 +7,14 @@ from typing import Any
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collection import AppFigures, Collection
+from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.statistics import (
+    Interval,
     crafter_score,
     episode_metrics,
+    have_achievements,
     mean_interval,
+    outcome_definition,
     success_rates,
     unique_achievements,
     user_reward_metrics,
@@ -19,24 +23,36 @@ from trainer_backend.errors import NothingToLearnFrom
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Mean outcome and unique achievements with 95 % intervals, and the success rate per achievement."""
+    """Mean outcome with its 95 % interval; what there is of achievements and of conversations beside it."""
     trajectories = finished_trajectories(rollouts, "evaluation")
-    unique = mean_interval([float(unique_achievements(item)) for item in trajectories])
     outcome = mean_interval([item.outcome_reward for item in trajectories])
-    rates = success_rates(trajectories)
+    episodes = episode_metrics(trajectories)
     own = user_reward_metrics(trajectories).get("episode/environment_outcome_reward")
     return {
-        "eval/episodes": unique.count,
-        "eval/unique_achievements": unique.mean,
-        "eval/unique_achievements_low": unique.low,
-        "eval/unique_achievements_high": unique.high,
-        "eval/outcome_reward": outcome.mean,
+        "eval/episodes": outcome.count,
+        **_with_bounds("eval/outcome_reward", outcome),
+        "eval/outcome_definition": outcome_definition(trajectories),
         **({} if own is None else {"eval/environment_outcome_reward": own}),
+        **(_achievement_metrics(trajectories) if have_achievements(trajectories) else {}),
+        **interaction_metrics(trajectories),
+        **context_metrics(trajectories),
+        "eval/decisions": episodes["episode/decisions"],
+        "eval/invalid_frac": episodes["episode/invalid_frac"],
+    }
+
+
+def _achievement_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    unique = mean_interval([float(unique_achievements(item)) for item in trajectories])
+    rates = success_rates(trajectories)
+    return {
+        **_with_bounds("eval/unique_achievements", unique),
         "eval/success_rates": rates,
         "eval/crafter_score": crafter_score(rates),
-        "eval/decisions": episode_metrics(trajectories)["episode/decisions"],
-        "eval/invalid_frac": episode_metrics(trajectories)["episode/invalid_frac"],
     }
+
+
+def _with_bounds(name: str, found: Interval) -> dict[str, float | None]:
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def collection_metrics(collection: Collection) -> dict[str, Any]:

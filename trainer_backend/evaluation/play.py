@@ -13,6 +13,7 @@ from uuid import uuid4
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.errors import JobError, TrainerError
 from trainer_backend.evaluation.metrics import refuse_empty
 from trainer_backend.evaluation.result import Evaluated, evaluated
@@ -131,18 +132,19 @@ async def evaluate(
         TrainerError: no such model, a task app that refuses, no episode finished.
     """
     configure_logs()
+    data = await asyncio.to_thread(data_of, job)
     asked = player if isinstance(player, Inference) else None
     with _task_app_log() as log:
-        async with task_apps(job, log, asked) as apps:
+        async with task_apps(job, log, asked, data=data) as apps:
             collector = Collector(
                 apps,
                 timeout_s=job.services.iteration_timeout_s,
                 max_running=job.rollout.max_concurrent_rollouts,
             )
             if isinstance(player, Checkpoint):
-                collection = await _checkpoint(job, player, collector, tell)
+                collection = await _checkpoint(job, player, collector, tell, data)
             else:
-                collection = await _played(collector, _plan(job, player), tell)
+                collection = await _played(collector, _plan(job, player, data), tell)
         if keep is not None:
             write_rollouts(keep, collection.all)
         refuse_empty(collection, "evaluation", log=log)
@@ -166,27 +168,27 @@ def _task_app_log() -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-def _plan(job: JobConfig, player: Scripted | Inference) -> list[RolloutRequest]:
+def _plan(job: JobConfig, player: Scripted | Inference, data: DataSet | None) -> list[RolloutRequest]:
     if isinstance(player, Scripted):
         teacher, config = _teacher(job, player.policy_name)
-        planner = Planner(job, _run_id(job), teacher)
+        planner = Planner(job, _run_id(job), teacher, data)
         return planner.evaluation(
             "scripted", policy_name=player.policy_name, policy_config={**config, **player.config}
         )
     # Token ids are needed to train on an episode, not to judge it, and only gateways of ours send them.
     plain = {"ask_token_ids": False, **job.rollout.policy_config}
-    return Planner(job, _run_id(job), player).evaluation("model", policy_config=plain)
+    return Planner(job, _run_id(job), player, data).evaluation("model", policy_config=plain)
 
 
 async def _checkpoint(
-    job: JobConfig, player: Checkpoint, collector: Collector, tell: Tell | None
+    job: JobConfig, player: Checkpoint, collector: Collector, tell: Tell | None, data: DataSet | None
 ) -> Collection:
     # torch is imported here alone: other policies are evaluated without it.
     from trainer_backend.services.policy_server import FolderPolicy
 
     policy = await asyncio.to_thread(FolderPolicy, job, player.folder)
     with policy.serving() as inference:
-        plan = Planner(job, _run_id(job), inference).evaluation("checkpoint")
+        plan = Planner(job, _run_id(job), inference, data).evaluation("checkpoint")
         return await _played(collector, plan, tell)
 
 
@@ -221,8 +223,10 @@ def _setting(job: JobConfig, player: Player) -> dict[str, Any]:
     rollout = job.rollout
     setting: dict[str, Any] = {
         "environment": f"{rollout.env_name} {rollout.env_config or ''}".strip(),
-        "decisions at most": rollout.max_turns,
+        "decisions at most": job.max_decisions,
     }
+    if job.data is not None:
+        setting["held-out rows"] = job.data.held_out
     if isinstance(player, Scripted):
         return setting
     setting |= {

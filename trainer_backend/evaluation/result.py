@@ -9,13 +9,17 @@ from typing import Any
 from shared_schemas.rewards import DecisionRewards
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.sources import row_of
+from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.proportions import wilson_interval
 from trainer_backend.core.scores import crafter_score_interval
 from trainer_backend.core.statistics import (
     Interval,
     ach_by_turn,
     episode_metrics,
+    have_achievements,
     mean_interval,
+    outcome_definition,
     step_deltas,
     success_rates,
     unique_achievements,
@@ -53,7 +57,11 @@ class Evaluated:
         policy: a folder, a policy's name, or a model and its server.
         models: the model's name as its server gives it; empty where there is no model.
         setting: environment, limits and sampling that it was played with.
-        unique, outcome, decisions, env_steps: means over episodes, a world each.
+        outcome, decisions, env_steps: means over episodes, a world or a row each.
+        outcome_definition: what the environment calls an outcome.
+        unique: mean of the achievements unlocked; None where there are none, and then nothing is in `rates`,
+            `unique_by_turn`, `ach_by_turn` and `spans` either.
+        conversation: interaction/* and statelm/* (docs/route.md); empty where no history was kept.
         env_reward: the environment's own reward, summed over an episode.
         rates: share of episodes that unlocked each achievement.
         unique_by_turn, ach_by_turn: [T] mean deltas of each decision turn; an ended episode counts 0.
@@ -61,6 +69,7 @@ class Evaluated:
         crafter_score: in percent; None outside Crafter.
         invalid_frac: share of decisions that were refused.
         endings: episodes by stop reason.
+        rows: outcome of each held-out row by its id; empty without a data set.
         lost: worlds without an episode, which are in no figure.
         failures: failure codes met, and how often; a rollout that failed once was tried again.
         prompt_tokens, sampled_tokens: over all episodes; None where no server counts them.
@@ -70,8 +79,10 @@ class Evaluated:
     policy: str
     models: tuple[str, ...]
     setting: Mapping[str, Any]
-    unique: Interval
     outcome: Interval
+    outcome_definition: str
+    unique: Interval | None
+    conversation: Mapping[str, Any]
     decisions: Interval
     env_steps: Interval
     env_reward: Interval
@@ -82,6 +93,7 @@ class Evaluated:
     crafter_score: Interval | None
     invalid_frac: float
     endings: Mapping[str, int]
+    rows: Mapping[str, float]
     lost: int
     failures: Mapping[str, int]
     prompt_tokens: int | None
@@ -101,7 +113,7 @@ def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | 
         NothingToLearnFrom: no episode finished.
     """
     episodes = finished_trajectories(collection.rollouts, "evaluation")
-    metrics = episode_metrics(episodes)
+    metrics, counted = episode_metrics(episodes), have_achievements(episodes)
     endings = {
         name.removeprefix("stop/"): round(share * len(episodes))
         for name, share in metrics.items()
@@ -111,18 +123,21 @@ def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | 
         policy=policy,
         models=tuple(sorted({item.model for item in episodes if item.model})),
         setting=dict(setting or {}),
-        unique=mean_interval([float(unique_achievements(item)) for item in episodes]),
         outcome=mean_interval([item.outcome_reward for item in episodes]),
+        outcome_definition=outcome_definition(episodes),
+        unique=mean_interval([float(unique_achievements(item)) for item in episodes]) if counted else None,
+        conversation={**interaction_metrics(episodes), **context_metrics(episodes)},
         decisions=mean_interval([float(len(item.steps)) for item in episodes]),
         env_steps=mean_interval([float(item.env_steps) for item in episodes]),
         env_reward=mean_interval([_env_reward(item) for item in episodes]),
         rates=_rates(episodes),
-        unique_by_turn=tuple(unique_by_turn(episodes)),
-        ach_by_turn=tuple(ach_by_turn(episodes)),
-        spans=turn_spans(episodes),
+        unique_by_turn=tuple(unique_by_turn(episodes)) if counted else (),
+        ach_by_turn=tuple(ach_by_turn(episodes)) if counted else (),
+        spans=turn_spans(episodes) if counted else (),
         crafter_score=_score(episodes),
         invalid_frac=metrics["episode/invalid_frac"],
         endings=endings,
+        rows=_outcome_by_row(collection),
         lost=len(collection.failed),
         failures=dict(sorted(collection.failures.items())),
         prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
@@ -161,6 +176,14 @@ def _span(first: int, last: int, deltas: Sequence[Sequence[DecisionRewards]]) ->
         ach=mean_interval([float(sum(delta.ach_delta for delta in part)) for part in parts]),
         rewarded=sum(delta.unique_delta > 0 for delta in taken) / len(taken),
     )
+
+
+def _outcome_by_row(collection: Collection) -> dict[str, float]:
+    return {
+        row_id: rollout.trajectory.outcome_reward
+        for rollout in collection.rollouts
+        if rollout.trajectory is not None and (row_id := row_of(rollout.group_id)) is not None
+    }
 
 
 def _total(counts: Sequence[int | None]) -> int | None:

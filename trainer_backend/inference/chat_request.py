@@ -57,6 +57,7 @@ class ChatRequest(OpenBody):
     logprobs: Annotated[bool, null_is(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), null_is(0)] = 0
     return_token_ids: bool | None = None
+    max_model_length: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:

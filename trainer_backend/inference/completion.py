@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_backend.inference.answers import Answer, said
 from trainer_backend.inference.chat_request import ChatRequest
 from trainer_backend.inference.conversations import Prompt, Turn
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, Sampled
@@ -59,9 +60,8 @@ class Completion:
 
     def turn(self, choice: Choice) -> Turn:
         """The choice as what the rollout's next prompt goes on from."""
-        ids = [*self.prompt.ids, *choice.generation.token_ids]
-        messages = len(self.request.messages)
-        return Turn(self.prompt.text, ids, messages, choice.message, choice.raw_text, choice.stop_token)
+        answer = Answer(len(self.request.messages), said(choice.message), choice.raw_text, choice.stop_token)
+        return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 
     def frame(self, kind: str) -> dict[str, Any]:
         """The fields that a reply and its chunks begin with."""

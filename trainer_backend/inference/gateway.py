@@ -86,6 +86,8 @@ def create_gateway(
                 "owned_by": "turnwise",
                 "max_model_len": policy.engine.max_model_len,
                 "policy_version": policy.engine.version,
+                "chat_template": policy.renderer.template_digest,
+                "conversations": policy.figures.totals(),
             }
             for name, policy in policies.items()
         ]
@@ -159,6 +161,8 @@ class ChatEndpoint:
 
     def _remember(self, completion: Completion, choice: Choice) -> None:
         if completion.rollout_id:
+            prompt = completion.prompt
+            completion.policy.figures.add(extends=prompt.extends, broken=prompt.broken, drift=prompt.drift)
             self._conversations.remember(completion.rollout_id, completion.turn(choice))
 
     def _policy(self, model: str) -> ServedPolicy:
@@ -167,11 +171,15 @@ class ChatEndpoint:
         return self._policies[model]
 
     def _max_tokens(self, request: ChatRequest, prompt: Prompt, engine: InferenceEngine) -> int:
-        room = engine.max_model_len - len(prompt.ids)
+        """How many tokens may be sampled, once it is known that they fit: the lower of both limits holds."""
+        most, whose = engine.max_model_len, "the model holds"
+        if request.max_model_length is not None and request.max_model_length < most:
+            most, whose = request.max_model_length, "max_model_length is"
+        room = most - len(prompt.ids)
         wanted = request.wanted_tokens or max(1, min(self._limits.default_max_tokens, room))
         if wanted > room:
             raise ContextLengthExceeded(
-                prompt_tokens=len(prompt.ids), max_tokens=wanted, max_model_len=engine.max_model_len
+                prompt_tokens=len(prompt.ids), max_tokens=wanted, max_model_len=most, whose=whose
             )
         return wanted
 

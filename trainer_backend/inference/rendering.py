@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,10 @@ JsonObject = Mapping[str, Any]
 _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 # What stands in the text for an id that the model embeds and the tokenizer does not know.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+# Something to answer to.
+ASKED: JsonObject = {"role": "user", "content": "?"}
 
 
 class ChatRenderer:
@@ -38,6 +43,8 @@ class ChatRenderer:
         self._backend.no_padding()
         self._template_kwargs: dict[str, Any] = tokenizer.init_kwargs.get(CHAT_TEMPLATE_KWARGS_KEY) or {}
         self._known_ids = id_count(tokenizer)
+        spelled = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
+        self.template_digest = hashlib.blake2b(spelled.encode(), digest_size=6).hexdigest()
         # Decoders after SentencePiece drop a space at the beginning of what they are given; behind some other
         # token it stays.
         self._before: list[int] = self._backend.encode("x", add_special_tokens=False).ids
@@ -73,6 +80,11 @@ class ChatRenderer:
                 f"the chat template cannot render this: {error}", where="messages"
             ) from error
         return str(text)
+
+    @cached_property
+    def asked(self) -> str:
+        """The prompt with ASKED alone. Raises BadChatRequest as `prompt_text`."""
+        return self.prompt_text([ASKED], [])
 
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]

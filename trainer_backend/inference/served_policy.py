@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedTokenizerFast
 
+from trainer_backend.inference.figures import ConversationFigures
 from trainer_backend.inference.protocol import InferenceEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.tool_parsing import tool_format_in_use
@@ -13,4 +14,5 @@ class ServedPolicy:
     def __init__(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
         self.renderer = ChatRenderer(tokenizer)
+        self.figures = ConversationFigures()
         self.tool_format = tool_format_in_use(tokenizer)

@@ -17,6 +17,7 @@ COMMON: Mapping[str, tuple[str, ...]] = {
         "env_name", "env_config", "policy_config", "max_turns", "episodes_per_batch",
         "max_concurrent_rollouts", "seeds", "temperature", "max_tokens",
     ),
+    "data": ("path", "evaluation_split", "held_out_share", "interaction"),
     "training": (
         "iterations", "group_size", "learning_rate", "learning_rate_schedule", "learning_rate_rise",
         "learning_rate_final", "update_passes", "batch_decisions", "row_tokens", "micro_batch_tokens",

@@ -6,6 +6,7 @@ from typing import Any
 
 import tomli_w
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from trainer_backend.init_job.choices import COMMON, Values
 from trainer_backend.jobfile.docs import alternatives, meaning, quoted, table_model
@@ -44,7 +45,7 @@ def _key(table: str, field: FieldInfo, key: str, given: Mapping[str, Any]) -> It
         yield f"{key} = {toml_value(given[key])}"
         return
     default = field.get_default(call_default_factory=True)
-    yield f"#{key} =" if default is None else f"#{key} = {toml_value(default)}"
+    yield f"#{key} =" if default in (None, PydanticUndefined) else f"#{key} = {toml_value(default)}"
 
 
 def toml_value(value: Any) -> str:

@@ -21,14 +21,16 @@ Made by `python -m trainer_backend.jobfile.docs > docs/configuration.md`; do not
 
 `turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
 An unknown key is an error with a suggestion. `[model]` is required; any other table may be left out, and
-`[warmup]` left out means no warm-up. The task app checks what stands in `env_config` and `policy_config`.
-The step-reward switches (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and
-`[rollout]`; the same key with two different values in one file is an error.
+`[warmup]` left out means no warm-up, `[data]` left out that the environment makes its own worlds. The task
+app checks what stands in `env_config` and `policy_config`. The step-reward switches (`step_rewards_*`,
+`event_rewards_kind`) are also read from `[training.rewards]` and `[rollout]`; the same key with two different
+values in one file is an error.
 
 Of several files later ones go over earlier ones, key by key, and `--set` goes over all; a reward switch goes
-over the same one in another of its homes. A relative path (`model.path`, `services.task_plugins`) is one from
-the folder of its file where it leads somewhere, otherwise one from the working directory, as with `--set`; a
-run writes it down whole. `job.runs_dir` is always one from the working directory.
+over the same one in another of its homes. A relative path (`model.path`, `services.task_plugins`, those of
+`[data]`) is one from the folder of its file where it leads somewhere, otherwise one from the working
+directory, as with `--set`; a run writes it down whole. `job.runs_dir` is always one from the working
+directory.
 """
 
 

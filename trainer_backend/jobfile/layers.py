@@ -30,7 +30,13 @@ ALTERNATIVES = (
     *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
 )
 # Keys that hold a path, or a list of paths, that must be there before a run.
-PATHS = ("model.path", "services.task_plugins")
+PATHS = (
+    "model.path",
+    "services.task_plugins",
+    "data.path",
+    "data.evaluation_path",
+    "multi_turn.interaction_config_path",
+)
 
 
 @dataclass(frozen=True, slots=True)

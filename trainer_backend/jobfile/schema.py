@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import Name, Seed, TerminationTarget
-from trainer_backend.collect.addresses import fault_in
 from trainer_backend.core.seeds import evaluation_worlds
+from trainer_backend.jobfile.data_table import DataTable
 from trainer_backend.jobfile.model_table import ModelTable
+from trainer_backend.jobfile.multi_turn_table import MultiTurnTable
+from trainer_backend.jobfile.services_table import ServicesTable
 from trainer_backend.jobfile.sinks_table import SinksTable
 from trainer_backend.jobfile.table import Table
 from trainer_backend.jobfile.training_table import AlgorithmTable, LoraTable, TrainingTable
@@ -29,10 +31,14 @@ SET_BY_THE_JOB = {
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
     "max_tokens": "rollout.max_tokens",
+    "max_model_length": "multi_turn.max_model_length",
     "seed": "job.seed",
     "model": "job.name",
     "inference_url": "services.gateway_host and services.gateway_port",
 }
+
+# What a row of [data] puts into the environment's config.
+SET_BY_ROWS = ("prompt", "document_content", "question", "ground_truth")
 
 
 def _refuse_keys(config: dict[str, Any], set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
@@ -52,60 +58,6 @@ class JobTable(Table):
         default=0, ge=0, lt=2**31, description="every world, sampling and shuffle seed follows from it"
     )
     runs_dir: Path = Field(default=Path("runs"), description="where run directories are made")
-
-
-class ServicesTable(Table):
-    """[services]"""
-
-    # No repr: a user name and password may stand in it by mistake, which no error may repeat.
-    task_url: tuple[str, ...] = Field(
-        default=(),
-        repr=False,
-        description="task apps, one URL or a list; `dns+http://name:port` is all addresses of a name "
-        "(docs/operations.md); absent: the job starts one of its own",
-    )
-    task_api_key: SecretStr | None = Field(
-        default=None,
-        description="their key; absent: the environment variable ENVIRONMENT_API_KEY, or the file that "
-        "ENVIRONMENT_API_KEY_FILE names",
-    )
-    task_plugins: tuple[Path, ...] = Field(
-        default=(),
-        description="Python files with environments or policies of your own, for the task app that the job "
-        "starts (docs/plugins.md)",
-    )
-    gateway_host: str = Field(
-        default="127.0.0.1", description="address that the job's own gateway listens on"
-    )
-    gateway_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
-    request_timeout_s: float = Field(default=60.0, gt=0, description="of one control request to a task app")
-    iteration_timeout_s: float = Field(default=1800.0, gt=0, description="of collecting one iteration")
-    task_app_wait_s: float = Field(
-        default=60.0,
-        ge=0,
-        le=86_400,
-        description="how long to wait for a task app of task_url to come back when none answers any more",
-    )
-
-    @field_validator("task_url")
-    @classmethod
-    def _each_address_once(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if fault := fault_in(url):
-                raise ValueError(f"task_url {fault}")
-        twice = [url for url, count in Counter(url.rstrip("/") for url in urls).items() if count > 1]
-        if twice:
-            raise ValueError(f"task_url names {twice[0]} twice, and each task app is asked once")
-        return urls
-
-    @model_validator(mode="after")
-    def _plugins_are_for_our_own(self) -> "ServicesTable":
-        if self.task_url and self.task_plugins:
-            raise ValueError(
-                "task_plugins are for the task app that the job starts itself, and task_url names others: "
-                "start those with `turnwise task-app --plugins FILE`"
-            )
-        return self
 
 
 class InferenceTable(Table):
@@ -220,7 +172,9 @@ class EvaluationTable(Table):
     every_n_iters: int = Field(
         default=10, ge=1, description="iterations between evaluations; also at both ends"
     )
-    instances: int = Field(default=128, ge=1, lt=2**30, description="held-out worlds, never used in training")
+    instances: int = Field(
+        default=128, ge=1, lt=2**30, description="held-out worlds, or rows of [data], never used in training"
+    )
     seeds: tuple[Seed, ...] = Field(
         default=(), description="explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"
     )
@@ -243,13 +197,15 @@ def _without_twins(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
 
 class JobConfig(Table):
     """A whole job. A table that is absent has its defaults; [warmup] absent means no warm-up, [lora] absent
-    that all weights are trained."""
+    that all weights are trained, [data] absent that the environment makes its own worlds."""
 
     job: JobTable = JobTable()
     services: ServicesTable = ServicesTable()
     model: ModelTable
     inference: InferenceTable = InferenceTable()
     rollout: RolloutTable = RolloutTable()
+    data: DataTable | None = None
+    multi_turn: MultiTurnTable = MultiTurnTable()
     training: TrainingTable = TrainingTable()
     lora: LoraTable | None = None
     algorithm: AlgorithmTable = AlgorithmTable()
@@ -275,7 +231,14 @@ class JobConfig(Table):
                 f"rollout.max_tokens ({self.rollout.max_tokens}) must be below inference.max_model_len "
                 f"({self.inference.max_model_len}): prompt and response share it"
             )
+        if self.multi_turn.enable and self.rollout.max_tokens >= self.multi_turn.max_model_length:
+            raise ValueError(
+                f"rollout.max_tokens ({self.rollout.max_tokens}) must be below multi_turn.max_model_length "
+                f"({self.multi_turn.max_model_length}): prompt and response share it"
+            )
         self._refuse_worlds_that_meet()
+        self._refuse_worlds_beside_rows()
+        self._refuse_interactions_for_others()
         if self.training.refill_rounds and not self.training.skip_flat_groups:
             raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
         truncated = self.rollout.top_p < 1.0 or self.rollout.top_k > 0
@@ -296,3 +259,29 @@ class JobConfig(Table):
                 f"rollout.seeds and the worlds of the evaluation share {seen[0]}: what was trained on is not "
                 "held out; take it from one of the two"
             )
+
+    @property
+    def max_decisions(self) -> int:
+        """Decisions that an episode may take, by whichever limit is lower."""
+        return min(self.rollout.max_turns, self.multi_turn.max_assistant_turns or self.rollout.max_turns)
+
+    def _refuse_interactions_for_others(self) -> None:
+        if self.data is not None and self.data.interaction is not None and not self.multi_turn.enable:
+            raise ValueError(
+                f"data.interaction is {self.data.interaction!r}, who answers in conversations, and "
+                "multi_turn.enable is false"
+            )
+        if self.services.task_url and self.multi_turn.interaction_config_path is not None:
+            raise ValueError(
+                "multi_turn.interaction_config_path is for the task app that the job starts itself, and "
+                "services.task_url names others: start those with `turnwise task-app --interactions FILE`"
+            )
+
+    def _refuse_worlds_beside_rows(self) -> None:
+        given = {"rollout.seeds": self.rollout.seeds, "evaluation.seeds": self.evaluation.seeds}
+        for key, seeds in given.items():
+            if seeds and self.data is not None:
+                raise ValueError(f"{key} names worlds, and [data] the rows that are played in their place")
+        for key in SET_BY_ROWS if self.data is not None else ():
+            if key in self.rollout.env_config:
+                raise ValueError(f"rollout.env_config.{key} is that of each row of [data]; leave it out")

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shared_schemas.trajectory import StepData, Trajectory
+from shared_schemas.messages import Message
+from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.aggregation import token_mean
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.errors import place
@@ -45,9 +46,9 @@ def demonstrations(
     segments = []
     for number, trajectory in enumerate(kept):
         tools = [tool.model_dump(mode="json") for tool in trajectory.tools]
-        for step in trajectory.steps:
+        for step, seen in zip(trajectory.steps, prompts(trajectory.steps), strict=True):
             if _worth_imitating(step):
-                prompt, target = _rendered(step, tools, renderer)
+                prompt, target = _rendered(step, seen, tools, renderer)
                 segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
     if not segments:
         raise NothingToLearnFrom(
@@ -125,18 +126,20 @@ def _step(
 
 
 def _worth_imitating(step: StepData) -> bool:
-    """Not a refused call, and not a detour that a policy marked `exploratory`."""
+    """Not what was refused, nor an end without words, and not a detour that a policy marked `exploratory`."""
     refused = step.step_info.invalid_reason is not None
-    return bool(step.tool_calls) and not refused and not step.action_taken.get("exploratory", False)
+    says_something = bool(step.tool_calls or step.action_taken.get("content"))
+    return says_something and not refused and not step.action_taken.get("exploratory", False)
 
 
 def _rendered(
-    step: StepData, tools: Sequence[dict[str, Any]], renderer: ChatRenderer
+    step: StepData, seen: Sequence[Message], tools: Sequence[dict[str, Any]], renderer: ChatRenderer
 ) -> tuple[list[int], list[int]]:
-    """Ids of the prompt, and of the answer that the template makes of the decision's tool calls."""
-    messages = [message.model_dump(exclude_none=True) for message in step.observation_data.messages]
+    """Ids of the prompt, and of the answer that the template makes of the decision's words or tool calls."""
+    messages = [message.model_dump(exclude_none=True) for message in seen]
     calls = [call.model_dump() for call in step.tool_calls]
-    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    words = step.action_taken.get("content") or ""
+    answer = {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
     target = renderer.answer_text(messages, answer, tools)
     if target is None:
         raise NothingToLearnFrom(

@@ -9,8 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, UserReward
+from shared_schemas.trajectory import StepData, Trajectory, UserReward
+from trainer_backend.core.emission_views import EmissionView, emission_views
+from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.report.seen import (
+    did,
+    last_seen,
+    last_words,
+    news,
+    parts_earned,
+    user_told,
+    whole_prompts,
+)
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout, rollout_ids
 
@@ -48,12 +59,25 @@ def find_rollout(runs: Sequence[RunDirectory], rollout_id: str) -> tuple[Rollout
     return read_rollout(path, known), read_decisions(path, known)
 
 
-def episode_view(rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool) -> Group:
-    """All of an episode for a terminal. `full`: the whole prompt of each decision, not its last message."""
-    return Group(*_parts(rollout, credits, full=full))
+def episode_view(
+    rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool = False
+) -> Group:
+    """All of an episode for a terminal.
+
+    Args:
+        credits: the columns of each decision, as they are stored; empty where no credit was given.
+        full: the whole prompt of each decision, not only what is new in it.
+        tokens: where its tokens stand in the segments that it was trained on.
+
+    Raises:
+        SegmentError: `tokens` of an episode that was played without token ids, or greedily.
+    """
+    return Group(*_parts(rollout, credits, full=full, tokens=tokens))
 
 
-def _parts(rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool) -> Iterator[RenderableType]:
+def _parts(
+    rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool
+) -> Iterator[RenderableType]:
     yield Text(f"{rollout.rollout_id}  group {rollout.group_id}, sibling {rollout.sibling}", style="bold")
     episode = rollout.trajectory
     if episode is None:
@@ -68,14 +92,22 @@ def _parts(rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool) -
         yield Text(_judged(episode.user_reward))
     for warning in episode.warnings:
         yield Text(f"warning: {warning}")
-    for step in episode.steps:
+    seen = _seen(episode, full=full)
+    views = _views(rollout.rollout_id, episode) if tokens else {}
+    for step, shown in zip(episode.steps, seen, strict=True):
         yield ""
         yield Text(f"decision {step.turn}", style="bold")
-        yield Text(_seen(step, full=full), style="dim")
+        yield Text(shown, style="dim")
         yield Text(f"did     {_done(step)}")
         yield Text(f"earned  {_earned(step)}")
+        for told in user_told(step):
+            yield Text(f"answer  {told}")
+        if tokens:
+            yield Text(_tokens(views.get(step.turn), full=full))
         if step.turn <= len(credits):
             yield _credit(credits[step.turn - 1])
+    if rest := last_words(episode):
+        yield Text("\n".join(["", "after the last decision", *rest]), style="dim")
 
 
 def _judged(said: UserReward) -> str:
@@ -86,18 +118,37 @@ def _judged(said: UserReward) -> str:
     )
 
 
-def _seen(step: StepData, *, full: bool) -> str:
-    messages = step.observation_data.messages
-    shown = messages if full else messages[-1:]
-    return "\n".join(str(message.content or "") for message in shown)
+def _seen(episode: Trajectory, *, full: bool) -> list[str]:
+    """[T] what each decision saw: its whole prompt, or what is new in it."""
+    if full:
+        return ["\n".join(lines) for lines in whole_prompts(episode)]
+    if episode.full_history:
+        return ["\n".join(news(step)) for step in episode.steps]
+    return [last_seen(step) for step in episode.steps]
+
+
+def _views(rollout_id: str, episode: Trajectory) -> dict[int, EmissionView]:
+    """By turn.
+
+    Raises:
+        SegmentError: the episode was played without token ids, or greedily.
+    """
+    return {view.turn: view for view in emission_views(segments_of(episode.steps, rollout_id=rollout_id))}
+
+
+def _tokens(view: EmissionView | None, *, full: bool) -> str:
+    if view is None:
+        return "tokens  none sampled"
+    told = f"tokens  segment {view.segment + 1}: prompt 0 to {view.start}, answer {view.start} to {view.end}"
+    prompt, answer = (" ".join(map(str, ids)) for ids in (view.prompt_ids, view.answer_ids))
+    return f"{told}\nprompt  {prompt}\nanswer  {answer}" if full else f"{told}\nanswer  {answer}"
 
 
 def _done(step: StepData) -> str:
     invalid = step.step_info.invalid_reason
-    calls = "; ".join(f"{call.function.name} {call.function.arguments}" for call in step.tool_calls)
     executed = " ".join(step.step_info.executed_actions)
-    return f"{calls or step.raw_policy_output or step.action_taken}  ->  {executed}" + (
-        f"  (refused: {invalid})" if invalid else ""
+    return (
+        did(step) + (f"  ->  {executed}" if executed else "") + (f"  (refused: {invalid})" if invalid else "")
     )
 
 
@@ -107,8 +158,7 @@ def _earned(step: StepData) -> str:
     if rewards is not None:
         names = f" ({', '.join(rewards.unique)})" if rewards.unique else ""
         parts.append(f"unique {rewards.unique_delta}{names}, all {rewards.ach_delta}")
-    parts += [f"{part.source} {part.value:+g}" for part in step.reward_parts]
-    return "; ".join(parts)
+    return "; ".join([*parts, *parts_earned(step)])
 
 
 def _credit(columns: dict[str, Any]) -> Table:

@@ -56,6 +56,11 @@ def whole_numbers() -> MaxNLocator:
     return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
 
 
+def plain(text: str) -> str:
+    """For matplotlib, which reads what is between two $ as mathematics."""
+    return text.replace("$", r"\$")
+
+
 def from_zero(axes: Any) -> None:
     """Show 0 and all that was drawn on `axes`, with air between that and the frame.
 

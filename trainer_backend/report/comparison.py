@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
+from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.report.stored_episodes import paired_difference
 from trainer_backend.report.story import Row, Story, read_story
@@ -16,7 +17,8 @@ from trainer_backend.rundir.layout import open_run
 # Where these differ, the same seed is another task, and a difference is not the policy's alone.
 _TASK = (
     "rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions",
-    "rollout.termination_regex", "rollout.termination_target",
+    "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.path", "data.split",
+    "data.evaluation_", "data.held_out_", "data.interaction",
 )  # fmt: skip
 ABSENT = "absent"
 
@@ -33,13 +35,18 @@ class Side:
         """The last evaluation; None before there is one."""
         return self.story.evaluations[-1] if self.story.evaluations else None
 
+    @property
+    def outcome(self) -> str | None:
+        """What its figures are called; None before there is one."""
+        return outcome_name(self.story.told) if self.story.told is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class Paired:
     """A run's last evaluation minus the first run's, world by world.
 
     Attributes:
-        found: in unique achievements; None without worlds that both played.
+        found: in outcomes; None without worlds that both played.
         doubt: settings that differ and make the same world another task; empty when none does.
     """
 
@@ -76,6 +83,12 @@ def settings(job: JobConfig) -> dict[str, str]:
     """A job as `table.key` -> value in JSON, without secrets; keys that are absent are left out."""
     tables = job.model_dump(mode="json", exclude={"services": {"task_api_key"}})
     return dict(_flat(tables, ""))
+
+
+def outcome_of(sides: Sequence[Side]) -> str:
+    """What the figures of all runs are called; "outcome" where it is not the same in all."""
+    names = {side.outcome for side in sides} - {None}
+    return str(names.pop()) if len(names) == 1 else "outcome"
 
 
 def against_first(sides: Sequence[Side]) -> list[Paired | None]:

@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from trainer_backend.core.statistics import Interval
-from trainer_backend.report.charts import Picture, Theme, picture, whole_numbers
-from trainer_backend.report.comparison import Side
-from trainer_backend.report.learning_charts import UNIQUE, evaluation_interval, spaced
+from trainer_backend.evaluation.outcome import outcome_interval
+from trainer_backend.report.charts import Picture, Theme, from_zero, picture, plain, whole_numbers
+from trainer_backend.report.comparison import Side, outcome_of
+from trainer_backend.report.learning_charts import spaced
 from trainer_backend.report.marks import band, rate_points
 
 Points = Sequence[tuple[int, Interval]]
@@ -35,8 +36,8 @@ def held_out_curves(sides: Sequence[Side]) -> Picture | None:
     return _curves(
         sides,
         "held_out",
-        f"{UNIQUE}, held-out",
-        lambda side: [(row["iteration"], evaluation_interval(row)) for row in side.story.evaluations],
+        f"{outcome_of(sides)} an episode, held-out",
+        lambda side: [(row["iteration"], outcome_interval(row)) for row in side.story.evaluations],
     )
 
 
@@ -45,8 +46,8 @@ def training_curves(sides: Sequence[Side]) -> Picture | None:
     return _curves(
         sides,
         "training",
-        f"{UNIQUE}, training",
-        lambda side: _metric(side, "episode/unique_achievements", -1),
+        f"{outcome_of(sides)} an episode, training",
+        lambda side: _metric(side, "episode/outcome_reward", -1),
     )
 
 
@@ -56,7 +57,7 @@ def entropies(sides: Sequence[Side]) -> Picture | None:
 
 
 def success_rates_side_by_side(sides: Sequence[Side]) -> Picture | None:
-    """Rate of each achievement in the last evaluation of every run; None before there is one."""
+    """Rate of each achievement in the last evaluation of every run; None where no run has one."""
     names = achievements(sides)
     shown = [(index, side, side.last) for index, side in enumerate(sides) if side.last is not None]
     if not names:
@@ -85,7 +86,7 @@ def success_rates_side_by_side(sides: Sequence[Side]) -> Picture | None:
 
 def achievements(sides: Sequence[Side]) -> list[str]:
     """All names in the last evaluations, the rarest of the first run that has one first."""
-    rates = [side.last["eval/success_rates"] for side in sides if side.last is not None]
+    rates = [side.last.get("eval/success_rates", {}) for side in sides if side.last is not None]
     names = {name for row in rates for name in row}
     return sorted(names, key=lambda name: (*(row.get(name, 0.0) for row in rates), name))
 
@@ -106,8 +107,8 @@ def _curves(
             marker = look.marker if marked else ""
             band(axes, points, colour=look.colour, label=look.label, line=look.line, marker=marker)
         axes.set_xlabel("iterations finished")
-        axes.set_title(title)
-        axes.set_ylim(bottom=0)
+        axes.set_title(plain(title))
+        from_zero(axes)
         axes.xaxis.set_major_locator(whole_numbers())
         figure.legend(loc="outside upper left", ncols=1)
 
@@ -126,11 +127,10 @@ def _metric(side: Side, name: str, shift: int) -> Points:
 
 
 def _look(theme: Theme, index: int, name: str) -> _Look:
-    # matplotlib reads what is between two $ as mathematics, and leaves out what begins with an underscore.
-    label = name.replace("$", r"\$")
+    label = plain(name)
     return _Look(
         theme.series[index % len(theme.series)],
         _LINES[index % len(_LINES)],
         _MARKERS[index % len(_MARKERS)],
-        f" {label}" if label.startswith("_") else label,
+        f" {label}" if label.startswith("_") else label,  # matplotlib would leave it out
     )

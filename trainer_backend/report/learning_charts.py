@@ -1,5 +1,6 @@
-"""Charts of what was learned: unique achievements over iterations, success rate of each achievement."""
+"""Charts of what was learned: outcomes over iterations, success rate of each achievement."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,12 +8,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from trainer_backend.core.statistics import Interval
-from trainer_backend.report.charts import Picture, Theme, from_zero, picture, whole_numbers
+from trainer_backend.evaluation.outcome import outcome_interval, outcome_name
+from trainer_backend.report.charts import Picture, Theme, from_zero, picture, plain, whole_numbers
 from trainer_backend.report.marks import arms, band, rate_points
-from trainer_backend.report.stored_episodes import unique_of_groups
+from trainer_backend.report.stored_episodes import outcome_of_groups
 from trainer_backend.report.story import Row, Story
 
-UNIQUE = "unique achievements an episode"
+_LABEL_CHARS = 40
 
 
 def learning_curve(story: Story) -> Picture | None:
@@ -23,26 +25,30 @@ def learning_curve(story: Story) -> Picture | None:
     if not story.iterations and not story.evaluations:
         return None
     training = [(row["iteration"] - 1, _training_interval(story, row)) for row in story.iterations]
-    held_out = [(row["iteration"], evaluation_interval(row)) for row in story.evaluations]
+    held_out = [(row["iteration"], outcome_interval(row)) for row in story.evaluations]
+    measured = f"{outcome_name(story.told)} an episode"
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
-        band(axes, training, colour=theme.series[0], label="training worlds (band: 95 %, groups)")
-        _bars(axes, held_out, theme.series[1], "held-out worlds (bars: 95 %)")
+        band(axes, training, colour=theme.series[0], label="training episodes (band: 95 %, groups)")
+        _bars(axes, held_out, theme.series[1], "held-out ones (bars: 95 %)")
         axes.set_xlabel("iterations finished when the episodes were played")
-        axes.set_ylabel(UNIQUE)
+        axes.set_ylabel(textwrap.fill(plain(measured), _LABEL_CHARS))
         from_zero(axes)
         axes.xaxis.set_major_locator(whole_numbers())
         figure.legend(loc="outside upper left", ncols=2)
 
     alt = "; ".join(_told(name, found) for name, found in _named(training, held_out) if found)
-    return picture("learning_curve", f"Line chart of {UNIQUE}. {alt}.", draw, height_in=3.6)
+    return picture("learning_curve", f"Line chart of {measured}. {alt}.", draw, height_in=3.6)
 
 
 def success_rates(story: Story) -> Picture | None:
-    """Rate of each achievement on held-out worlds, first evaluation against the best and the last one."""
+    """Rate of each achievement on held-out worlds, first evaluation against the best and the last one.
+
+    None without an evaluation, and where its environment has no achievements.
+    """
     best = story.best_evaluation
-    if best is None:
+    if best is None or not best.get("eval/success_rates"):
         return None
     first = story.evaluations[0]
     shown = [(_label(words, row), row) for words, row in story.landmarks]
@@ -68,20 +74,19 @@ def success_rates(story: Story) -> Picture | None:
     return picture("success_rates", alt, draw, height_in=1.1 + 0.27 * len(names))
 
 
-def evaluation_interval(row: Row) -> Interval:
-    """Unique achievements of an evaluation row; the bounds are missing for a lone episode."""
-    name = "eval/unique_achievements"
-    return Interval(row[name], row.get(f"{name}_low"), row.get(f"{name}_high"), row["eval/episodes"])
-
-
 def spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
+def capitalized(text: str) -> str:
+    """As a sentence begins; the rest stays as it is."""
+    return text[:1].upper() + text[1:]
+
+
 def _training_interval(story: Story, row: Row) -> Interval:
     path = story.rollouts_file(f"iteration_{row['iteration']}")
-    found = unique_of_groups(path) if path else None
-    mean = row["episode/unique_achievements"]
+    found = outcome_of_groups(path) if path else None
+    mean = row["episode/outcome_reward"]
     return Interval(mean, found.low, found.high, found.count) if found else Interval(mean, None, None, 0)
 
 
@@ -101,7 +106,7 @@ def _label(words: str, row: Row) -> str:
 
 
 def _named(*series: Sequence[tuple[int, Interval]]) -> list[tuple[str, Sequence[tuple[int, Interval]]]]:
-    return list(zip(("Training worlds", "Held-out worlds"), series, strict=True))
+    return list(zip(("Training", "Held-out"), series, strict=True))
 
 
 def _told(name: str, points: Sequence[tuple[int, Interval]]) -> str:

@@ -54,7 +54,7 @@ def rate_points(
 ) -> None:
     """The rate of each achievement in an evaluation's row, a line a name, moved up by `offset`."""
     count = int(row["eval/episodes"])
-    rates = [float(row["eval/success_rates"].get(name, 0.0)) for name in names]
+    rates = [float(row.get("eval/success_rates", {}).get(name, 0.0)) for name in names]
     found = [wilson_interval(round(rate * count), count) for rate in rates]
     axes.errorbar(
         rates, [index + offset for index in range(len(names))], xerr=arms(found), color=colour,

@@ -11,7 +11,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from trainer_backend.report.charts import Picture
 from trainer_backend.report.filmstrip import Filmstrip
 from trainer_backend.report.story import Story
-from trainer_backend.report.summary import evaluation_rows, failure_lines, figure_lines, job_lines
+from trainer_backend.report.summary import (
+    evaluation_columns,
+    evaluation_rows,
+    failure_lines,
+    figure_lines,
+    job_lines,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,7 @@ def page(story: Story, sections: Sequence[Section], film: Filmstrip | None) -> s
         title=f"{story.job.job.name}: report",
         name=story.job.job.name,
         figures=figure_lines(story),
+        evaluation_columns=evaluation_columns(story),
         evaluations=evaluation_rows(story),
         sections=sections,
         film=film,

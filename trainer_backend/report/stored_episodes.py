@@ -4,20 +4,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared_schemas.trajectory import Trajectory
+from shared_schemas.rollouts import Rollout
+from trainer_backend.collect.sources import row_of
 from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.report.story import Story
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
 
 
-def unique_of_groups(path: Path) -> Interval | None:
-    """Mean unique achievements of a training file, with the interval over groups.
+def outcome_of_groups(path: Path) -> Interval | None:
+    """Mean outcome of a training file, with the interval over groups.
 
-    Siblings of a group share a world, so groups are the independent values, not episodes.
+    Siblings of a group share their start, so groups are the independent values, not episodes.
     """
     by_group: defaultdict[str, list[float]] = defaultdict(list)
-    for row in finished_rows(path, ["group_id", "unique_achievements"]):
-        by_group[row["group_id"]].append(row["unique_achievements"])
+    for row in finished_rows(path, ["group_id", "outcome_reward"]):
+        by_group[row["group_id"]].append(row["outcome_reward"])
     means = [sum(values) / len(values) for values in by_group.values()]
     return mean_interval(means) if means else None
 
@@ -35,10 +36,10 @@ def reward_by_turn(paths: Sequence[Path]) -> list[float]:
 
 
 def paired_difference(first: Path, other: Path) -> Interval | None:
-    """Mean of (other - first) in unique achievements, world by world, over the worlds that both played."""
-    before, after = _unique_by_seed(first), _unique_by_seed(other)
-    shared = sorted(before.keys() & after.keys())
-    return mean_interval([after[seed] - before[seed] for seed in shared]) if shared else None
+    """Mean of (other - first) in outcomes, world by world, over the worlds that both played."""
+    before, after = _outcome_by_world(first), _outcome_by_world(other)
+    shared = [world for world in before if world in after]
+    return mean_interval([after[world] - before[world] for world in shared]) if shared else None
 
 
 def last_minus_first(story: Story) -> Interval | None:
@@ -50,17 +51,18 @@ def last_minus_first(story: Story) -> Interval | None:
     return paired_difference(first, last) if first and last else None
 
 
-def best_episode(path: Path) -> Trajectory | None:
+def best_episode(path: Path) -> Rollout | None:
     """The finished episode with the highest outcome; of equals, the one with the fewest env steps."""
     rows = finished_rows(path, ["rollout_id", "outcome_reward", "env_steps"])
     if not rows:
         return None
     best = min(rows, key=lambda row: (-row["outcome_reward"], row["env_steps"], row["rollout_id"]))
-    return read_rollout(path, best["rollout_id"]).trajectory
+    return read_rollout(path, best["rollout_id"])
 
 
-def _unique_by_seed(path: Path) -> dict[int, float]:
+def _outcome_by_world(path: Path) -> dict[str | int, float]:
+    """By row of the data set where there is one, else by the seed of the world."""
     return {
-        row["seed"]: row["unique_achievements"]
-        for row in finished_rows(path, ["seed", "unique_achievements"])
+        row_of(row["group_id"]) or row["seed"]: row["outcome_reward"]
+        for row in finished_rows(path, ["group_id", "seed", "outcome_reward"])
     }

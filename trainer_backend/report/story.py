@@ -62,6 +62,16 @@ class Story:
         ]
 
     @property
+    def told(self) -> Row | None:
+        """A row that names the outcome of the run's episodes: the last one that was played with it."""
+        return next(iter(self.evaluations[-1:] + self.iterations[-1:]), None)
+
+    @property
+    def unit(self) -> str:
+        """What an evaluation plays once each."""
+        return "world" if self.job.data is None else "row"
+
+    @property
     def teacher(self) -> Row | None:
         """Episodes that the warm-up imitates."""
         return next(iter(self._of("teacher")), None)

@@ -4,18 +4,29 @@ from collections.abc import Sequence
 
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.core.statistics import Interval
-from trainer_backend.report.learning_charts import evaluation_interval, spaced
+from trainer_backend.evaluation.outcome import outcome_interval, outcome_meaning, outcome_name
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.report.learning_charts import spaced
 from trainer_backend.report.stored_episodes import last_minus_first
 from trainer_backend.report.story import Row, Story
 from trainer_backend.report.training_charts import stage_totals
 
 Line = tuple[str, str]
 
+# Of the first and the last iteration, where episodes are conversations.
+_CONVERSATION = (
+    ("score of an answer", "interaction/score"),
+    ("answers an episode", "interaction/answers"),
+    ("segments an episode", "statelm/segments"),
+    ("messages deleted an episode", "statelm/deletes"),
+    ("longest context of an episode, tokens", "statelm/peak_context"),
+    ("share of episodes that ran over their context", "statelm/context_length_exceeded"),
+)
+
 
 def job_lines(story: Story) -> list[Line]:
     """Switches and seeds."""
     job, table = story.job, story.job.training
-    worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
     return [
         ("run", story.run_id),
         ("model", job.model.source),
@@ -28,25 +39,34 @@ def job_lines(story: Story) -> list[Line]:
         ("step_rewards_beta", f"{table.step_rewards_beta:g} (horizon {table.step_rewards_horizon})"),
         ("step_rewards_indicator_lambda", f"{table.step_rewards_indicator_lambda:g}"),
         ("episodes", f"{job.rollout.episodes_per_batch} an iteration, groups of {table.group_size}"),
-        ("decisions", f"at most {job.rollout.max_turns} an episode"),
+        ("decisions", f"at most {job.max_decisions} an episode"),
         ("job seed", str(job.job.seed)),
-        (
-            "held-out worlds",
-            f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}, "
-            f"temperature {job.evaluation_temperature:g}",
-        ),
+        *_held_out_of(job),
+    ]
+
+
+def _held_out_of(job: JobConfig) -> list[Line]:
+    told = f"temperature {job.evaluation_temperature:g}"
+    if job.data is None:
+        worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
+        return [("held-out worlds", f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}, {told}")]
+    return [
+        ("data", f"{job.data.split} of {job.data.path}"),
+        ("held-out rows", f"at most {job.evaluation.instances}: {job.data.held_out}, {told}"),
     ]
 
 
 def figure_lines(story: Story) -> list[Line]:
     """The figures that a reader looks for first, each with what it was measured on."""
     lines = [("iterations", f"{len(story.iterations)} of {story.job.training.iterations} finished")]
+    meaning = outcome_meaning(story.told)
+    lines += [(outcome_name(story.told), meaning)] if meaning else []
     lines += _held_out(story)
     lines += _training(story.iterations)
     if story.teacher is not None:
-        found = evaluation_interval(story.teacher)
+        found = outcome_interval(story.teacher)
         policy = story.job.warmup.policy_name if story.job.warmup else "a teacher"
-        told = f"{_told(found)} unique achievements, {found.count} episodes"
+        told = f"{_told(found)} {outcome_name(story.teacher)}, {found.count} episodes"
         lines.append((f"imitated in the warm-up: {policy}", told))
     seconds = sum(value for _, value in stage_totals(story))
     if seconds:
@@ -54,20 +74,30 @@ def figure_lines(story: Story) -> list[Line]:
     return lines
 
 
+def evaluation_columns(story: Story) -> list[str]:
+    """What stands in each cell of `evaluation_rows`."""
+    score = ["Crafter score"] if _have_score(story) else []
+    return ["iteration", outcome_name(story.told), *score, "decisions", "invalid", "episodes"]
+
+
 def evaluation_rows(story: Story) -> list[Sequence[str]]:
-    """A row an evaluation: iteration, unique achievements, Crafter score, decisions, invalid, worlds."""
-    best = story.best_evaluation
+    """A row an evaluation."""
+    best, scored = story.best_evaluation, _have_score(story)
     return [
         (
             f"{row['iteration']}{' (best)' if row is best else ''}",
-            _told(evaluation_interval(row)),
-            _number(row.get("eval/crafter_score"), "{:.1f} %"),
+            _told(outcome_interval(row)),
+            *([_number(row.get("eval/crafter_score"), "{:.1f} %")] if scored else []),
             _number(row.get("eval/decisions"), "{:.1f}"),
             _number(row.get("eval/invalid_frac"), "{:.1%}"),
             str(row["eval/episodes"]),
         )
         for row in story.evaluations
     ]
+
+
+def _have_score(story: Story) -> bool:
+    return any("eval/crafter_score" in row for row in story.evaluations)
 
 
 def failure_lines(story: Story) -> list[Line]:
@@ -87,15 +117,15 @@ def failure_lines(story: Story) -> list[Line]:
 def _held_out(story: Story) -> list[Line]:
     lines = [
         (
-            f"held-out worlds after iteration {row['iteration']} ({words})",
-            f"{_told(evaluation_interval(row))} unique achievements",
+            f"held-out {story.unit}s after iteration {row['iteration']} ({words})",
+            f"{_told(outcome_interval(row))} {outcome_name(row)}",
         )
         for words, row in story.landmarks
     ]
     found = last_minus_first(story)
     if found is not None:
-        told = f"{_told(found, sign='+')}, {found.count} worlds"
-        lines.append(("last minus first, world by world", told))
+        told = f"{_told(found, sign='+')}, {found.count} {story.unit}s"
+        lines.append((f"last minus first, {story.unit} by {story.unit}", told))
     return lines
 
 
@@ -103,12 +133,28 @@ def _training(rows: Sequence[Row]) -> list[Line]:
     if not rows:
         return []
     first, last = rows[0], rows[-1]
-    batches = sum(row.get("decision/batch_nonzero", 0.0) for row in rows) / len(rows)
-    unique, rewarded = "episode/unique_achievements", "decision/nonzero_frac"
-    return [
-        ("training episodes, first and last iteration", f"{first[unique]:.2f}, {last[unique]:.2f} unique"),
-        ("decisions that unlocked something", f"{first[rewarded]:.1%}, {last[rewarded]:.1%}"),
+    outcome = "episode/outcome_reward"
+    lines = [
+        (
+            "training episodes, first and last iteration",
+            f"{first[outcome]:.2f}, {last[outcome]:.2f} {outcome_name(last)}",
+        ),
         ("reward an episode", f"{first['reward/mean']:.2f}, {last['reward/mean']:.2f}"),
+    ]
+    if "episode/unique_achievements" in last:
+        lines += _achieved(rows)
+    return lines + [
+        (title, f"{first[name]:.2f}, {last[name]:.2f}")
+        for title, name in _CONVERSATION
+        if name in first and name in last
+    ]
+
+
+def _achieved(rows: Sequence[Row]) -> list[Line]:
+    rewarded = "decision/nonzero_frac"
+    batches = sum(row.get("decision/batch_nonzero", 0.0) for row in rows) / len(rows)
+    return [
+        ("decisions that unlocked something", f"{rows[0][rewarded]:.1%}, {rows[-1][rewarded]:.1%}"),
         ("iterations with any event reward", f"{batches:.0%}"),
     ]
 

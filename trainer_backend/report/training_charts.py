@@ -26,29 +26,33 @@ _STAGES = (
 )
 
 
+# A line of values by turn for each label; a panel is its title, its words and its lines.
+Lines = Sequence[tuple[str, Sequence[float]]]
+Panel = tuple[str, str, Lines]
+
+
 def reward_per_turn(story: Story) -> Picture | None:
-    """Unique achievements and r_t by decision turn, first iterations against the last ones."""
+    """What was achieved and r_t by decision turn, first iterations against the last ones."""
     windows = _windows(story.iterations)
     if not windows:
         return None
-    unique = [(label, _mean_by_turn(rows)) for label, rows in windows]
-    rewards = [(label, _rewards(story, rows)) for label, rows in windows]
+    achieved = _achieved_by_turn(windows)
+    paid = [(label, _rewards(story, rows)) for label, rows in windows]
+    panels = [*([achieved] if achieved else []), ("reward $r_t$ that training used", "", paid)]
+    told = f" {achieved[1]}." if achieved else ""
 
     def draw(figure: Figure, theme: Theme) -> None:
-        above, below = figure.subplots(2, 1, sharex=True)
-        _turn_lines(above, unique, theme)
-        _turn_lines(below, rewards, theme)
-        above.set_title("achievements unlocked for the first time")
-        below.set_title("reward $r_t$ that training used")
-        for axes in (above, below):
+        drawn = figure.subplots(len(panels), 1, sharex=True, squeeze=False).flat
+        for axes, (title, _, lines) in zip(drawn, panels, strict=True):
+            _turn_lines(axes, lines, theme)
+            axes.set_title(title)
             axes.set_ylabel("mean a decision")
             from_zero(axes)
-        below.set_xlabel("decision turn")
-        figure.legend(*above.get_legend_handles_labels(), loc="outside upper right", ncols=2)
+        figure.axes[-1].set_xlabel("decision turn")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
 
-    told = "; ".join(f"{label}: {sum(values):.2f} an episode" for label, values in unique)
-    alt = f"Two line charts by decision turn. Unique achievements, {told}."
-    return picture("reward_per_turn", alt, draw, height_in=4.4)
+    alt = f"Line charts of the reward by decision turn.{told}"
+    return picture("reward_per_turn", alt, draw, height_in=0.4 + 2.0 * len(panels))
 
 
 def update_health(story: Story) -> Picture | None:
@@ -142,8 +146,26 @@ def _span(rows: Sequence[Row]) -> str:
     return f"iteration {first}" if first == last else f"iterations {first} to {last}"
 
 
-def _mean_by_turn(rows: Sequence[Row]) -> list[float]:
-    series = [row["decision/unique_by_turn"] for row in rows]
+def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> Panel | None:
+    """First unlocks where there are achievements; in dialogues what had been scored by then; else nothing."""
+    rows = [row for _, part in windows for row in part]
+    if all("episode/unique_achievements" in row for row in rows):
+        unlocked = _by_turn(windows, "decision/unique_by_turn")
+        told = "; ".join(f"{label}: {sum(values):.2f} an episode" for label, values in unlocked)
+        return "achievements unlocked for the first time", f"Unique achievements, {told}", unlocked
+    if all("interaction/score_by_turn" in row for row in rows):
+        scored = _by_turn(windows, "interaction/score_by_turn")
+        told = "; ".join(f"{label}: {values[-1]:.2f} at the last turn" for label, values in scored)
+        return "last score up to each turn", f"Last score, {told}", scored
+    return None
+
+
+def _by_turn(windows: Sequence[tuple[str, Sequence[Row]]], name: str) -> Lines:
+    return [(label, _mean_by_turn(rows, name)) for label, rows in windows]
+
+
+def _mean_by_turn(rows: Sequence[Row], name: str) -> list[float]:
+    series = [row[name] for row in rows]
     longest = max(map(len, series))
     return [sum(item[t] for item in series if t < len(item)) / len(series) for t in range(longest)]
 
@@ -153,7 +175,7 @@ def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
     return reward_by_turn([path for path in paths if path is not None])
 
 
-def _turn_lines(axes: Any, lines: Sequence[tuple[str, Sequence[float]]], theme: Theme) -> None:
+def _turn_lines(axes: Any, lines: Lines, theme: Theme) -> None:
     for (label, values), colour, style in zip(lines, theme.series, ("-", "--"), strict=False):
         axes.step(range(1, len(values) + 1), values, style, where="mid", color=colour, label=label)
     axes.xaxis.set_major_locator(whole_numbers())

@@ -4,9 +4,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.report.charts import Picture
 from trainer_backend.report.filmstrip import Filmstrip, filmstrip
-from trainer_backend.report.learning_charts import learning_curve, success_rates
+from trainer_backend.report.learning_charts import capitalized, learning_curve, success_rates
 from trainer_backend.report.page import Section, page
 from trainer_backend.report.replay import FrameSource, played_frames
 from trainer_backend.report.story import Story, read_story
@@ -63,19 +64,13 @@ def _sections(story: Story) -> list[Section]:
     told = [
         (
             "Learning curve",
-            "Unique achievements an episode: the mean over training episodes of each iteration, and over the "
-            "held-out worlds of each evaluation, which training never plays. Evaluations share their worlds "
-            "and sampling seeds.",
+            f"{capitalized(outcome_name(story.told))} an episode: the mean over training episodes of each "
+            f"iteration, and over the held-out {story.unit}s of each evaluation, which training never plays. "
+            f"Evaluations share their {story.unit}s and sampling seeds.",
             learning_curve(story),
             "Neither an iteration nor an evaluation has finished yet.",
         ),
-        (
-            "Success rate of each achievement",
-            "Share of held-out episodes that unlocked it. The best evaluation is the one with the highest "
-            "mean outcome; being chosen, it flatters itself a little.",
-            success_rates(story),
-            no_evaluation,
-        ),
+        *_success(story, no_evaluation),
         (
             "Reward per decision turn",
             "Means over all training episodes of the iterations named; an episode that ended earlier counts "
@@ -93,6 +88,17 @@ def _sections(story: Story) -> list[Section]:
         ("Time", "Wall-clock seconds of each stage.", time_per_stage(story), "No stage has finished yet."),
     ]
     return [Section(title, text, picture, missing) for title, text, picture, missing in told]
+
+
+def _success(story: Story, missing: str) -> list[tuple[str, str, Picture | None, str]]:
+    """Of an environment with achievements; before the first evaluation nobody knows whether it has some."""
+    if story.told is not None and not any(row.get("eval/success_rates") for row in story.evaluations):
+        return []
+    text = (
+        "Share of held-out episodes that unlocked it. The best evaluation is the one with the highest mean "
+        "outcome; being chosen, it flatters itself a little."
+    )
+    return [("Success rate of each achievement", text, success_rates(story), missing)]
 
 
 def _pictures(sections: Sequence[Section], film: Filmstrip | None) -> list[Picture]:

@@ -6,8 +6,14 @@ from typing import Any
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection
-from trainer_backend.core.statistics import ach_by_turn, episode_metrics, unique_by_turn
-from trainer_backend.credit import Credited
+from trainer_backend.core.conversations import (
+    context_metrics,
+    failure_metrics,
+    interaction_metrics,
+    segment_metrics,
+)
+from trainer_backend.core.statistics import ach_by_turn, episode_metrics, outcome_definition, unique_by_turn
+from trainer_backend.credit import Credited, segments_by_rollout
 from trainer_backend.evaluation.metrics import collection_metrics
 
 
@@ -40,7 +46,9 @@ def gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
     decisions = metrics["decision/count"] + played_on.get("branch/decisions", 0.0)
     return {
         **episode_metrics(trajectories),
+        "episode/outcome_definition": outcome_definition(trajectories),
         **metrics,
+        **conversation_metrics(gathered.collection),
         **collection_metrics(gathered.collection),
         **played_on,
         **gathered.inference,
@@ -53,6 +61,22 @@ def gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
         "time/policy_s": sum(step.policy_s for step in steps),
         "perf/decisions_per_s": decisions / (ended - gathered.started),
         "perf/collect_decisions_per_s": decisions / gathered.collect_s,
+    }
+
+
+def conversation_metrics(collection: Collection) -> dict[str, Any]:
+    """What conversations tell of themselves; nothing where none were played."""
+    trajectories = [item.trajectory for item in collection.rollouts if item.trajectory is not None]
+    answered = interaction_metrics(trajectories)
+    failed = failure_metrics(collection.failures)
+    kept = [
+        item for item in collection.rollouts if item.trajectory is not None and item.trajectory.full_history
+    ]
+    return {
+        **answered,
+        **(failed if answered or any(failed.values()) else {}),
+        **context_metrics(trajectories),
+        **segment_metrics(list(segments_by_rollout(kept).values())),
     }
 
 

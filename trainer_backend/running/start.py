@@ -15,12 +15,14 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
+from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.evaluation.metrics import (
     collection_metrics,
     evaluation_metrics,
     finished_trajectories,
     refuse_empty,
 )
+from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.capacity import memory_plan, refuse_too_large
 from trainer_backend.learner.device import place
@@ -68,12 +70,13 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     """
     configure_logs()
     place(job.model.device)  # a GPU that is not there is told before anything is started
+    data = await asyncio.to_thread(data_of, job)  # and so is a row that cannot be used
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
     with stop_on_signals(reporter.say) as stop, gateway_listener(job) as listener:
-        async with task_apps(job, directory.task_app_log, tell=reporter.say) as apps:
+        async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             collector = Collector(
                 apps,
                 timeout_s=job.services.iteration_timeout_s,
@@ -81,17 +84,20 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
             )
             reporter.say(told_of(apps))
             reporter.say(echo_of_switches(job))
+            for line in data.told if data is not None else ():
+                reporter.say(line)
             # Nobody asks the gateway yet, and the key that it will want does not exist yet.
-            planner = Planner(job, run_id, Inference(listener.url, model_name(job), SecretStr("")))
+            asked = Inference(listener.url, model_name(job), SecretStr(""), job.inference.max_model_len)
+            planner = Planner(job, run_id, asked, data)
             from_scratch = latest_checkpoint(directory.checkpoints) is None
             await until(stop, try_job(planner, apps, from_scratch=from_scratch))
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
-            beginning = _Beginning(job, directory, run_id, collector, reporter, stop)
+            beginning = _Beginning(job, directory, run_id, collector, reporter, stop, data)
             learner, progress = await (beginning.resumed() if resume else beginning.fresh())
             async with serving(job, learner, listener) as server:
                 reporter.say(f"gateway: {server.inference.url} serves {server.inference.model}")
-                run = Run(job, directory, run_id, collector, learner, server, reporter)
+                run = Run(job, directory, run_id, collector, learner, server, reporter, data)
                 progress = await train(run, progress, stop)
                 return Ended(progress, stop.is_set() and work_left(run, progress))
 
@@ -119,10 +125,11 @@ class _Beginning:
         collector: Collector,
         reporter: Reporter,
         stop: asyncio.Event,
+        data: DataSet | None = None,
     ) -> None:
         self._job, self._directory, self._collector = job, directory, collector
         self._run_id, self._reporter, self._stop = run_id, reporter, stop
-        self._planner = Planner(job, run_id)
+        self._planner = Planner(job, run_id, data=data)
 
     async def resumed(self) -> tuple[LocalLearner, Progress]:
         """The newest checkpoint; a run that was stopped before its first one begins anew."""
@@ -213,8 +220,8 @@ class _Beginning:
         }
         self._directory.append_metrics(row)
         self._reporter.say(
-            f"{kind}: {row['eval/episodes']} episodes with {row['eval/unique_achievements']:.2f} unique "
-            f"achievements on average, {told}"
+            f"{kind}: {row['eval/episodes']} episodes with {row['eval/outcome_reward']:.2f} "
+            f"{outcome_name(row)} on average, {told}"
         )
         return finished_trajectories(collection.rollouts, kind)
 

@@ -15,6 +15,7 @@ from typing import Self
 
 from pydantic import SecretStr
 
+from trainer_backend.collect.slices import DEFAULT_BODY_BYTES
 from trainer_backend.errors import JobError, TaskAppError
 
 _START_S = 60.0
@@ -22,6 +23,9 @@ _STOP_S = 10.0
 _READY = "listening on "
 # Its exit code for a setting or a plug-in file that is wrong (task_app.__main__).
 _REFUSED = 2
+_BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
+# The setting's own bound.
+_MOST_BODY_BYTES = 1 << 30
 
 
 class EmbeddedTaskApp:
@@ -31,14 +35,25 @@ class EmbeddedTaskApp:
         log_file: its log lines are appended to it.
         hosts_to_call: `host:port` of inference servers that it may call beside those on this machine.
         plugins: files with environments and policies of the job's own.
+        interactions: the file of its interactions, if it has one.
+        body_bytes: a request may hold so many, unless the variable for that is set already.
     """
 
     def __init__(
-        self, log_file: Path, hosts_to_call: Sequence[str] = (), *, plugins: Sequence[Path] = ()
+        self,
+        log_file: Path,
+        hosts_to_call: Sequence[str] = (),
+        *,
+        plugins: Sequence[Path] = (),
+        interactions: Path | None = None,
+        body_bytes: int = DEFAULT_BODY_BYTES,
     ) -> None:
         self._log_file = log_file
         self._allowed = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
         self._allowed += [word for file in plugins for word in ("--plugins", str(file))]
+        if interactions is not None:
+            self._allowed += ["--interactions", str(interactions)]
+        self._environment = {_BODY_BYTES: str(min(body_bytes, _MOST_BODY_BYTES)), **os.environ}
         self.api_key = SecretStr(secrets.token_urlsafe(32))
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
@@ -51,7 +66,7 @@ class EmbeddedTaskApp:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "ENVIRONMENT_API_KEY": self.api_key.get_secret_value()},
+                env={**self._environment, "ENVIRONMENT_API_KEY": self.api_key.get_secret_value()},
                 # Its own session: Ctrl-C reaches this process alone, which then ends the child in order.
                 start_new_session=True,
             )  # fmt: skip

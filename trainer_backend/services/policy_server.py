@@ -38,16 +38,19 @@ def model_name(job: JobConfig) -> str:
 class LocalServer:
     """Implements `protocols.InferenceServer`."""
 
-    def __init__(self, engine: LocalEngine, learner: LocalLearner, inference: Inference) -> None:
-        self._engine, self._learner, self.inference = engine, learner, inference
+    def __init__(
+        self, engine: LocalEngine, policy: ServedPolicy, learner: LocalLearner, inference: Inference
+    ) -> None:
+        self._engine, self._policy = engine, policy
+        self._learner, self.inference = learner, inference
 
     async def publish(self, policy_version: int) -> None:
         """Copy the learner's weights to the engine between two requests."""
         await self._engine.load_weights(policy_version, self._learner.weights())
 
     def totals(self) -> dict[str, int]:
-        """The engine's counters."""
-        return asdict(self._engine.counters)
+        """The engine's counters, and what the gateway counted of the conversations."""
+        return asdict(self._engine.counters) | self._policy.figures.totals()
 
 
 def gateway_listener(job: JobConfig) -> Listener:
@@ -80,8 +83,9 @@ async def serving(
         stop_ids=stop_token_ids(learner.model, learner.tokenizer),
         limits=_limits(job),
     )
-    with _gateway(job, engine, ServedPolicy(engine, learner.tokenizer), listener) as inference:
-        yield LocalServer(engine, learner, inference)
+    policy = ServedPolicy(engine, learner.tokenizer)
+    with _gateway(job, engine, policy, listener) as inference:
+        yield LocalServer(engine, policy, learner, inference)
 
 
 class FolderPolicy:
@@ -136,7 +140,7 @@ def _gateway(
     try:
         url = server.start()
         try:
-            yield Inference(url=url, model=model, key=key)
+            yield Inference(url=url, model=model, key=key, max_model_len=job.inference.max_model_len)
         finally:
             server.stop()
     finally:

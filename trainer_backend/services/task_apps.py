@@ -9,6 +9,9 @@ from pydantic import SecretStr
 
 from trainer_backend.collect.apps import TaskApps, Tell, logged
 from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.slices import DEFAULT_BODY_BYTES
+from trainer_backend.collect.sources import bytes_of, largest_origin
+from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.services.embedded import EmbeddedTaskApp
@@ -18,13 +21,20 @@ KEY_VARIABLE = "ENVIRONMENT_API_KEY"
 KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 
 
+# What a request holds beside its row: ids, limits, the configs of policy and environment.
+_BESIDE_A_ROW = 1 << 18
 # Of the job's own task app, whose port is another one in every start.
 OWN = "own"
 
 
 @asynccontextmanager
 async def task_apps(
-    job: JobConfig, log_file: Path, player: Inference | None = None, *, tell: Tell = logged
+    job: JobConfig,
+    log_file: Path,
+    player: Inference | None = None,
+    *,
+    data: DataSet | None = None,
+    tell: Tell = logged,
 ) -> AsyncIterator[TaskApps]:
     """The job's task apps. One at least is known to be up, and each that is up, to accept the key.
 
@@ -48,13 +58,24 @@ async def task_apps(
             )  # fmt: skip
         else:
             child = await stack.enter_async_context(
-                EmbeddedTaskApp(log_file, hosts_to_call(job, player), plugins=table.task_plugins)
+                EmbeddedTaskApp(
+                    log_file,
+                    hosts_to_call(job, player),
+                    plugins=table.task_plugins,
+                    interactions=job.multi_turn.interaction_config_path,
+                    body_bytes=_body_bytes(job, data),
+                )
             )
             # Nobody would start it again: there is nothing to wait for.
             apps = TaskApps(
                 (child.url,), child.api_key, timeout_s=table.request_timeout_s, label=OWN, tell=tell
             )
         yield await stack.enter_async_context(apps)
+
+
+def _body_bytes(job: JobConfig, data: DataSet | None) -> int:
+    largest = 0 if data is None else bytes_of(largest_origin(job, data))
+    return max(DEFAULT_BODY_BYTES, largest + _BESIDE_A_ROW)
 
 
 def told_of(apps: TaskApps) -> str:

@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from trainer_backend.report.compare import SUMMARY_COLUMNS, doubts, summary_rows
+from trainer_backend.report.compare import doubts, summary_columns, summary_rows
 from trainer_backend.report.comparison import Side, setting_differences
 
 
@@ -15,7 +15,7 @@ def comparison_table(sides: Sequence[Side]) -> Group:
     names = [side.name for side in sides]
     settings = [(key, *values) for key, values in setting_differences(sides)]
     return Group(
-        _table(SUMMARY_COLUMNS, summary_rows(sides)),
+        _table(summary_columns(sides), summary_rows(sides)),
         *(Text(f"- {doubt}") for doubt in doubts(sides)),
         "",
         _table(("settings that differ", *names), settings),

@@ -1,8 +1,8 @@
 """The figures of `turnwise eval` for a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -10,10 +10,13 @@ from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.result import Evaluated
 from trainer_backend.terminal.published_tables import published
 
+_ROWS = 10
+
 
 def tables(result: Evaluated) -> Group:
     """Everything that was measured. Text, never strings: what is in brackets is no markup."""
-    return Group(_facts(result), "", _rates(result), "", _turns(result), *published(result))
+    achieved: list[RenderableType] = ["", _rates(result), "", _turns(result)] if result.unique else []
+    return Group(_facts(result), *achieved, *_worst_rows(result), *published(result))
 
 
 def _facts(result: Evaluated) -> Table:
@@ -24,14 +27,19 @@ def _facts(result: Evaluated) -> Table:
     for name, value in result.setting.items():
         facts.add_row(Text(name), Text(str(value)))
     lost = f", {result.lost} more lost to failures: in no figure" if result.lost else ""
-    facts.add_row("episodes", f"{result.unique.count}{lost}")
-    facts.add_row("unique achievements", _interval(result.unique, "{:.2f}"))
+    facts.add_row("episodes", f"{result.outcome.count}{lost}")
+    name, _, meaning = result.outcome_definition.partition(": ")
+    facts.add_row(Text(name), Text(_interval(result.outcome, "{:.2f}") + (f": {meaning}" if meaning else "")))
+    if result.unique is not None and result.unique != result.outcome:
+        facts.add_row("unique achievements", _interval(result.unique, "{:.2f}"))
     facts.add_row("environment's reward", _interval(result.env_reward, "{:.2f}"))
     facts.add_row("decisions", _interval(result.decisions, "{:.1f}"))
     facts.add_row("env steps", _interval(result.env_steps, "{:.1f}"))
     if result.crafter_score is not None:
         facts.add_row("Crafter score", _interval(result.crafter_score, "{:.1f} %"))
     facts.add_row("invalid decisions", f"{result.invalid_frac:.2%}")
+    for name, value in result.conversation.items():
+        facts.add_row(name, _figure(value))
     if result.prompt_tokens is not None:
         facts.add_row(
             "tokens", f"{result.prompt_tokens:,} of prompts, {result.sampled_tokens or 0:,} sampled"
@@ -65,8 +73,24 @@ def _turns(result: Evaluated) -> Table:
     return turns
 
 
+def _worst_rows(result: Evaluated) -> list[RenderableType]:
+    """Of a data set, the rows that a person should look at first; all of them stand in the JSON."""
+    if not result.rows:
+        return []
+    worst = sorted(result.rows.items(), key=lambda item: item[1])[:_ROWS]
+    table = Table("held-out row", "outcome", box=None, pad_edge=False)
+    for row_id, outcome in worst:
+        table.add_row(Text(row_id), f"{outcome:.2f}")
+    return ["", f"lowest outcomes of {len(result.rows)} rows", table]
+
+
 def _counts(items: Iterable[tuple[str, int]]) -> Text:
     return Text(", ".join(f"{name} {count}" for name, count in items) or "none")
+
+
+def _figure(value: float | Sequence[float]) -> str:
+    """A metric; of a list by turn what stands at each turn."""
+    return f"{value:.2f}" if isinstance(value, float | int) else " ".join(f"{item:.2f}" for item in value)
 
 
 def _interval(found: Interval, form: str) -> str:

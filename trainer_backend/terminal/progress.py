@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,15 +12,24 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.core.statistics import Interval
+from trainer_backend.evaluation.outcome import outcome_interval, outcome_name
 from trainer_backend.report.stored_episodes import last_minus_first
 from trainer_backend.report.story import Row, Story
 
 _SHOWN_ROWS = 14
+_TITLE_WIDTH = 12  # a longer title is broken between its words
+_OUTCOME = "episode/outcome_reward"
+_REWARDED = "decision/nonzero_frac"
+# Shown where a row has it.
 _COLUMNS = (
     ("iteration", "iteration", "{:.0f}"),
-    ("episode/unique_achievements", "unique ach.", "{:.2f}"),
+    (_OUTCOME, "outcome", "{:.2f}"),
     ("reward/mean", "reward", "{:.2f}"),
-    ("decision/nonzero_frac", "rewarded", "{:.1%}"),
+    (_REWARDED, "rewarded", "{:.1%}"),
+    ("interaction/answers", "answers", "{:.1f}"),
+    ("statelm/segments", "segments", "{:.1f}"),
+    ("statelm/peak_context", "context", "{:.0f}"),
+    ("statelm/context_length_exceeded", "ran over", "{:.1%}"),
     ("loss/entropy", "entropy", "{:.2f}"),
     ("loss/approx_kl", "kl", "{:.4f}"),
     ("time/collect_s", "collect s", "{:.1f}"),
@@ -66,7 +76,7 @@ class ConsoleReporter:
             return
         self._rows.append(row)
         if self._live is None:
-            self.say("  ".join(f"{title} {_cell(row, key, form)}" for key, title, form in _COLUMNS))
+            self.say("  ".join(f"{title} {_cell(row, key, form)}" for key, title, form in _columns([row])))
 
     def _print(self, line: Text) -> None:
         # Text, never a string: rich would read what stands in brackets as markup, drop it, or raise on it.
@@ -74,10 +84,12 @@ class ConsoleReporter:
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False)
-        for _, title, _ in _COLUMNS:
-            table.add_column(title, justify="right")
-        for row in self._rows[-_SHOWN_ROWS:]:
-            table.add_row(*(_cell(row, key, form) for key, _, form in _COLUMNS))
+        shown = self._rows[-_SHOWN_ROWS:]
+        columns = _columns(shown)
+        for _, title, _ in columns:
+            table.add_column(Text(title), justify="right", max_width=_TITLE_WIDTH)
+        for row in shown:
+            table.add_row(*(_cell(row, key, form) for key, _, form in columns))
         name, done, total = self._stage
         line = Text(f"{self._elapsed()}  {name}  {done}/{total}")
         return Group(table, line, ProgressBar(total=max(total, 1), completed=done, width=60))
@@ -89,9 +101,9 @@ class ConsoleReporter:
 
 def evaluation_line(row: Row) -> Text:
     """An evaluation in a sentence, the best-known achievements first."""
-    rates = sorted(row["eval/success_rates"].items(), key=lambda item: -item[1])
+    rates = sorted(row.get("eval/success_rates", {}).items(), key=lambda item: -item[1])
     told = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate > 0)
-    result = f"held-out worlds after iteration {row['iteration']}: {_unique(row)} unique achievements"
+    result = f"held-out after iteration {row['iteration']}: {_outcome(row)}"
     return Text.assemble((result, "bold"), f", {row['eval/episodes']} episodes", f": {told}" if told else "")
 
 
@@ -105,26 +117,45 @@ def closing_lines(story: Story) -> list[str]:
     if best is None:
         return []
     first, last = evaluations[0], evaluations[-1]
-    named = [("before RL", f"{_unique(first)} unique achievements")]
+    named = [("before RL", _outcome(first))]
     if last is not first:
-        named.append((f"after iteration {last['iteration']}", f"{_unique(last)} unique achievements"))
+        named.append((f"after iteration {last['iteration']}", _outcome(last)))
         found = last_minus_first(story)
         if found is not None:
-            named.append(("difference, world by world", f"{_interval(found)}, {found.count} worlds"))
-        chosen = f"iteration {best['iteration']}, {best['eval/unique_achievements']:.2f}"
-        named.append(("best checkpoint", f"{chosen} (chosen on these worlds: not a result)"))
+            named.append(
+                (
+                    f"difference, {story.unit} by {story.unit}",
+                    f"{_interval(found)}, {found.count} {story.unit}s",
+                )
+            )
+        chosen = f"iteration {best['iteration']}, {outcome_interval(best).mean:.2f}"
+        named.append(("best checkpoint", f"{chosen} (chosen on these {story.unit}s: not a result)"))
     return [f"{name:>26}: {told}" for name, told in named]
 
 
-def _unique(row: Row) -> str:
-    low, high = row["eval/unique_achievements_low"], row["eval/unique_achievements_high"]
-    interval = f" (95 % {low:.2f} to {high:.2f})" if low is not None else ""
-    return f"{row['eval/unique_achievements']:.2f}{interval}"
+def _outcome(row: Row) -> str:
+    found = outcome_interval(row)
+    bounds = f" (95 % {found.low:.2f} to {found.high:.2f})" if found.low is not None else ""
+    return f"{found.mean:.2f}{bounds} {outcome_name(row)}"
 
 
 def _interval(found: Interval) -> str:
     bounds = f" (95 % {found.low:+.2f} to {found.high:+.2f})" if found.low is not None else ""
     return f"{found.mean:+.2f}{bounds}"
+
+
+def _columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Key, title and form of each figure that the rows have."""
+    if not rows:
+        return []
+    named = [
+        (key, outcome_name(rows[-1]) if key == _OUTCOME else title, form) for key, title, form in _COLUMNS
+    ]
+    achieved = any("episode/unique_achievements" in row for row in rows)
+    return [
+        item for item in named
+        if any(item[0] in row for row in rows) and (achieved or item[0] != _REWARDED)
+    ]  # fmt: skip
 
 
 def _cell(row: Row, key: str, form: str) -> str:

@@ -46,7 +46,7 @@ def _ours(result: Evaluated) -> dict[str, float | None]:
     return {
         "score": score.mean if score else None,
         "reward": result.env_reward.mean,
-        "progress": 100 * result.unique.mean / len(result.rates) if result.rates else None,
+        "progress": 100 * result.unique.mean / len(result.rates) if result.unique and result.rates else None,
     }
 
 

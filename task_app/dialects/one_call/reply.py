@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from shared_schemas.trajectory import StepData, StopReason
+from shared_schemas.messages import Message
+from shared_schemas.trajectory import StepData, StopReason, prompts
 from task_app.actions import json_object
 from task_app.decisions import achievements_added
 from task_app.dialects.one_call.stepwise import Stepwise, stepwise_blocks, stepwise_details
@@ -115,7 +116,10 @@ def _trace(episodes: Sequence[Episode], names: Names, wanted: Wanted) -> dict[st
 def _trajectory(
     episode: Episode, blocks: list[dict[str, Any]], names: Names, wanted: Wanted
 ) -> dict[str, Any]:
-    steps = [_step(episode, index, blocks, names, wanted) for index in range(len(episode.steps))]
+    steps = [
+        _step(episode, index, prompt, blocks, names, wanted)
+        for index, prompt in enumerate(prompts(episode.steps))
+    ]
     shown: dict[str, Any] = {
         "env_id": names.env_id,
         "policy_id": names.policy_id,
@@ -175,13 +179,18 @@ def _did_nothing(episode: Episode) -> bool:
 
 
 def _step(
-    episode: Episode, index: int, blocks: list[dict[str, Any]], names: Names, wanted: Wanted
+    episode: Episode,
+    index: int,
+    prompt: Sequence[Message],
+    blocks: list[dict[str, Any]],
+    names: Names,
+    wanted: Wanted,
 ) -> dict[str, Any]:
     step, before = episode.steps[index], episode.seen[index]
     info: dict[str, Any] = {
         "achievements_added": _added(step),
         "executed_actions": list(step.step_info.executed_actions),
-        "meta": _meta(step, names, wanted),
+        "meta": _meta(step, prompt, names, wanted),
     }
     if blocks:
         info["stepwise"] = blocks[index]
@@ -202,15 +211,12 @@ def _step(
     }
 
 
-def _meta(step: StepData, names: Names, wanted: Wanted) -> dict[str, Any]:
+def _meta(step: StepData, prompt: Sequence[Message], names: Names, wanted: Wanted) -> dict[str, Any]:
     took = step.step_info
     meta: dict[str, Any] = {
         "inference_url": names.inference_url,
         "inference_request": {
-            "messages": [
-                message.model_dump(mode="json", exclude_none=True)
-                for message in step.observation_data.messages
-            ]
+            "messages": [message.model_dump(mode="json", exclude_none=True) for message in prompt]
         },
         "turn_index": step.turn,
         "raw_response": step.raw_policy_output,

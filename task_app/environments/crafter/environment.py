@@ -41,7 +41,7 @@ class CrafterEnvironment:
 
     name = "crafter"
     quick_step = True
-    outcome_definition = "number of different achievements unlocked in the episode (0 to 22)"
+    outcome_definition = "unique achievements: how many different ones the episode unlocked (0 to 22)"
 
     def __init__(self, config: CrafterConfig | None = None) -> None:
         self.config = config or CrafterConfig()

@@ -41,6 +41,7 @@ class ScriptedTaskApp:
         self.keys: list[str | None] = []
         self.answer_first_with: list[int] = []
         self.nonsense = False
+        self.max_body_bytes = 1 << 20
 
     def app(self) -> web.Application:
         @web.middleware
@@ -49,7 +50,7 @@ class ScriptedTaskApp:
                 return web.json_response({"detail": "out of order"}, status=500)
             return await handler(request)
 
-        app = web.Application(middlewares=[unless_down])
+        app = web.Application(middlewares=[unless_down], client_max_size=self.max_body_bytes)
         app.router.add_get("/info", self.info)
         app.router.add_post("/rollouts", self.accept)
         app.router.add_get("/rollouts", self.page)
@@ -59,9 +60,8 @@ class ScriptedTaskApp:
         return app
 
     async def info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"service": {"instance_id": self.instance}, "limits": {"max_concurrent_rollouts": 64}}
-        )
+        limits = {"max_concurrent_rollouts": 64, "max_body_bytes": self.max_body_bytes}
+        return web.json_response({"service": {"instance_id": self.instance}, "limits": limits})
 
     async def accept(self, request: web.Request) -> web.Response:
         if self.answer_first_with:

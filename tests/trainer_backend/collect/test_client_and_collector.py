@@ -7,12 +7,12 @@ import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
-from shared_schemas.rollouts import RolloutRequest, Start
+from shared_schemas.rollouts import EnvSpec, RolloutRequest, Start
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.collector import Collector
-from trainer_backend.errors import TaskAppError
+from trainer_backend.errors import JobError, TaskAppError
 
 
 async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
@@ -154,6 +154,33 @@ async def test_an_empty_plan_asks_nobody():
     assert (await Collector(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
     with pytest.raises(ValueError, match="at least one task app"):
         Collector(TaskApps.of([]), timeout_s=1)
+
+
+async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_takes():
+    def about(size: int, number: int) -> RolloutRequest:
+        env = EnvSpec(env_name="documents", config={"document_content": "\u00e9" * size})
+        return request_of(number).model_copy(update={"env": env, "group_id": f"train/1/0/row/{number}"})
+
+    sizes: list[int] = []
+
+    class Counting(ScriptedTaskApp):
+        async def accept(self, request: web.Request) -> web.Response:
+            sizes.append(len(await request.read()))
+            return await super().accept(request)
+
+    task_app = Counting()
+    async with served(task_app) as client:
+        # Six bytes a letter, as JSON in ASCII: 240 kB each, two to a slice of half a MiB.
+        await client.submit([about(40_000, number) for number in range(5)])
+        assert [size // 10_000 for size in sizes] == [48, 48, 24]
+        task_app.max_body_bytes = 200_000
+        await client.about()
+        with pytest.raises(
+            JobError, match=r"data.path, row 'row/7': its request has 24\d,\d+ bytes, and the "
+        ):
+            await client.submit([about(40_000, 7)])
+        await client.submit([about(30_000, number) for number in (8, 9)])
+    assert [size // 10_000 for size in sizes[3:]] == [18, 18]
 
 
 async def test_requests_with_large_snapshots_are_sent_in_bodies_that_a_task_app_takes():

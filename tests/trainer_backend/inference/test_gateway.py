@@ -178,9 +178,49 @@ def test_the_counts_of_a_full_context_are_fields(http: httpx.Client):
     assert problem["max_tokens"] == problem["max_model_len"] == MAX_MODEL_LEN and problem["prompt_tokens"] > 5
 
 
+def test_a_job_may_allow_less_than_the_model_holds(http: httpx.Client):
+    prompt = ask(http).json()["usage"]["prompt_tokens"]
+    assert ask(http, max_tokens=7, max_model_length=prompt + 7).status_code == 200
+    problem = ask(http, max_tokens=7, max_model_length=prompt + 6).json()
+    assert problem["code"] == "context_length_exceeded"
+    assert (problem["prompt_tokens"], problem["max_tokens"]) == (prompt, 7)
+    assert problem["max_model_len"] == prompt + 6
+    assert f"= {prompt + 7}, but max_model_length is {prompt + 6}" in problem["detail"]
+
+
+def test_a_job_cannot_allow_more_than_the_model_holds(http: httpx.Client):
+    problem = ask(http, max_tokens=MAX_MODEL_LEN, max_model_length=10 * MAX_MODEL_LEN).json()
+    assert problem["max_model_len"] == MAX_MODEL_LEN and "but the model holds" in problem["detail"]
+
+
+def test_without_max_tokens_the_room_below_the_limit_of_the_job_is_used(http: httpx.Client):
+    prompt = ask(http).json()["usage"]["prompt_tokens"]
+    assert ask(http, max_model_length=prompt + 1).json()["usage"]["completion_tokens"] == 1
+
+
+def test_what_became_of_prefixes_is_counted_by_model(http: httpx.Client, tools: list[dict[str, object]]):
+    def counted() -> dict[str, int]:
+        (model,) = http.get("/v1/models").json()["data"]
+        assert len(model["chat_template"]) == 12
+        return model["conversations"]
+
+    before = counted()
+    message = ask(http, rollout="counted", tools=tools).json()["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "wood 3"}
+    ask(http, rollout="counted", tools=tools, messages=[*MESSAGES, message, result])
+    ask(http, rollout="counted", tools=tools, messages=[MESSAGES[0], MESSAGES[1], result])
+    ask(http, tools=tools)  # of no rollout, so of no conversation
+    after = counted()
+    changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    # The template writes the call with other spaces than the chain; its tokens are as they are tokenised.
+    drift = {"drift_checked": 1, "drift_text": 1}
+    assert changed == {"prefix_extended": 1, "prefix_broken/fresh": 1, **drift}
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "where"),
     [
+        ({"max_model_length": 0}, 400, "max_model_length"),
         ({"messages": []}, 400, "messages"),
         ({"messages": None}, 400, "messages"),
         ({"messages": ["hello"]}, 400, "messages.0"),

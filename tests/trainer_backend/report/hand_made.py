@@ -77,6 +77,9 @@ def evaluation_row(iteration, rollouts, low, high):
         "eval/unique_achievements_low": low,
         "eval/unique_achievements_high": high,
         "eval/outcome_reward": sum(unique) / len(unique),
+        "eval/outcome_reward_low": low,
+        "eval/outcome_reward_high": high,
+        "eval/outcome_definition": "unique achievements: how many",
         "eval/success_rates": rates,
         "eval/crafter_score": 12.5,
         "eval/decisions": 2.5,
@@ -91,6 +94,8 @@ def iteration_row(iteration, unique):
     return {
         "kind": "iteration",
         "iteration": iteration,
+        "episode/outcome_reward": unique,
+        "episode/outcome_definition": "unique achievements: how many",
         "episode/unique_achievements": unique,
         "decision/unique_by_turn": [unique, 0.0],
         "decision/nonzero_frac": 0.5,

@@ -69,6 +69,9 @@ def test_what_makes_the_same_world_another_task_is_told(two, tmp_path):
         "longer against first: rollout.max_turns, evaluation.temperature differ, so the same world is "
         "another task, and the difference is not the policy's alone"
     ]
+    harder = small_run(tiny_job(multi_turn__enable=True, multi_turn__max_user_turns=1), tmp_path / "harder")
+    (told,) = doubts(read_sides([two[0], harder.path]))
+    assert told.startswith("harder against first: multi_turn.enable, multi_turn.max_user_turns differ")
     assert doubts(read_sides(two)) == ["the last evaluations are after different numbers of iterations"]
 
 

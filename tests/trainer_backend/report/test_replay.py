@@ -20,7 +20,7 @@ def with_other_actions(episode):
 
 async def test_an_episode_is_played_again_and_drawn_and_one_that_departs_is_refused(trained, tmp_path):
     directory = trained[0]
-    job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2"))
+    job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2")).trajectory
     last = len(episode.steps)
     async with task_apps(job, tmp_path / "log") as clients:
 
@@ -41,7 +41,7 @@ async def test_an_episode_is_played_again_and_drawn_and_one_that_departs_is_refu
 
 async def test_a_task_app_that_is_gone_is_a_sentence(trained, tmp_path):
     directory = trained[0]
-    job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2"))
+    job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2")).trajectory
     async with task_apps(job, tmp_path / "log") as clients:
         client = clients[0]
     with pytest.raises(TaskAppError, match=r"POST /env/create"):

@@ -3,9 +3,9 @@ import pytest
 from tests.trainer_backend.report.hand_made import COW, FIRST, LAST, TABLE, WOOD, rollout
 from trainer_backend.report.stored_episodes import (
     best_episode,
+    outcome_of_groups,
     paired_difference,
     reward_by_turn,
-    unique_of_groups,
 )
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 
@@ -22,7 +22,7 @@ def stored(path, rollouts, credits=None):
 def test_groups_are_the_independent_values_not_episodes(tmp_path):
     # group means (1 + 3) / 2 = 2 and 1; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
     siblings = [rollout(1, [WOOD]), rollout(1, [WOOD, COW, TABLE], sibling=1), rollout(2, [COW], group="g1")]
-    found = unique_of_groups(stored(tmp_path / "a.parquet", [*siblings, failed(siblings[0])]))
+    found = outcome_of_groups(stored(tmp_path / "a.parquet", [*siblings, failed(siblings[0])]))
     assert (found.mean, found.count) == (1.5, 2)
     assert found.high == pytest.approx(1.5 + 12.706 * 0.5)
 
@@ -43,5 +43,5 @@ def test_differences_are_taken_world_by_world(tmp_path):
 def test_of_equally_good_episodes_the_shorter_one_is_shown(tmp_path):
     episodes = [rollout(1, [WOOD, ()]), rollout(2, [WOOD]), rollout(3, [()])]
     found = best_episode(stored(tmp_path / "a.parquet", [*episodes, failed(episodes[0])]))
-    assert (found.seed, len(found.steps)) == (2, 1)
+    assert (found.trajectory.seed, len(found.trajectory.steps)) == (2, 1)
     assert best_episode(stored(tmp_path / "b.parquet", [failed(episodes[0])])) is None

@@ -1,0 +1,35 @@
+"""The names of the tools with which a model edits its own context; task_app.context_tools has the tools."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from shared_schemas.base import did_you_mean
+
+# What the published system offers; the others are offered where they are asked for by name.
+PUBLISHED = ("deleteContext", "checkBudget")
+CONTEXT_TOOLS = (*PUBLISHED, "deletePart", "summarizeContext", "undoEdit", "redoEdit", "proposeDeletes")
+
+
+def _known_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in CONTEXT_TOOLS:
+            raise ValueError(f"unknown context tool {name[:80]!r}{did_you_mean(name[:80], CONTEXT_TOOLS)}")
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is named more than once; each is offered once")
+    return names
+
+
+ContextTools = Annotated[tuple[str, ...], Field(max_length=16), AfterValidator(_known_once)]
+
+
+def refuse_without_editing(names: tuple[str, ...], *, statelm_enabled: bool) -> None:
+    """Refuse tools that nobody would be offered.
+
+    Raises:
+        ValueError: others than the default are named, and editing is off.
+    """
+    if names != PUBLISHED and not statelm_enabled:
+        raise ValueError(
+            f"context_tools is {list(names)}, and statelm_enabled is false: none of them would be offered"
+        )

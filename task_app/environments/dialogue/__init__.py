@@ -1,0 +1,1 @@
+"""Dialogues: a prompt, answers in words, and an interaction that replies as the user."""

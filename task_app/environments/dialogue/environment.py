@@ -1,0 +1,111 @@
+"""A dialogue without tools, as a `ConversationalEnvironment`: a question, and nothing that moves by itself.
+
+Answers are scored, and replied to, by the interaction of the rollout (task_app.interactions), or judged as a
+whole by a reward function; the environment has no outcome of its own.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from shared_schemas.base import Body
+from shared_schemas.messages import Message, ToolSpec
+from task_app.errors import EpisodeOver
+from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
+
+NO_TOOLS = "there are no tools here; answer in words"
+
+
+class DialogueConfig(Body):
+    """What is asked; `system` stands before a prompt that is text alone."""
+
+    prompt: tuple[Message, ...] | str = Field(
+        min_length=1, description="chat messages, or what the user says"
+    )
+    system: str = Field(default="", max_length=100_000)
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _ends_with_the_user(cls, prompt: tuple[Message, ...] | str) -> tuple[Message, ...] | str:
+        if not isinstance(prompt, str) and prompt[-1].role != "user":
+            raise ValueError(f"its last message is of the {prompt[-1].role}; a dialogue opens with a user's")
+        return prompt
+
+    def opening(self) -> tuple[Message, ...]:
+        """The messages before the first answer."""
+        if not isinstance(self.prompt, str):
+            return self.prompt
+        system = (Message(role="system", content=self.system),) if self.system else ()
+        return (*system, Message(role="user", content=self.prompt))
+
+
+class DialogueEnvironment:
+    """One dialogue; the same for every seed."""
+
+    name = "dialogue"
+    outcome_definition = ""
+    quick_step = True
+
+    def __init__(self, config: DialogueConfig) -> None:
+        self._opening = config.opening()
+        self._answers: int | None = None
+
+    def reset(self, seed: int) -> Observation:
+        self._answers = 0
+        return self._observation()
+
+    def opening(self) -> tuple[Message, ...]:
+        self._refuse_before_reset()
+        return self._opening
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        self._refuse_before_reset()
+        reason = invalid_reason or NO_TOOLS
+        return DecisionOutcome(
+            self._observation(),
+            env_rewards=(0.0,),
+            executed_actions=("noop",),
+            invalid_reason=reason,
+            result=f"error: {reason}",
+            results=tuple(f"error: {reason}" for _ in calls),
+        )
+
+    def answer(self, text: str) -> DecisionOutcome:
+        self._refuse_before_reset()
+        self._answers = (self._answers or 0) + 1
+        return DecisionOutcome(self._observation(), env_rewards=(0.0,), executed_actions=("answer",))
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return ()
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
+        return self._opening
+
+    def outcome_reward(self) -> float:
+        return 0.0
+
+    def snapshot(self) -> bytes:
+        self._refuse_before_reset()
+        return json.dumps({"answers": self._answers}).encode()
+
+    def restore(self, state: bytes) -> Observation:
+        found = json.loads(state)
+        answers = found.get("answers") if isinstance(found, Mapping) else None
+        if type(answers) is not int or answers < 0:
+            raise ValueError(f"'answers' is {answers!r}; it counts answers from 0")
+        self._answers = answers
+        return self._observation()
+
+    def _observation(self) -> Observation:
+        asked = self._opening[-1].content or ""
+        return Observation(asked, _data(self._answers))
+
+    def _refuse_before_reset(self) -> None:
+        if self._answers is None:
+            raise EpisodeOver("the dialogue has not begun; reset it first")
+
+
+def _data(answers: int | None) -> dict[str, Any]:
+    return {"answers": answers or 0}

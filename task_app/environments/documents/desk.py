@@ -1,0 +1,150 @@
+"""The tools of a reader, bound to the one document of its episode: each is a method of the same name."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from task_app.environments.documents.chunks import Chunks, chunked
+from task_app.environments.documents.notes import MAX_NOTE_CHARS, Notes
+from task_app.environments.documents.search import SearchIndex, snippet
+
+SHOWN_HITS = 10
+MAX_CHUNK_CHARS = 20_000
+# Enough for the longest heading: `chunk 19999 of 0 to 19999:` and the end of its line.
+HEADING_CHARS = 27
+NO_INDEX = "error: there is no index yet; call buildIndex first"
+
+Key = Annotated[str, Field(min_length=1, max_length=100, description="name of the note")]
+Summary = Annotated[str, Field(max_length=500, description="what the note is about, in a line")]
+Content = Annotated[str, Field(max_length=MAX_NOTE_CHARS)]
+
+
+@dataclass
+class Desk:
+    """What a reader has done so far; `answer` is given once, and ends the episode.
+
+    Attributes:
+        document: the whole text.
+        chunk_size: of buildIndex where the call names none, in characters.
+        max_chunk_chars: the most that a chunk may have; with its heading it is one result.
+        next_chunk: that a scan reads next.
+    """
+
+    document: str
+    chunk_size: int
+    notes: Notes
+    chunks: Chunks | None = None
+    next_chunk: int = 0
+    answer: str | None = None
+    max_chunk_chars: int = MAX_CHUNK_CHARS
+    # Made when it is first searched, and never kept: it follows from the chunks.
+    _search: SearchIndex | None = field(default=None, init=False, repr=False)
+
+    def analyzeText(self) -> str:
+        """Say how long the document is."""
+        text = self.document
+        # Four characters a token is the usual guess for English; the task app knows no tokenizer.
+        return (
+            f"{len(text)} characters, {len(text.split())} words, {text.count(chr(10)) + 1} lines, "
+            f"about {len(text) // 4} tokens"
+        )
+
+    def loadDocument(self) -> str:
+        """Read the document from its beginning, as far as it fits in one result."""
+        return self.document
+
+    def buildIndex(
+        self,
+        chunk_size: Annotated[
+            int | None, Field(ge=50, le=MAX_CHUNK_CHARS, description="characters of a chunk")
+        ] = None,
+        overlap: Annotated[
+            int, Field(ge=0, le=MAX_CHUNK_CHARS // 2, description="characters that a chunk repeats")
+        ] = 0,
+    ) -> str:
+        """Cut the document into chunks, so that it can be read chunk by chunk and searched."""
+        size = chunk_size or self.chunk_size
+        if size > self.max_chunk_chars:
+            return f"error: chunk_size is {size}; at most {self.max_chunk_chars} fit into one result"
+        try:
+            chunks = chunked(self.document, size=size, overlap=overlap)
+        except ValueError as exc:
+            return f"error: {exc}"
+        self.chunks, self.next_chunk, self._search = chunks, 0, None
+        return f"{len(chunks.spans)} chunks of up to {chunks.size} characters, chunk_id 0 to {self._last()}"
+
+    def readChunk(
+        self,
+        chunk_id: Annotated[int | None, Field(ge=0, description="which one")] = None,
+        enable_scan: Annotated[bool, Field(description="or read the next one, in order")] = False,
+    ) -> str:
+        """Read one chunk: that of chunk_id, or with enable_scan the one after the last that was read."""
+        if self.chunks is None:
+            return NO_INDEX
+        if chunk_id is None and not enable_scan:
+            return "error: give chunk_id, or enable_scan = true"
+        wanted = self.next_chunk if chunk_id is None else chunk_id
+        if wanted > self._last():
+            if chunk_id is None:
+                return "the document is read to its end"
+            return f"error: there is no chunk {wanted}; chunk_id runs from 0 to {self._last()}"
+        self.next_chunk = wanted + 1
+        return _heading(wanted, self._last()) + self._chunk(wanted)
+
+    def searchEngine(
+        self, keyword: Annotated[str, Field(min_length=1, max_length=500, description="words to look for")]
+    ) -> str:
+        """Find the chunks that hold these words; the best ones first."""
+        if self.chunks is None:
+            return NO_INDEX
+        if self._search is None:
+            self._search = SearchIndex([self.document[a:b] for a, b in self.chunks.spans])
+        hits = self._search.hits(keyword, at_most=SHOWN_HITS)
+        if not hits:
+            return "no chunk holds any of these words"
+        lines = [f"chunk {hit.chunk_id}: ...{snippet(self._chunk(hit.chunk_id), keyword)}..." for hit in hits]
+        return "\n".join(lines)
+
+    def note(self, key: Key, summary: Summary, content: Content) -> str:
+        """Write down what you need later; a note stays when messages are deleted."""
+        return self.notes.write(key, summary, content)
+
+    def readNote(self, key: Key | None = None) -> str:
+        """Read a note, or without a key the list of them."""
+        return self.notes.read(key)
+
+    def updateNote(
+        self,
+        mode: Literal["append", "overwrite", "delete"],
+        key: Key,
+        new_content: Content | None = None,
+        new_summary: Summary | None = None,
+    ) -> str:
+        """Change a note: append to it, overwrite it, or delete it."""
+        if mode == "delete":
+            return self.notes.delete(key)
+        if new_content is None:
+            return f"error: give new_content to {mode}"
+        change = self.notes.append if mode == "append" else self.notes.overwrite
+        return change(key, new_content, new_summary)
+
+    def finish(
+        self, answer: Annotated[str, Field(max_length=2_000, description="the answer, and nothing else")]
+    ) -> str:
+        """Give your answer to the question. It ends the task."""
+        self.answer = answer
+        return "answered"
+
+    def _last(self) -> int:
+        assert self.chunks is not None
+        return len(self.chunks.spans) - 1
+
+    def _chunk(self, chunk_id: int) -> str:
+        assert self.chunks is not None
+        start, end = self.chunks.spans[chunk_id]
+        return self.document[start:end]
+
+
+def _heading(chunk_id: int, last: int) -> str:
+    return f"chunk {chunk_id} of 0 to {last}:\n"

@@ -1,0 +1,146 @@
+"""Documents and questions of any length from a seed: filler, facts like those asked for, and these.
+
+needle  one fact stands somewhere: "The code of Amber Harbour is 48213."
+hops    a parcel goes from hand to hand; the last one's locker is asked for: `hops` facts, then one more.
+count   deliveries are told one by one; how many of one kind came to one place?
+keeper  as needle, but the answer is one of 16 names: "The keeper of Amber Harbour is Mira." For small models,
+        to which a number is a row of tokens that none of them has seen together.
+"""
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field
+
+from shared_schemas.base import Body
+
+Kind = Literal["needle", "hops", "count", "keeper"]
+
+# fmt: off
+_FIRST = (
+    "Amber", "Birch", "Cedar", "Dover", "Ember", "Flint", "Grove", "Hazel",
+    "Ivory", "Jade", "Kelp", "Larch", "Maple", "North", "Olive", "Pearl",
+)
+_SECOND = (
+    "Bridge", "Castle", "Dock", "Farm", "Gate", "Harbour", "Inlet",
+    "Junction", "Mill", "Orchard", "Quay", "Ridge", "Station", "Tower",
+)
+_PEOPLE = (
+    "Ada", "Boris", "Clara", "David", "Elena", "Farid", "Greta", "Hugo",
+    "Iris", "Jonas", "Karin", "Leon", "Mira", "Nils", "Olga", "Pavel",
+)
+_THINGS = (
+    "apples", "bricks", "candles", "drums", "engines", "flour",
+    "grain", "hats", "ink", "jars", "kettles", "lamps",
+)
+# fmt: on
+_FILLER = (
+    "The {thing} were counted before noon.",
+    "{person} walked along the river and said little.",
+    "Rain fell on {place} for most of the day.",
+    "Nobody at {place} remembered who had ordered the {thing}.",
+    "{person} wrote a letter about {thing} and did not send it.",
+    "The road to {place} was closed for a week.",
+)
+
+
+class Generated(Body):
+    """Which documents a seed makes."""
+
+    kind: Kind = "needle"
+    chars: int = Field(default=20_000, ge=500, le=10_000_000, description="of the document, about")
+    hops: int = Field(default=2, ge=1, le=12, description="of kind hops: how often the parcel changes hands")
+    distractors: int = Field(
+        default=8,
+        ge=0,
+        le=150,
+        description="facts like those asked for, about others; of kind hops at most 15",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A document, a question about it, and its answers."""
+
+    document: str
+    question: str
+    answers: tuple[str, ...]
+
+
+def generated_task(settings: Generated, seed: int) -> Task:
+    """The document of a seed; equal in every process."""
+    source = random.Random(seed)
+    facts, question, answer = _KINDS[settings.kind](settings, source)
+    sentences = _filler(settings.chars - sum(len(fact) + 1 for fact in facts), source)
+    places = sorted(source.randint(0, len(sentences)) for _ in facts)
+    for place, fact in zip(reversed(places), reversed(facts), strict=True):
+        sentences.insert(place, fact)
+    return Task(_paragraphs(sentences), question, (answer,))
+
+
+def _needle(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+    names = _places(1 + settings.distractors, source)
+    codes = source.sample(range(10_000, 100_000), len(names))
+    facts = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
+    source.shuffle(facts)
+    return facts, f"What is the code of {names[0]}?", str(codes[0])
+
+
+def _hops(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+    people = source.sample(_PEOPLE, settings.hops + 1)
+    others = [person for person in _PEOPLE if person not in people]
+    lockers = source.sample(range(100, 1_000), 1 + settings.distractors)
+    facts = [f"{giver} gave the parcel to {taker}." for giver, taker in pairwise(people)]
+    # Of those who hold the parcel on its way too: the locker of the first would be a wrong answer.
+    holders = [people[-1], *(people[:-1] + others)[: settings.distractors]]
+    facts += [f"{person} has locker {locker}." for person, locker in zip(holders, lockers, strict=False)]
+    source.shuffle(facts)
+    question = f"{people[0]} had the parcel first. Which locker has the person who holds it in the end?"
+    return facts, question, str(lockers[0])
+
+
+def _count(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+    place, *others = _places(1 + settings.distractors, source)
+    thing, *rest = source.sample(_THINGS, 3)
+    count = source.randint(2, 9)
+    facts = [f"Delivery {{}}: a crate of {thing} arrived at {place}."] * count
+    facts += [f"Delivery {{}}: a crate of {thing} arrived at {other}." for other in others]
+    facts += [f"Delivery {{}}: a crate of {other} arrived at {place}." for other in rest]
+    source.shuffle(facts)
+    numbered = [fact.format(number) for number, fact in enumerate(facts, start=1)]
+    return numbered, f"How many crates of {thing} arrived at {place}?", str(count)
+
+
+def _keeper(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+    names = _places(1 + settings.distractors, source)
+    keepers = source.choices(_PEOPLE, k=len(names))
+    facts = [f"The keeper of {name} is {keeper}." for name, keeper in zip(names, keepers, strict=True)]
+    source.shuffle(facts)
+    return facts, f"Who is the keeper of {names[0]}?", keepers[0]
+
+
+_KINDS = {"needle": _needle, "hops": _hops, "count": _count, "keeper": _keeper}
+
+
+def _places(count: int, source: random.Random) -> list[str]:
+    """Different ones: there are 224."""
+    return source.sample([f"{first} {second}" for first in _FIRST for second in _SECOND], count)
+
+
+def _filler(chars: int, source: random.Random) -> list[str]:
+    sentences = []
+    while chars > 0:
+        sentence = source.choice(_FILLER).format(
+            thing=source.choice(_THINGS),
+            person=source.choice(_PEOPLE),
+            place=f"{source.choice(_FIRST)} {source.choice(_SECOND)}",
+        )
+        sentences.append(sentence)
+        chars -= len(sentence) + 1
+    return sentences
+
+
+def _paragraphs(sentences: list[str], *, of: int = 6) -> str:
+    return "\n".join(" ".join(sentences[i : i + of]) for i in range(0, len(sentences), of))

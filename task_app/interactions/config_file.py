@@ -1,0 +1,160 @@
+"""`--interactions FILE`: the published file that says which interactions there are, as YAML or as TOML.
+
+    interaction:
+      - class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
+        config: {}
+
+It is read once, when the task app starts. Its classes are imported from what is installed and from the
+file's own folder; requests name entries, never classes.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+import yaml
+from pydantic import Field, ValidationError
+
+from shared_schemas.base import Body
+from task_app.complaints import invalid, most_telling
+from task_app.errors import CriticalError, SettingsError, TaskAppError, boundary
+from task_app.interactions.entry import InteractionEntry
+from task_app.interactions.published import stand_ins
+from task_app.interactions.service import ConnectedInteraction
+from task_app.settings import Settings
+
+_METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
+_ENDING = "Interaction"
+
+
+class _Row(Body):
+    class_name: str = Field(min_length=3, max_length=500, pattern=r"^\w+(\.\w+)+$")
+    config: dict[str, Any] = Field(default_factory=dict)
+    name: str | None = Field(default=None, min_length=1, max_length=200)
+
+
+class _File(Body):
+    interaction: tuple[_Row, ...] = Field(min_length=1)
+
+
+def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEntry]:
+    """The entries of the file, by name; of each class one object was built, to see that it can be.
+
+    Raises:
+        SettingsError: says which file and entry, and what is wrong with it.
+    """
+    rows = _rows(path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    entries: dict[str, InteractionEntry] = {}
+    with stand_ins():
+        for index, row in enumerate(rows):
+            where = f"{path}: interaction.{index}"
+            name = row.name or _default_name(row.class_name, where=where)
+            if name in entries:
+                raise SettingsError(f"{where}: the name {name!r} is taken; give each entry a name of its own")
+            entry = InteractionEntry(name, _class(row.class_name, where=where), row.config)
+            _try(entry, settings, where=where)
+            entries[name] = entry
+    return entries
+
+
+def _rows(path: Path) -> tuple[_Row, ...]:
+    document = _document(path)
+    for place, text in _texts(document):
+        if re.search(r"\$\{[^}]*\}", text):
+            raise SettingsError(f"{path}: {place} is {text!r}; write the value itself: ${{}} is not resolved")
+    try:
+        return _File.model_validate(document).interaction
+    except ValidationError as exc:
+        error = most_telling(exc.errors(include_url=False))
+        known = _Row.model_fields if "interaction" in error["loc"] else _File.model_fields
+        raise SettingsError(f"{path}: {invalid(error, known=known).detail}") from exc
+
+
+def _document(path: Path) -> Any:
+    readers: dict[str, Callable[[str], Any]] = {".yaml": _yaml, ".yml": _yaml, ".toml": tomli.loads}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise SettingsError(f"--interactions {path}: the name must end in {', '.join(readers)}")
+    try:
+        return reader(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise SettingsError(f"--interactions {path} cannot be read: {exc.strerror}") from exc
+    except (ValueError, yaml.YAMLError) as exc:
+        raise SettingsError(f"{path} is no {path.suffix[1:].upper()}: {' '.join(str(exc).split())}") from exc
+
+
+def _yaml(text: str) -> Any:
+    _refuse_twins(yaml.compose(text, Loader=yaml.SafeLoader))
+    return yaml.safe_load(text)
+
+
+def _refuse_twins(node: Any) -> None:
+    """Of a key that is given twice YAML would drop the first in silence."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"{key!r} is given twice in line {node.start_mark.line + 1} and after it")
+        for _, value in node.value:
+            _refuse_twins(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_twins(value)
+
+
+def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield place.removeprefix("."), value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(one, f"{place}.{key}")
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _texts(one, f"{place}.{index}")
+
+
+def _default_name(class_name: str, *, where: str) -> str:
+    """As published: the class's name without `Interaction` at its end, lower-cased."""
+    name = class_name.rpartition(".")[2].removesuffix(_ENDING).lower()
+    if not name:
+        raise SettingsError(f"{where}: of class {class_name!r} no name is left; give the entry a name")
+    return name
+
+
+def _class(class_name: str, *, where: str) -> type[Any]:
+    module_name, _, last = class_name.rpartition(".")
+    place = f"{where}.class_name {class_name!r}"
+    try:
+        with boundary(place):
+            module = importlib.import_module(module_name)
+    except CriticalError as exc:
+        raise SettingsError(exc.detail) from exc
+    kind = getattr(module, last, None)
+    if kind is None:
+        raise SettingsError(f"{place}: module {module_name!r} has no {last!r}")
+    if not isinstance(kind, type):
+        raise SettingsError(f"{place} is no class but {type(kind).__name__}")
+    missing = [method for method in _METHODS if not callable(getattr(kind, method, None))]
+    if missing:
+        raise SettingsError(f"{place} has no {missing[0]}; derive it from BaseInteraction")
+    return kind
+
+
+def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
+    try:
+        with boundary(f"{where}: {entry.kind.__name__}(config)"):
+            made = entry.build()
+            if isinstance(made, ConnectedInteraction):
+                made.check(settings)
+    except SettingsError:
+        raise
+    except TaskAppError as exc:
+        told = exc.detail if exc.detail.startswith(where) else f"{where}: {exc.detail}"
+        raise SettingsError(told) from exc

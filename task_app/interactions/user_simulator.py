@@ -1,0 +1,147 @@
+"""A user played by a language model behind any OpenAI-compatible server."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr
+
+from shared_schemas.messages import Message
+from task_app.errors import InteractionFailed, InvalidRequest
+from task_app.interactions.entry import config_of
+from task_app.interactions.gsm8k import last_answer
+from task_app.interactions.gsm8k_score import compute_score
+from task_app.plugins import POLICIES, PolicyContext
+from task_app.policies.endpoint import chat_completions_url
+from task_app.policies.openai import OpenAIConfig
+from task_app.protocols import AgentPolicy, BaseInteraction, PolicyObservation
+from task_app.settings import Settings, Variable
+
+_INSTRUCTIONS = (
+    "You are the user in a conversation with an assistant. Write the user's next message, and nothing else. "
+    "When the assistant has done what you wanted, or cannot, end your message with {end_marker}."
+)
+_SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
+
+
+class UserSimulatorConfig(OpenAIConfig):
+    """The keys of the policy `openai`, and what makes a user of the model."""
+
+    max_tokens: int = Field(default=256, ge=1, le=1_000_000)
+    ask_token_ids: Literal[False] = False
+    api_key_env: Variable | None = Field(
+        default=None, description="environment variable that holds the server's key"
+    )
+    instructions: str = Field(
+        default=_INSTRUCTIONS,
+        min_length=1,
+        max_length=100_000,
+        description="the system message; {query} is that of the row's interaction_kwargs",
+    )
+    end_marker: str = Field(
+        default="[END]", min_length=1, max_length=100, description="a message that holds it is the last one"
+    )
+    score: Literal["none", "ended", "gsm8k"] = Field(
+        default="none",
+        description="none; 1 for the answer after which the user ended; gsm8k: by the row's ground_truth",
+    )
+
+
+class UserSimulatorInteraction(BaseInteraction):
+    """Sees the conversation as text, so that no chat template has to bear a user who speaks first.
+
+    Hosts, keys, retries and their budgets are those of the policy `openai`.
+    """
+
+    never_blocks = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._settings = config_of(UserSimulatorConfig, config)
+        self._user: AgentPolicy | None = None
+        self._instructions = ""
+        self._score = 0.0
+
+    def check(self, settings: Settings) -> None:
+        """Raises InvalidRequest, HostNotAllowed: the server may not be called, or its key is not there."""
+        url, hosts = self._settings.inference_url, settings.allowed_inference_hosts
+        chat_completions_url(url, allowed_hosts=hosts)
+        self._key()
+
+    def connect(self, context: PolicyContext) -> None:
+        """Ask with the service's client; it is no part of the rollout's own conversation."""
+        own = OpenAIConfig(**{name: getattr(self._settings, name) for name in OpenAIConfig.model_fields})
+        self._user = POLICIES["openai"].build(
+            own, replace(context, rollout_id=None, inference_key=self._key())
+        )
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        if self._settings.score == "gsm8k" and kwargs.get("ground_truth") is None:
+            raise ValueError("score is 'gsm8k', and the row gives no ground_truth")
+        self._instructions = _filled(self._settings, kwargs)
+        return await super().start_interaction(instance_id)
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        assert self._user is not None, "connect comes first"
+        asked = (
+            Message(role="system", content=self._instructions),
+            Message(role="user", content=_transcript(messages)),
+        )
+        action, *_ = await self._user.get_action(PolicyObservation(asked, {}), [])
+        said = action.get("content") or ""
+        ended = self._settings.end_marker in said
+        score = self._scored(messages, ended=ended, ground_truth=kwargs.get("ground_truth"))
+        self._score = score or 0.0
+        return ended, said.replace(self._settings.end_marker, "").strip(), score, {}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """That of the last answer; 0 where none is given."""
+        return self._score
+
+    def _scored(
+        self, messages: Sequence[Mapping[str, Any]], *, ended: bool, ground_truth: Any
+    ) -> float | None:
+        if self._settings.score == "gsm8k":
+            return compute_score(last_answer(messages), str(ground_truth))
+        return float(ended) if self._settings.score == "ended" else None
+
+    def _key(self) -> SecretStr | None:
+        name = self._settings.api_key_env
+        if name is None:
+            return None
+        if not os.environ.get(name):
+            raise InvalidRequest(f"config.api_key_env names {name!r}, which is not set", where="api_key_env")
+        return SecretStr(os.environ[name])
+
+
+def _filled(settings: UserSimulatorConfig, kwargs: Mapping[str, Any]) -> str:
+    """The instructions with what the row gives.
+
+    Raises:
+        InteractionFailed: they name what it does not give; an empty place would be another task.
+    """
+    given = {**kwargs, "end_marker": settings.end_marker}
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in given:
+            raise InteractionFailed(
+                f"instructions name {found[0]}, which the row's interaction_kwargs do not give; they give "
+                f"{', '.join(sorted(given))}"
+            )
+        return str(given[found[1]])
+
+    return re.sub(r"\{(\w+)\}", value, settings.instructions)
+
+
+def _transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What user, assistant and tools said; the system message is the assistant's own."""
+    lines = [
+        f"{_SPEAKERS[message['role']]}: {message['content']}"
+        for message in messages
+        if message["role"] in _SPEAKERS and message["content"]
+    ]
+    return "\n\n".join([*lines, "The user's next message:"])

@@ -1,0 +1,145 @@
+"""How the prompts of an episode come about, as the loop asks for them: here anew for each decision.
+
+What the loop knows of it is `Prompts`; the other way is task_app.conversation.
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared_schemas.messages import Message, ToolSpec
+from shared_schemas.rewards import RewardPart
+from shared_schemas.trajectory import StepData, UserAnswer
+from task_app.actions import Choice, ReadAction
+from task_app.context_tools import Budget
+from task_app.errors import boundary
+from task_app.protocols import DecisionOutcome, Environment, Observation, PastDecision
+from task_app.transcript import transcript
+
+PAST_DECISIONS_SHOWN = 3
+
+Execute = Callable[[ReadAction], Awaitable[DecisionOutcome]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a decision is made from.
+
+    Attributes:
+        messages: all of it.
+        reused: how many of them stand where they stood in the prompt before,
+        changed: but for these, by place.
+    """
+
+    messages: tuple[Message, ...]
+    reused: int = 0
+    changed: Mapping[int, Message] = field(default_factory=dict)
+
+    @property
+    def new(self) -> tuple[Message, ...]:
+        """Those that stand behind the reused ones."""
+        return self.messages[self.reused :]
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What came of a decision; `reward_parts` beside what the environment pays, `answer` for the record."""
+
+    outcome: DecisionOutcome
+    reward_parts: tuple[RewardPart, ...] = ()
+    interaction_done: bool = False
+    user_is_silent: bool = False
+    answer: UserAnswer | None = None
+
+
+class Prompts(Protocol):
+    """The conversation side of an episode.
+
+    Attributes:
+        tools: what the policy may call.
+        past: the last decisions, for environments that show them.
+    """
+
+    tools: tuple[ToolSpec, ...]
+
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        """Around the whole episode: whoever answers in it is there until its end, whatever that is."""
+
+    @property
+    def past(self) -> Sequence[PastDecision]: ...
+
+    def begin(self, past: Sequence[PastDecision]) -> None:
+        """The environment has been brought to its start."""
+
+    def prompt(self, observation: Observation) -> Prompt:
+        """That of the next decision."""
+
+    async def carry_out(
+        self, choice: Choice, read: ReadAction, before: Observation, execute: Execute, budget: Budget
+    ) -> Carried:
+        """Let the environment, the loop's own tools and the user act on what the policy chose."""
+
+    def said(self, steps: Sequence[StepData]) -> list[Message]:
+        """The whole conversation of the episode, for reward functions and people."""
+
+    def outcome(self) -> tuple[float, str]:
+        """Reward and definition of an episode whose environment has no outcome of its own."""
+
+    def kept(self) -> dict[str, Any]:
+        """What the trajectory keeps of the conversation, by field."""
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """Tokens of an episode, as the server's last reply counted them; one that does not is not limited.
+
+    Attributes:
+        sampled: by the policy, in all decisions.
+        context: of the last prompt and what was sampled after it; None where nobody knows.
+    """
+
+    sampled: int = 0
+    context: int | None = None
+
+    def count(self, log_probs: Mapping[str, Any]) -> None:
+        """Another decision; `log_probs` is the third of what `AgentPolicy.get_action` gave."""
+        prompt, sampled = log_probs.get("prompt_tokens"), log_probs.get("completion_tokens") or 0
+        self.sampled += sampled
+        self.context = None if prompt is None else prompt + sampled
+
+
+class FreshPrompts:
+    """An environment that renders each prompt from its observation and the last decisions."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self.tools = environment.tools()
+        self.past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
+
+    def opened(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def begin(self, past: Sequence[PastDecision]) -> None:
+        self.past.extend(past)
+
+    def prompt(self, observation: Observation) -> Prompt:
+        with boundary("environment.messages"):
+            return Prompt(self._environment.messages(observation, tuple(self.past)))
+
+    async def carry_out(
+        self, choice: Choice, read: ReadAction, before: Observation, execute: Execute, budget: Budget
+    ) -> Carried:
+        outcome = await execute(read)
+        self.past.append(PastDecision(tool_calls=read.requests, outcome=outcome))
+        return Carried(outcome)
+
+    def said(self, steps: Sequence[StepData]) -> list[Message]:
+        return transcript(steps)
+
+    def outcome(self) -> tuple[float, str]:
+        return 0.0, "none"
+
+    def kept(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,92 @@
+"""/interaction: one of the operator's interactions, for a caller that has an episode loop of its own."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from shared_schemas.messages import Message
+from shared_schemas.rollouts import GroundTruth, InteractionKwargs, InteractionName
+from task_app.errors import EpisodeOver
+from task_app.interactions.sessions import InteractionSession
+from task_app.routes.bodies import LONGEST_ID, ForeignBody
+from task_app.routes.wire import ReplyJSON
+from task_app.services import services_of
+
+router = APIRouter(prefix="/interaction", tags=["interaction"])
+
+
+class InteractionStart(ForeignBody):
+    name: InteractionName | None = Field(
+        default=None, description="may be absent where there is one interaction alone"
+    )
+    kwargs: InteractionKwargs = Field(
+        default_factory=dict, repr=False, description="of the data row: interaction_kwargs without its name"
+    )
+    ground_truth: GroundTruth = Field(default=None, repr=False, description="where kwargs hold none")
+
+
+class InteractionNamed(ForeignBody):
+    interaction_id: str = Field(min_length=1, max_length=LONGEST_ID)
+
+
+class InteractionRespond(InteractionNamed):
+    messages: tuple[Message, ...] = Field(min_length=1, max_length=100_000, description="all so far")
+
+
+@router.post("/start")
+async def start(request: Request, body: InteractionStart) -> dict[str, str]:
+    """Begin an episode with an interaction; it is finalised when it is idle for too long."""
+    services = services_of(request)
+    sessions = services.interaction_sessions
+    sessions.check_capacity()
+    live = services.interactions.live(
+        body.name, body.kwargs, rollout_id=services.instance_id, ground_truth=body.ground_truth
+    )
+    try:
+        await live.start()
+        return {"interaction_id": sessions.add(InteractionSession(live)), "name": live.name}
+    except BaseException:
+        await live.close()
+        raise
+
+
+@router.post("/respond")
+async def respond(request: Request, body: InteractionRespond) -> Response:
+    """The user's answer to the last assistant message, and the score of that message."""
+    session = services_of(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
+    async with session.lock:
+        if session.live.terminated:
+            raise EpisodeOver(
+                "the interaction has ended the episode; it answers no more",
+                where="interaction_id",
+                hint="finalize it, and start another one",
+            )
+        reply = await session.live.respond(body.messages)
+        session.turn += 1
+        return ReplyJSON(
+            {
+                "should_terminate": reply.should_terminate,
+                "response": reply.response,
+                "score": reply.score,
+                "metadata": reply.metadata,
+                "turn": session.turn,
+            }
+        )
+
+
+@router.post("/score")
+async def score(request: Request, body: InteractionNamed) -> dict[str, float]:
+    """What calculate_score says now; the score of an answer is that of /interaction/respond."""
+    session = services_of(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
+    async with session.lock:
+        return {"score": await session.live.score()}
+
+
+@router.post("/finalize")
+async def finalize(request: Request, body: InteractionNamed) -> dict[str, Any]:
+    """Release it, after the answer that it is working on."""
+    session = services_of(request).interaction_sessions.remove(body.interaction_id, where="interaction_id")
+    await session.live.close()
+    return {"ok": True}

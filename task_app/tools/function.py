@@ -1,0 +1,110 @@
+"""A Python function as a `Tool`: its signature is the schema, its docstring tells the model what it does."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from shared_schemas.base import did_you_mean
+from shared_schemas.messages import FunctionSpec, ToolSpec
+from task_app.errors import clipped
+
+_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ToolRefused(ValueError):
+    """A call that is not carried out; its message tells the model what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTool:
+    """A `Tool` (task_app.protocols): a function, bound to the state of its environment as a method is."""
+
+    spec: ToolSpec
+    _arguments: type[BaseModel]
+    _function: Callable[..., str]
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        try:
+            read = self._arguments.model_validate(dict(arguments))
+        except ValidationError as exc:
+            raise ToolRefused(self._complaint(exc)) from exc
+        return self._function(**{name: getattr(read, name) for name in self._arguments.model_fields})
+
+    def _complaint(self, exc: ValidationError) -> str:
+        """The first of pydantic's errors, in words for a model."""
+        errors = exc.errors(include_url=False, include_context=False)
+        error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+        name = self.spec.function.name
+        place = clipped(".".join(map(str, error["loc"])))
+        if error["type"] == "extra_forbidden":
+            known = self._arguments.model_fields
+            guess = did_you_mean(place, known) if known else "; it takes none"
+            return f"{name} has no argument {place!r}{guess}"
+        if error["type"] == "missing":
+            return f"{name} needs the argument {place!r}"
+        return f"the argument {place!r} of {name} is {clipped(repr(error['input']))}: {error['msg']}"
+
+
+def function_tool(function: Callable[..., str]) -> FunctionTool:
+    """`function` as a tool of the same name.
+
+    Every parameter needs a type, which may be `Annotated[..., Field(description=..., ge=...)]`; the first
+    paragraph of the docstring describes the tool. Give a bound method where the tool works on state.
+
+    Raises:
+        TypeError: a parameter has no type, or cannot be given by name; a fault of the plug-in.
+    """
+    spec, arguments = _described(getattr(function, "__func__", function))
+    return FunctionTool(spec, arguments, function)
+
+
+# Of a function's text alone: every episode binds its own methods, and a schema costs a millisecond.
+@lru_cache(maxsize=256)
+def _described(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
+    name = function.__name__
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"tool {name}: {parameter} cannot be given by name, as a model gives arguments")
+        if parameter.name not in hints:
+            raise TypeError(
+                f"tool {name}: the parameter {parameter.name!r} has no type; its schema needs one"
+            )
+        given = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], given)
+    arguments = create_model(name, __config__=_CONFIG, **fields)
+    described = FunctionSpec(name=name, description=_first_paragraph(function), parameters=_schema(arguments))
+    return ToolSpec(function=described), arguments
+
+
+def _first_paragraph(function: Callable[..., str]) -> str:
+    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+
+
+def _schema(arguments: type[BaseModel]) -> dict[str, Any]:
+    """The JSON Schema without what a model need not read: titles that repeat names, and null as a value."""
+    schema = arguments.model_json_schema()
+    schema.pop("title")
+    schema["properties"] = {name: _plain(part) for name, part in schema["properties"].items()}
+    if "$defs" in schema:
+        schema["$defs"] = {name: _plain(part) for name, part in schema["$defs"].items()}
+    return schema
+
+
+def _plain(part: dict[str, Any]) -> dict[str, Any]:
+    """One argument's schema; `X | None` reads as an X that may be left out."""
+    kept = {key: value for key, value in part.items() if key != "title"}
+    if kept.get("default", ...) is None:
+        del kept["default"]
+    others = [one for one in kept.get("anyOf", ()) if one != {"type": "null"}]
+    if len(others) == 1:
+        del kept["anyOf"]
+        return {**others[0], **kept}
+    return kept

@@ -1,0 +1,216 @@
+"""Rows of a file through a whole run: planned, played, answered, stored and told by their ids."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.trial import try_job
+from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.data.rows import Row
+from trainer_backend.errors import JobError
+from trainer_backend.evaluation.play import Checkpoint, evaluate
+from trainer_backend.evaluation.result import as_json
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.report.stored_episodes import last_minus_first
+from trainer_backend.report.story import read_story
+from trainer_backend.report.write import write_report
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.services.task_apps import task_apps
+from trainer_backend.terminal.evaluation_tables import tables
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def job_on_sums(**overrides: object) -> JobConfig:
+    """Two groups of four an iteration, two answers an episode; the interaction scores each."""
+    given = {
+        "data__path": str(CONFIGS / "data" / "arithmetic.jsonl"),
+        "data__held_out_share": 0.25,
+        "data__interaction": "gsm8k",
+        "multi_turn__enable": True,
+        "multi_turn__interaction_config_path": str(CONFIGS / "interactions" / "gsm8k.yaml"),
+        "rollout__env_name": "dialogue",
+        "rollout__env_config": {},
+        "rollout__max_turns": 2,
+        "training__step_rewards_enabled": False,
+        "training__step_rewards_mode": "off",
+        "warmup__policy_config": {},
+        **overrides,
+    }
+    return tiny_job(**given).model_copy(update={"warmup": None})
+
+
+def on_documents(**overrides: object) -> JobConfig:
+    given = {
+        "data__interaction": None,
+        "multi_turn__interaction_config_path": None,
+        "rollout__env_name": "documents",
+    }
+    return job_on_sums(**given, **overrides)
+
+
+def groups(directory, name: str) -> dict[str, set[str]]:
+    """By group, what its siblings were asked."""
+    found: dict[str, set[str]] = {}
+    for rollout in read_rollouts(directory.rollouts_file(name)):
+        asked = rollout.trajectory.steps[0].observation_data.messages[-1].content
+        found.setdefault(rollout.group_id, set()).add(asked)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory):
+    return train_job(job_on_sums(), tmp_path_factory.mktemp("data") / "run")
+
+
+def test_siblings_are_asked_their_row_and_a_resumed_run_plays_the_same_rows(run, tmp_path):
+    directory, reporter, _ = run
+    data = data_of(directory.job())
+    for iteration in (1, 2):
+        for group_id, asked in groups(directory, f"iteration_{iteration}").items():
+            assert asked == {data.by_id[row_of(group_id)].question}
+    short = job_on_sums(training__iterations=1)
+    first, _, _ = train_job(short, tmp_path / "run")
+    resumed, _, _ = train_job(job_on_sums(), tmp_path / "run", resume=first)
+    assert groups(resumed, "iteration_2") == groups(directory, "iteration_2")
+    assert data.told[0] in reporter.lines
+
+
+def test_the_interaction_scores_every_answer_by_the_truth_of_its_row(run):
+    directory, _, _ = run
+    for rollout in read_rollouts(directory.rollouts_file("iteration_1")):
+        for step in rollout.trajectory.steps:
+            (part,) = step.reward_parts
+            assert part.source == "interaction"
+
+
+def test_evaluations_play_the_held_out_rows_and_are_told_row_by_row(run):
+    directory, _, _ = run
+    data = data_of(directory.job())
+    held_out = {row.id: row.question for row in data.evaluation}
+    for name in ("evaluation_0", "evaluation_2"):
+        played = groups(directory, name)
+        assert {row_of(group): asked for group, asked in played.items()} == {
+            row_id: {question} for row_id, question in held_out.items()
+        }
+    assert last_minus_first(read_story(directory)).count == 4 == len(held_out)
+    assert [row["eval/episodes"] for row in rows_of(directory, "evaluation")] == [4, 4]
+    html = write_report(directory).read_text()
+    assert "at most 4: 0.25 of train of" in html
+    assert any(f"Row {row_id}, evaluation after" in html for row_id in held_out)
+
+
+async def test_an_evaluation_lists_the_rows_by_their_ids(run):
+    directory, _, _ = run
+    job = directory.job()
+    once = job.multi_turn.model_copy(update={"max_assistant_turns": 1})
+    job = job.model_copy(update={"multi_turn": once})
+    result = await evaluate(job, Checkpoint(latest_checkpoint(directory.checkpoints)))
+    rows = {row.id for row in data_of(job).evaluation}
+    assert json.loads(as_json(result))["rows"].keys() == rows
+    assert "0.25 of train of" in result.setting["held-out rows"]
+    assert result.setting["decisions at most"] == 1 < job.rollout.max_turns
+    assert any("lowest outcomes of 4 rows" in str(part) for part in tables(result).renderables)
+
+
+def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:
+    async def ask() -> None:
+        async with task_apps(job, folder / "task_app.log") as apps:
+            inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
+            await try_job(Planner(job, "run.1", inference, data), apps, from_scratch=True)
+
+    with pytest.raises(JobError) as found:
+        asyncio.run(ask())
+    return str(found.value)
+
+
+def test_a_misspelt_interaction_is_told_before_anything_is_played(tmp_path):
+    job = job_on_sums(data__interaction="gsm8")
+    told = told_of(job, data_of(job), tmp_path)
+    assert told.startswith("data.interaction, or interaction_kwargs of a row: unknown interaction 'gsm8'")
+    assert "Did you mean 'gsm8k'?" in told
+
+
+def test_a_row_that_the_environment_does_not_take_is_told_by_its_id(tmp_path):
+    job = job_on_sums()
+    rows = (Row("a/1", "Who?", document="Ada did.", ground_truth="Ada"),)
+    told = told_of(job, DataSet(rows, rows), tmp_path)
+    assert told.startswith("data.path, row 'a/1', sent to rollout.env_name as 'document_content'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            {"multi_turn__enable": False},
+            "multi_turn.enable: it is false, and the environment 'documents' is a",
+        ),
+        (
+            {"algorithm__advantage": "branch"},
+            "algorithm.advantage: 'branch' plays on from snapshots, and 'doc",
+        ),
+    ],
+)
+def test_what_a_job_cannot_do_with_a_conversation_is_told_before_anything_is_played(
+    tmp_path, overrides, told
+):
+    found = told_of(on_documents(**overrides), with_a_document(1), tmp_path)
+    assert found.startswith(told)
+
+
+def test_an_interaction_in_a_job_that_plays_no_conversations_is_refused():
+    with pytest.raises(
+        JobError, match=r"data\.interaction is 'gsm8k', who answers in conversations, and mul"
+    ):
+        job_on_sums(multi_turn__enable=False, multi_turn__interaction_config_path=None)
+
+
+def with_a_document(letters: int) -> DataSet:
+    """The second of two rows has a document of so many letters; each is six bytes of JSON in ASCII."""
+    texts = ("Ada did.", "\u00e9" * letters)
+    rows = tuple(Row(f"a/{n}", "Who?", document=text, ground_truth="Ada") for n, text in enumerate(texts))
+    return DataSet(rows[:1], rows)
+
+
+def test_a_row_that_is_larger_than_the_task_app_takes_is_told_before_anything_is_played(tmp_path):
+    job = on_documents()
+    told = told_of(job, with_a_document(200_000), tmp_path)
+    assert told.startswith("data.path, row 'a/1': its request has 1,20")
+    assert "takes 1,048,576. The task app's TURNWISE_MAX_BODY_BYTES" in told
+
+
+async def test_the_job_s_own_task_app_takes_its_largest_row(tmp_path):
+    job = on_documents()
+    data = with_a_document(400_000)
+    async with task_apps(job, tmp_path / "task_app.log", data=data) as apps:
+        planner = Planner(job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data)
+        await try_job(planner, apps, from_scratch=False)
+        await apps[0].submit([planner.largest()])  # 2.4 MB, and it does not answer with 413
+
+
+def test_interactions_that_no_row_is_for_are_refused():
+    with pytest.raises(JobError, match=r"interaction_config_path: the run would ignore it: no row has"):
+        data_of(job_on_sums(data__interaction=None))
+    with pytest.raises(JobError, match=r"the run would ignore it: there is no \[data\]"):
+        data_of(job_on_sums().model_copy(update={"data": None}))
+
+
+async def test_every_document_of_the_repository_is_taken_by_the_environment_that_holds_documents(tmp_path):
+    job = on_documents(
+        data__path=str(CONFIGS / "data" / "documents"),
+        data__evaluation_split="test",
+        data__held_out_share=None,
+    )
+    data = data_of(job)
+    assert data is not None
+    async with task_apps(job, tmp_path / "task_app.log") as apps:
+        inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
+        for row in (*data.training, *data.evaluation):
+            await try_job(Planner(job, "run.1", inference, DataSet((row,), (row,))), apps, from_scratch=False)

@@ -1,0 +1,116 @@
+"""Chunks, search, notes and answers of the documents environment."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from task_app.environments.documents.chunks import MAX_CHUNKS, chunked
+from task_app.environments.documents.notes import MAX_NOTE_CHARS, MAX_NOTES, Notes
+from task_app.environments.documents.scoring import correctness, normalised
+from task_app.environments.documents.search import SNIPPET_CHARS, SearchIndex, snippet
+
+
+def test_a_chunk_ends_behind_the_last_white_space_that_fits():
+    # 10 characters would end inside "four"
+    text = "one two four five"
+    assert [text[a:b] for a, b in chunked(text, size=10, overlap=0).spans] == ["one two ", "four five"]
+
+
+def test_a_word_longer_than_a_chunk_is_cut():
+    assert chunked("a" * 25, size=10, overlap=0).spans == ((0, 10), (10, 20), (20, 25))
+
+
+def test_an_overlap_repeats_the_end_of_the_chunk_before():
+    assert chunked("a" * 25, size=10, overlap=4).spans == ((0, 10), (6, 16), (12, 22), (18, 25))
+
+
+@given(st.text("ab \n", max_size=300), st.integers(2, 40), st.integers(0, 20))
+def test_chunks_cover_the_document_in_order_and_none_is_too_long(text, size, overlap):
+    overlap = min(overlap, size // 2)
+    spans = chunked(text, size=size, overlap=overlap).spans
+    assert all(0 < end - start <= size for start, end in spans)
+    covered = 0
+    for start, end in spans:
+        # Each begins inside or right behind what is covered, and adds something.
+        assert covered - overlap <= start <= covered < end
+        covered = end
+    assert covered == len(text)
+
+
+def test_chunks_that_would_be_too_many_or_the_same_again_are_refused():
+    with pytest.raises(ValueError, match=f"chunk_size 1 makes more than {MAX_CHUNKS} chunks"):
+        chunked("a" * (MAX_CHUNKS + 1), size=1, overlap=0)
+    with pytest.raises(ValueError, match="overlap is 6; at most half of chunk_size, 5, is allowed"):
+        chunked("abc", size=10, overlap=6)
+
+
+def test_the_chunk_with_the_rarer_word_is_found_first_and_ties_go_to_the_earlier():
+    index = SearchIndex(["the sea is blue", "the harbour is red", "the sea is blue", "Harbour!"])
+    assert [hit.chunk_id for hit in index.hits("sea", at_most=5)] == [0, 2]
+    # The shorter chunk says more with the same word.
+    assert [hit.chunk_id for hit in index.hits("HARBOUR", at_most=5)] == [3, 1]
+    assert [hit.chunk_id for hit in index.hits("HARBOUR", at_most=1)] == [3]
+
+
+@pytest.mark.parametrize("texts", [["..."], ["", "- -"], ["words here"]])
+def test_words_that_stand_nowhere_find_nothing(texts):
+    assert SearchIndex(texts).hits("absent", at_most=5) == []
+
+
+def test_a_snippet_shows_where_most_words_of_the_query_stand_together():
+    text = "red " + "x " * SNIPPET_CHARS + "the harbour is red " + "y " * SNIPPET_CHARS
+    assert "the harbour is red" in snippet(text, "harbour red")
+    assert snippet("red sea", "red") == "red sea"
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        ("The Amber Harbour.", "amber harbour"),
+        ("1,000 boats", "1000 boats"),
+        ("-3.5", "-3.5"),
+        ("pages 3-5", "pages 3 5"),
+        ("Ｆｕｌｌ  width", "full width"),  # noqa: RUF001
+        ("?!", ""),
+        ("A", "a"),
+        ("42.0", "42"),
+        ("3.50 m", "3.5 m"),
+        ("1,234,567.80", "1234567.8"),
+        ("007 or -0.0", "7 or 0"),
+        ("1,5", "1,5"),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_case_punctuation_articles_and_commas_in_numbers_do_not_count(answer, form):
+    assert normalised(answer) == form
+
+
+def test_an_answer_is_right_when_it_is_one_of_the_accepted_ones():
+    assert correctness("the 48,213", ["48213", "forty"]) == 1.0
+    assert correctness("48213 or 5", ["48213"]) == 0.0
+    assert correctness("", ["48213"]) == 0.0
+
+
+def test_notes_are_written_once_changed_read_and_deleted():
+    notes = Notes()
+    assert notes.read(None) == "there are no notes yet"
+    assert notes.write("colour", "of the harbour", "red") == "noted. notes:\n- colour: of the harbour"
+    assert notes.write("colour", "", "blue").startswith("error: there is a note 'colour' already")
+    notes.append("colour", "or pink", None)
+    assert notes.read("colour") == "colour: of the harbour\nred\nor pink"
+    notes.overwrite("colour", "blue", "of the sea")
+    assert notes.read("colour") == "colour: of the sea\nblue"
+    assert notes.read("color") == "error: there is no note 'color'; known: colour. Did you mean 'colour'?"
+    assert notes.delete("colour") == "deleted. there are no notes yet"
+    assert notes.delete("colour") == "error: there is no note 'colour'"
+
+
+def test_notes_have_bounds_that_say_so():
+    notes = Notes(max_read_chars=2 * MAX_NOTE_CHARS)
+    notes.write("long", "", "a" * MAX_NOTE_CHARS)
+    assert notes.append(
+        "long", "b", None
+    ) == f"error: the note would have {MAX_NOTE_CHARS + 2} characters; " + (f"{MAX_NOTE_CHARS} are allowed")
+    for number in range(MAX_NOTES - 1):
+        notes.write(f"note {number}", "", "")
+    assert notes.write("one more", "", "").startswith(f"error: there are {MAX_NOTES} notes")

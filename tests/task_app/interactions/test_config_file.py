@@ -1,0 +1,172 @@
+"""The operator's interaction file: the published YAML, the same as TOML, and what is wrong with one."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from task_app.errors import SettingsError
+from task_app.interactions import gsm8k, gsm8k_score
+from task_app.interactions.config_file import load_interactions
+from task_app.interactions.published import stand_ins
+from task_app.protocols import BaseInteraction
+from task_app.settings import Settings
+from tests.task_app.interactions import published_gsm8k_texts as texts
+
+USERS = "tests.task_app.interactions.users"
+
+
+def load(path, text):
+    path.write_text(text, encoding="utf-8")
+    return load_interactions(path, Settings())
+
+
+def refused(path, text):
+    with pytest.raises(SettingsError) as refusal:
+        load(path, text)
+    return refusal.value.detail.replace(str(path), "FILE")
+
+
+def verl_in_modules():
+    return [name for name in sys.modules if name.partition(".")[0] == "verl"]
+
+
+def test_the_published_file_names_our_class_where_theirs_is_not_installed(tmp_path):
+    entries = load(tmp_path / "a.yaml", texts.PUBLISHED_YAML)
+    assert {name: entry.kind for name, entry in entries.items()} == {"gsm8k": gsm8k.Gsm8kInteraction}
+    assert verl_in_modules() == []
+
+
+def test_a_published_class_beside_the_file_is_loaded_unmodified_and_leaves_no_verl(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "theirs_5.py").write_text(texts.PUBLISHED_CLASS, encoding="utf-8")
+    file = 'interaction:\n  - class_name: "theirs_5.Gsm8kInteraction"\n    config: {}\n'
+    entry = load(tmp_path / "a.yaml", file)["gsm8k"]
+    assert issubclass(entry.kind, BaseInteraction)
+    assert entry.kind.__module__ == "theirs_5"
+    assert sys.modules["theirs_5"].gsm8k.compute_score is gsm8k_score.compute_score
+    assert verl_in_modules() == []
+    assert importlib.util.find_spec("verl") is None
+
+
+def test_an_installed_verl_wins_module_by_module(tmp_path, monkeypatch):
+    # a newer release: it has the scores still, and no interactions any more
+    scores = tmp_path / "verl/utils/reward_score"
+    scores.mkdir(parents=True)
+    for folder in (tmp_path / "verl", tmp_path / "verl/utils", scores):
+        (folder / "__init__.py").touch()
+    (scores / "gsm8k.py").write_text("compute_score = 'theirs'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with stand_ins():
+            from verl.interactions.base import BaseInteraction as found
+            from verl.utils.reward_score import gsm8k as score
+        import verl
+
+        assert (found, score.compute_score) == (BaseInteraction, "theirs")
+        assert not hasattr(verl, "interactions"), "nothing of ours is left on theirs"
+        with pytest.raises(ModuleNotFoundError):
+            import verl.interactions.base
+    finally:
+        for name in verl_in_modules():
+            del sys.modules[name]
+
+
+def test_yaml_and_toml_say_the_same(tmp_path):
+    yaml = f"""
+        interaction:
+          - {{class_name: {USERS}.Noted, config: {{depth: {{a: [1, x]}}}}}}
+          - {{class_name: {USERS}.Noted, name: other}}
+    """
+    toml = f"""
+        [[interaction]]
+        class_name = "{USERS}.Noted"
+        [interaction.config]
+        depth = {{a = [1, "x"]}}
+        [[interaction]]
+        class_name = "{USERS}.Noted"
+        name = "other"
+    """
+    entries = load(tmp_path / "a.yaml", yaml)
+    assert entries == load(tmp_path / "b.toml", toml)
+    assert list(entries) == ["noted", "other"]
+    assert entries["noted"].build().config == {"depth": {"a": [1, "x"]}, "name": "noted"}
+    assert entries["noted"].build().name == "noted"
+
+
+def test_two_objects_of_an_entry_share_no_config(tmp_path):
+    yaml = f"interaction: [{{class_name: {USERS}.Noted, config: {{list: []}}}}]"
+    entry = load(tmp_path / "a.yaml", yaml)["noted"]
+    entry.build().config["list"].append(1)
+    assert entry.build().config["list"] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("class_name: nobody.knows.It", "FILE: interaction.0.class_name 'nobody.knows.It' raised "
+         "ModuleNotFoundError: No module named 'nobody'"),
+        (f"class_name: {USERS}.Nobody", f"module '{USERS}' has no 'Nobody'"),
+        (f"class_name: {USERS}.a_function", "is no class but function"),
+        (f"class_name: {USERS}.NoMethods", "has no start_interaction; derive it from BaseInteraction"),
+        (f"class_name: {USERS}.NoObject", "NoObject(config) raised KeyError: 'thing'"),
+        ("class_name: Alone", "FILE: interaction.0.class_name: String should match pattern"),
+        ("config: {}", "FILE: interaction.0.class_name: Field required"),
+        (f"{{class_name: {USERS}.Noted, nam: 1}}", "unknown key 'nam'; known: class_name, config, name. "
+         "Did you mean 'name'?"),
+        (f"{{class_name: {USERS}.Noted, config: 7}}", "interaction.0.config: Input should be a valid dict"),
+        (f"{{class_name: {USERS}.Noted, name: ''}}", "interaction.0.name: String should have at least 1"),
+        (f"{{class_name: {USERS}.Noted, name: a, name: b}}", "'name' is given twice"),
+        (f"{{class_name: {USERS}.Noted, config: {{key: '${{oc.env:X}}'}}}}",
+         "interaction.0.config.key is '${oc.env:X}'; write the value itself"),
+        ("{class_name: task_app.interactions.gsm8k.Gsm8kInteraction, config: {method: strikt}}",
+         "FILE: interaction.0: config.method: Input should be 'strict' or 'flexible'; found 'strikt'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_an_entry_is_one_sentence_with_its_place(tmp_path, row, told):
+    assert told in refused(tmp_path / "a.yaml", f"interaction:\n  - {row}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.yaml", "interaction: []", "FILE: interaction: Tuple should have at least 1 item"),
+        ("a.yaml", "", "FILE: "),
+        ("a.yaml", "- 1", "FILE: "),
+        ("a.yaml", "interactions: []", "unknown key 'interactions'; known: interaction. Did you mean"),
+        ("a.yaml", "interaction: [", "FILE is no YAML: "),
+        ("a.toml", "interaction = ", "FILE is no TOML: "),
+        ("a.json", "{}", "--interactions FILE: the name must end in .yaml, .yml, .toml"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_sentence(tmp_path, name, text, told):
+    assert told in refused(tmp_path / name, text)
+
+
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(SettingsError, match=r"cannot be read: No such file or directory$"):
+        load_interactions(tmp_path / "none.yaml", Settings())
+
+
+def test_a_name_given_twice_is_refused(tmp_path):
+    twice = f"interaction: [{{class_name: {USERS}.Noted}}, {{class_name: {USERS}.Waits, name: noted}}]"
+    assert refused(tmp_path / "a.yaml", twice) == (
+        "FILE: interaction.1: the name 'noted' is taken; give each entry a name of its own"
+    )
+
+
+def test_a_module_that_fails_half_way_is_told_and_leaves_no_verl(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "half.py").write_text("from verl.interactions.base import BaseInteraction\n1 / 0\n")
+    told = refused(tmp_path / "a.yaml", "interaction: [{class_name: half.Half}]")
+    assert told.endswith("class_name 'half.Half' raised ZeroDivisionError: division by zero")
+    assert "half" not in sys.modules and verl_in_modules() == []
+
+
+def test_of_a_class_that_is_named_interaction_no_name_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "bare.py").write_text(
+        "from task_app.protocols import BaseInteraction\nclass Interaction(BaseInteraction):\n    pass\n"
+    )
+    told = refused(tmp_path / "a.yaml", "interaction: [{class_name: bare.Interaction}]")
+    assert told == "FILE: interaction.0: of class 'bare.Interaction' no name is left; give the entry a name"

@@ -1,0 +1,236 @@
+"""Every answer scored, every instance finalised exactly once: on limits, errors, deadlines and cancels."""
+
+import asyncio
+
+import pytest
+
+from shared_schemas.messages import FunctionCall, Message, ToolCall
+from task_app.errors import CapacityReached, InteractionFailed, InvalidRequest, UnknownName
+from task_app.interactions.calls import Calls
+from task_app.interactions.entry import InteractionEntry
+from tests.task_app.interactions import users
+from tests.task_app.interactions.opening import entered, interactions, said
+
+
+async def test_every_answer_is_scored_and_the_instance_finalised_once():
+    room = interactions(users.Noted)
+    async with room.opened("noted", {"query": "q"}, rollout_id="r1", ground_truth="42") as live:
+        replies = [await live.respond(said("a")), await live.respond(said("a", "b"))]
+        assert await live.score() == 2.0
+        assert len(room) == 1
+    assert [(one.response, one.score) for one in replies] == [("turn 1 of 42", 1.0), ("turn 2 of 42", 2.0)]
+    assert all(type(one.score) is float for one in replies)
+    assert [what for what, _ in users.BOOK] == ["start", "finalise"]
+    assert len({instance_id for _, instance_id in users.BOOK}) == 1
+    assert users.BOOK[0][1].startswith("r1/")
+    assert len(room) == 0
+
+
+async def test_an_error_of_the_episode_finalises_too():
+    room = interactions(users.Noted)
+    with pytest.raises(ZeroDivisionError):
+        async with room.opened("noted", {}, rollout_id="r1"):
+            1 / 0  # noqa: B018
+    assert users.counts() == {"start": 1, "finalise": 1}
+
+
+async def test_closing_twice_finalises_once():
+    room = interactions(users.Noted)
+    live = room.live("noted", {}, rollout_id="r1")
+    await live.start()
+    await asyncio.gather(live.close(), live.close())
+    assert users.counts() == {"start": 1, "finalise": 1}
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("key", "raised KeyError: 'no such thing'"),
+        ("exit", "raised RuntimeError: SystemExit(no such thing)"),
+        ("cancel", "raised RuntimeError: it cancelled itself"),
+        ("time", "raised TimeoutError: no such thing"),
+    ],
+)
+@pytest.mark.parametrize("where", ["start", "respond"])
+async def test_whatever_a_class_raises_fails_its_own_episode_and_finalises(where, what, told):
+    room = interactions(users.Raises, config={"where": where, "what": what})
+    with pytest.raises(InteractionFailed) as failed:
+        async with room.opened("raises", {}, rollout_id="r1") as live:
+            await live.respond(said("a"))
+    assert failed.value.code == "interaction_failed"
+    assert failed.value.detail.startswith("interaction 'raises': ") and failed.value.detail.endswith(told)
+    assert users.counts()["finalise"] == 1
+    assert len(room) == 0
+
+
+async def test_a_finalise_that_raises_costs_no_episode():
+    room = interactions(users.Raises, config={"where": "finalise", "what": "exit"})
+    async with room.opened("raises", {}, rollout_id="r1") as live:
+        await live.respond(said("a"))
+    assert users.counts() == {"start": 1, "finalise": 1}
+    assert len(room) == 0
+
+
+@pytest.mark.parametrize("kind", [users.StartsNever, users.Waits])
+async def test_what_waits_for_ever_meets_the_deadline_and_is_finalised(kind):
+    room = interactions(kind, interaction_deadline_s=0.2)
+    with pytest.raises(InteractionFailed, match=r"gave no answer within 0\.2 s") as failed:
+        async with room.opened(None, {}, rollout_id="r1") as live:
+            await live.respond(said("a"))
+    assert failed.value.code == "interaction_deadline"
+    assert users.counts() == {"start": 1, "finalise": 1}
+
+
+@pytest.mark.parametrize("kind", [users.StartsLate, users.StartsNever])
+async def test_a_cancel_while_it_starts_finalises_it_after_the_start_has_ended(kind):
+    room = interactions(kind, interaction_deadline_s=20.0)
+
+    async def episode():
+        async with room.opened(None, {}, rollout_id="r1"):
+            raise AssertionError("it never started")
+
+    playing = asyncio.create_task(episode())
+    await entered(users.ENTERED)
+    playing.cancel()
+    users.LET_GO.set()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await room.close()
+    assert [what for what, _ in users.BOOK] == ["start", "finalise"]
+    assert len(room) == 0
+
+
+async def test_a_cancel_before_the_start_ran_owes_nothing():
+    room = interactions(users.Noted)
+
+    async def episode():
+        async with room.opened(None, {}, rollout_id="r1"):
+            raise AssertionError("it never started")
+
+    playing = asyncio.create_task(episode())
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert users.BOOK == []
+
+
+async def test_a_cancel_while_it_answers_finalises_once():
+    room = interactions(users.Waits, interaction_deadline_s=20.0)
+
+    async def episode():
+        async with room.opened(None, {}, rollout_id="r1") as live:
+            await live.respond(said("a"))
+
+    playing = asyncio.create_task(episode())
+    await entered(users.ENTERED)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert users.counts() == {"start": 1, "finalise": 1}
+
+
+async def test_a_second_cancel_while_it_is_finalised_changes_nothing():
+    room = interactions(users.Blocks, interaction_deadline_s=20.0)
+
+    async def episode():
+        async with room.opened(None, {}, rollout_id="r1") as live:
+            await live.respond(said("a"))
+
+    playing = asyncio.create_task(episode())
+    await entered(users.ENTERED)
+    playing.cancel()
+    await asyncio.sleep(0)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert users.counts() == {"start": 1}
+    users.LET_GO.set()
+    await room.close()
+    assert users.counts() == {"start": 1, "finalise": 1}
+
+
+async def test_one_that_blocks_its_thread_stalls_nobody_else_and_is_finalised_when_it_lets_go():
+    room = interactions(users.Blocks, users.Noted, interaction_deadline_s=0.2, max_plugin_threads=1)
+    with pytest.raises(InteractionFailed, match=r"within 0\.2 s"):
+        async with room.opened("blocks", {}, rollout_id="r1") as blocking:
+            waiting = asyncio.create_task(blocking.respond(said("a")))
+            await entered(users.ENTERED)
+            async with room.opened("noted", {}, rollout_id="r2") as live:
+                assert (await live.respond(said("a"))).score == 1.0
+            await waiting
+    assert blocking.hangs and len(room) == 1
+    with pytest.raises(CapacityReached, match="1 interactions hang"):
+        room.live("noted", {}, rollout_id="r3")
+    users.LET_GO.set()
+    while len(room):
+        await asyncio.sleep(0)
+    assert users.counts() == {"start": 2, "finalise": 2}
+
+
+async def test_a_class_may_leave_the_id_out_where_the_published_base_does():
+    async with interactions(users.ReadOnly).opened(None, {}, rollout_id="r1") as live:
+        assert await live.score() == 1.0
+    assert users.BOOK[-1] == ("finalise", "?")
+
+
+async def test_what_a_class_opens_on_its_loop_lives_from_call_to_call():
+    async with interactions(users.Held).opened(None, {}, rollout_id="r1") as live:
+        for text in ("x", "y", "z"):
+            assert (await live.respond(said(text))).response == f"you said {text}"
+
+
+async def test_a_class_gets_copies_and_content_is_always_text():
+    call = ToolCall(id="c", function=FunctionCall(name="f", arguments="{}"))
+    messages = [
+        Message(role="user", content="q"),
+        Message(role="assistant", content=None, tool_calls=(call,)),
+    ]
+    async with interactions(users.Spoils).opened(None, {"list": [1]}, rollout_id="r1") as live:
+        for _ in range(2):
+            reply = await live.respond(messages)
+            assert reply.metadata == {
+                "found": [["user", "q"], ["assistant", ""]],
+                "list": 2,
+                "thread": "{1, 2}",
+            }
+    assert len(messages) == 2
+
+
+async def test_a_thousand_episodes_at_once_have_ids_and_rows_of_their_own():
+    room = interactions(users.OfTheClass, interaction_deadline_s=60.0)
+    everybody = asyncio.Barrier(1_000)
+
+    async def episode(number):
+        async with room.opened(None, {"query": f"q{number}"}, rollout_id=f"r{number}") as live:
+            await everybody.wait()
+            return [(await live.respond(said("a"))).response for _ in range(2)]
+
+    found = await asyncio.gather(*map(episode, range(1_000)))
+    assert found == [[f"r{number} asked q{number}"] * 2 for number in range(1_000)]
+    assert users.counts() == {"start": 1_000, "finalise": 1_000}
+    assert len({instance_id for _, instance_id in users.BOOK}) == 1_000
+    assert len(room) == 0
+
+
+async def test_the_names_are_those_of_the_file():
+    room = interactions(users.Noted, users.Waits)
+    with pytest.raises(UnknownName, match=r"unknown interaction 'notd'; known: noted, waits\. Did you mean"):
+        room.named("notd")
+    with pytest.raises(InvalidRequest, match="no interaction is named, and there are 2: noted, waits"):
+        room.named(None, where="interaction.")
+    with pytest.raises(InvalidRequest, match="this task app has no interactions"):
+        interactions().named("noted")
+    assert interactions(users.Noted).named(None).name == "noted"
+
+
+async def test_a_call_after_the_end_is_refused_at_once_and_not_at_its_deadline():
+    calls = Calls(
+        InteractionEntry("noted", users.Noted, {}), "r", {}, connect=lambda made: None, at_most_bytes=1_024
+    )
+    await calls.start()
+    await calls.finalise(within_s=1.0)
+    # Whoever finalised keeps the turn: a call that waited for it would wait for ever.
+    async with asyncio.timeout(20.0):
+        for late in (calls.respond([]), calls.score(), calls.start()):
+            with pytest.raises(InteractionFailed, match="'noted' is finalised; it answers no more"):
+                await late

@@ -1,0 +1,133 @@
+"""/interaction over HTTP: start, respond, score, finalize, and what becomes of sessions that nobody ends."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from task_app.app import create_app
+from task_app.interactions.config_file import load_interactions
+from task_app.interactions.entry import InteractionEntry
+from task_app.settings import Settings
+from tests.task_app.counting import KEY, boards, running_app
+from tests.task_app.interactions import users
+from tests.task_app.playing import post, refused
+
+GSM8K = Path(__file__).parents[3] / "configs/interactions/gsm8k.yaml"
+MESSAGES = [{"role": "user", "content": "6 x 7?"}, {"role": "assistant", "content": "#### 42"}]
+
+
+def app_with(*kinds, **settings):
+    entries = {kind.__name__.lower(): InteractionEntry(kind.__name__.lower(), kind, {}) for kind in kinds}
+    return running_app(replace(boards(), interactions=entries), **settings)
+
+
+async def test_the_four_calls_of_an_episode():
+    plugs = replace(boards(), interactions=load_interactions(GSM8K, Settings()))
+    async with running_app(plugs) as client:
+        started = await post(client, "/interaction/start", kwargs={"ground_truth": "42"})
+        assert started["name"] == "gsm8k"
+        one = {"interaction_id": started["interaction_id"]}
+        answer = await post(client, "/interaction/respond", **one, messages=MESSAGES)
+        assert answer == {
+            "should_terminate": True, "response": "Your response is correct!", "score": 1.0,
+            "metadata": {}, "turn": 1,
+        }  # fmt: skip
+        assert await post(client, "/interaction/score", **one) == {"score": 1.0}
+        again = await refused(client, "/interaction/respond", **one, messages=MESSAGES)
+        assert again[:3] == (409, "episode_over", "interaction_id")
+        assert await post(client, "/interaction/finalize", **one) == {"ok": True}
+        gone = await refused(client, "/interaction/finalize", **one)
+        assert gone[:3] == (404, "unknown_id", "interaction_id")
+        assert (await client.get("/info")).json()["capabilities"]["interactions"] == ["gsm8k"]
+
+
+async def test_each_session_is_finalised_once_whoever_ends_it():
+    async with app_with(users.Noted, max_sessions=2) as client:
+        ids = [(await post(client, "/interaction/start"))["interaction_id"] for _ in range(2)]
+        full = await refused(client, "/interaction/start")
+        assert full[:2] == (429, "capacity_reached")
+        assert "POST /interaction/finalize those that are not needed" in full[3]
+        await post(client, "/interaction/finalize", interaction_id=ids[0])
+        assert users.counts() == {"start": 2, "finalise": 1}
+    # the other one ends with the service
+    assert users.counts() == {"start": 2, "finalise": 2}
+
+
+async def test_an_idle_session_is_finalised():
+    settings = Settings(api_keys=(KEY,), session_idle_s=1e-6, sweep_every_s=1e6)
+    plugs = replace(boards(), interactions={"noted": InteractionEntry("noted", users.Noted, {})})
+    app = create_app(settings, boards=plugs)
+    services = app.state.services
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://task-app", headers={"X-API-Key": KEY}
+    )
+    async with app.router.lifespan_context(app), client:
+        await post(client, "/interaction/start")
+        assert (len(services.interaction_sessions), len(services.interactions)) == (1, 1)
+        services.expire()
+        while len(services.interactions):
+            await asyncio.sleep(0)
+        assert users.counts() == {"start": 1, "finalise": 1}
+        page = (await client.get("/metrics")).text
+    assert 'turnwise_sessions{kind="interaction"} 0.0' in page
+    assert "turnwise_interactions 0.0" in page
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"name": "notd"}, (422, "unknown_name", "name")),
+        ({"kwargs": {"messages": []}}, (422, "invalid_request", "kwargs")),
+        ({"kwargs": {"x": "y" * 200_000}}, (422, "invalid_request", "kwargs")),
+        ({"kwarg": {}}, (422, "invalid_request", "kwarg")),
+    ],
+)
+async def test_a_start_that_cannot_be_is_refused(body, found):
+    async with app_with(users.Noted) as client:
+        assert (await refused(client, "/interaction/start", **body))[:3] == found
+        assert users.BOOK == []
+
+
+async def test_without_a_file_there_is_nothing_to_start():
+    async with running_app() as client:
+        status, code, where, told = await refused(client, "/interaction/start", name="gsm8k")
+    assert (status, code, where) == (422, "invalid_request", "name")
+    assert "--interactions FILE" in told
+
+
+async def test_a_start_that_fails_leaves_no_session():
+    async with app_with(users.StartsNever, interaction_deadline_s=0.1) as client:
+        assert (await refused(client, "/interaction/start"))[:2] == (500, "interaction_deadline")
+        assert 'kind="interaction"} 0.0' in (await client.get("/metrics")).text
+    assert users.counts() == {"start": 1, "finalise": 1}
+
+
+@pytest.mark.parametrize("messages", [[], None, [{"content": "no role"}], "text"])
+async def test_messages_that_are_none_are_refused(messages):
+    async with app_with(users.Noted) as client:
+        one = await post(client, "/interaction/start")
+        del one["name"]
+        answer = await refused(client, "/interaction/respond", **one, messages=messages)
+    assert answer[0] == 422 and answer[2].startswith("messages")
+
+
+async def test_a_retry_with_its_key_gets_the_same_answer_and_asks_once():
+    async with app_with(users.Noted) as client:
+        one = await post(client, "/interaction/start")
+        body = {"interaction_id": one["interaction_id"], "messages": MESSAGES}
+        client.headers["Idempotency-Key"] = "k1"
+        first = await post(client, "/interaction/respond", **body)
+        assert await post(client, "/interaction/respond", **body) == first
+        del client.headers["Idempotency-Key"]
+        assert (await post(client, "/interaction/respond", **body))["turn"] == 2
+
+
+async def test_an_interaction_that_is_asked_by_two_answers_one_after_the_other():
+    async with app_with(users.Noted) as client:
+        one = await post(client, "/interaction/start", ground_truth="x")
+        body = {"interaction_id": one["interaction_id"], "messages": MESSAGES}
+        found = await asyncio.gather(*(post(client, "/interaction/respond", **body) for _ in range(5)))
+    assert sorted(answer["score"] for answer in found) == [1.0, 2.0, 3.0, 4.0, 5.0]

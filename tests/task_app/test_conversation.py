@@ -1,0 +1,300 @@
+"""Conversations in the one episode loop, over HTTP, with a scripted model and real interactions.
+
+The first six are the scripts of verl.md 1.3: every answer scored, every instance finalised once.
+"""
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from shared_schemas.trajectory import Trajectory, prompts
+from task_app.interactions.entry import InteractionEntry
+from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
+from task_app.plugins import default_plug_boards
+from tests.task_app.counting import running_app
+from tests.task_app.fake_inference import completion, fake_inference, status
+from tests.task_app.rollout_client import accept, all_of
+
+QUESTION = "What is 6 * 7? Answer with #### and the number."
+
+
+class Watched(Gsm8kInteraction):
+    """Gsm8kInteraction, which tells a list of the test's what happened to it."""
+
+    events: list[str]
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        self.config["events"].append("start")
+        return await super().start_interaction(instance_id, **kwargs)
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        found = await super().generate_response(instance_id, messages, **kwargs)
+        self.config["events"].append(f"score {found[2]:g}")
+        return found
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        self.config["events"].append("finalize")
+        await super().finalize_interaction(instance_id, **kwargs)
+
+
+class Log(list):
+    """Survives the deep copy that every interaction gets of its config."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Plain(Watched):
+    def __init__(self, config):
+        self.config = config
+        super().__init__({"name": config["name"]})
+        self.config = config
+
+
+def says(text):
+    return completion({"role": "assistant", "content": text})
+
+
+def calls(*functions, text=None):
+    made = [
+        {
+            "id": f"c{index}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
+        for index, (name, arguments) in enumerate(functions)
+    ]
+    return completion({"role": "assistant", "content": text, "tool_calls": made})
+
+
+@asynccontextmanager
+async def playing(*answers):
+    """A client, a function that makes dialogue requests, the fake server, and what interactions told."""
+    events = Log()
+    boards = replace(
+        default_plug_boards(), interactions={"gsm8k": InteractionEntry("gsm8k", Plain, {"events": events})}
+    )
+    async with (
+        fake_inference(*answers) as fake,
+        running_app(boards, allowed_inference_hosts=("127.0.0.1",)) as client,
+    ):
+
+        def request(rollout_id="a", **changes):
+            return {
+                "rollout_id": rollout_id, "run_id": "r", "start": {"seed": 1},
+                "env": {"env_name": "dialogue", "config": {"prompt": QUESTION}},
+                "policy": {"policy_name": "openai", "config": {
+                    "inference_url": fake.url, "model": "m", "max_attempts": 1, "ask_token_ids": False,
+                }},
+                "interaction": {}, "ground_truth": "42", **changes,
+            }  # fmt: skip
+
+        yield client, request, fake, events
+
+
+async def played(client, *requests):
+    answer = await accept(client, *requests)
+    assert answer.status_code == 202, answer.text
+    return list((await all_of(client, len(requests))).values())
+
+
+@pytest.mark.parametrize(
+    ("answers", "changes", "scores", "ending"),
+    [
+        (["#### 42"], {}, [1.0], "interaction_done"),
+        (["#### 41", "#### 42"], {}, [0.0, 1.0], "interaction_done"),
+        (["#### 42"], {"limits": {"max_decisions": 1}}, [1.0], "interaction_done"),
+        (["#### 41", "#### 40"], {"limits": {"max_decisions": 2}}, [0.0, 0.0], "max_decisions"),
+        (["#### 41", "#### 40"], {"multi_turn": {"max_user_turns": 1}}, [0.0, 0.0], "max_user_turns"),
+        (["#### 41"], {"multi_turn": {"max_episode_tokens": 2}}, [0.0], "episode_tokens"),
+    ],
+)  # fmt: skip
+async def test_every_answer_is_scored_and_every_instance_finalised_once(answers, changes, scores, ending):
+    async with playing(*map(says, answers)) as (client, request, fake, events):
+        [rollout] = await played(client, request(**changes))
+    episode = rollout.trajectory
+    assert [part.value for step in episode.steps for part in step.reward_parts] == scores
+    assert {part.source for step in episode.steps for part in step.reward_parts} == {"interaction"}
+    assert events == ["start", *(f"score {score:g}" for score in scores), "finalize"]
+    assert (episode.stop_reason, episode.outcome_reward) == (ending, scores[-1])
+    assert "last answer" in episode.outcome_definition
+    assert episode.terminated == (ending == "interaction_done")
+    assert len(fake.bodies) == len(answers), "nobody is asked once the episode has ended"
+    assert "42" not in str([body["messages"] for body in fake.bodies]).replace("#### 42", "")
+
+
+async def test_a_conversation_grows_and_the_wire_with_it_and_not_with_its_square():
+    async with playing(says("#### 1"), says("#### 2"), says("#### 42")) as (client, request, fake, _):
+        [rollout] = await played(client, request())
+    wrong = {"role": "user", "content": WRONG}
+    said = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "#### 1"}, wrong,
+        {"role": "assistant", "content": "#### 2"}, wrong,
+        {"role": "assistant", "content": "#### 42"},
+    ]  # fmt: skip
+    asked = [[{key: m[key] for key in ("role", "content")} for m in body["messages"]] for body in fake.bodies]
+    assert asked == [said[:1], said[:3], said[:5]]
+    episode = rollout.trajectory
+    told = [step.observation_data for step in episode.steps]
+    assert [(seen.messages_reused, len(seen.messages)) for seen in told] == [(0, 1), (1, 2), (3, 2)]
+    again = [[{"role": m.role, "content": m.content} for m in prompt] for prompt in prompts(episode.steps)]
+    assert again == asked, "what the wire carries spells every prompt"
+    assert [(m.role, m.content, m.model_extra["msg_id"]) for m in episode.full_history] == [
+        (m["role"], m["content"], number) for number, m in enumerate(said)
+    ]
+    assert RIGHT not in str(episode.full_history), "feedback that nobody answers is not shown"
+    assert Trajectory.model_validate_json(episode.model_dump_json()) == episode
+
+
+async def test_an_outage_in_the_middle_fails_the_rollout_and_finalises():
+    async with playing(says("#### 41"), status(400, {"error": {"message": "no"}})) as (
+        client,
+        request,
+        _,
+        events,
+    ):
+        [rollout] = await played(client, request())
+    assert (rollout.status, rollout.failure.code) == ("failed", "inference_refused")
+    assert events == ["start", "score 0", "finalize"]
+
+
+async def test_a_cancelled_rollout_finalises():
+    async with playing(says("#### 41")) as (client, request, fake, events):
+        fake.silent = True
+        await accept(client, request())
+        await all_of_started(fake)
+        await client.delete("/rollouts/a")
+        [rollout] = (await all_of(client, 1)).values()
+    assert rollout.status == "cancelled"
+    assert events == ["start", "finalize"]
+
+
+async def all_of_started(fake):
+    import asyncio
+
+    async with asyncio.timeout(20):
+        while not fake.bodies:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_tool_call_in_a_dialogue_is_refused_in_a_result_of_its_own_and_scored_by_nobody():
+    async with playing(calls(("look", {})), says("#### 42")) as (client, request, fake, events):
+        [rollout] = await played(client, request())
+    first = rollout.trajectory.steps[0]
+    assert first.step_info.invalid_reason and not first.reward_parts
+    result = fake.bodies[1]["messages"][-1]
+    assert (result["role"], result["tool_call_id"]) == ("tool", "c0") and result["content"].startswith(
+        "error: "
+    )
+    assert events == ["start", "score 1", "finalize"]
+
+
+CRAFTER = {"env": {"env_name": "crafter"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "told"),
+    [
+        ({"interaction": None}, "interaction", "nobody would score"),
+        ({"interaction": {"name": "gsm8"}}, "interaction.name", "Did you mean 'gsm8k'"),
+        (CRAFTER, "interaction", "no effect in 'crafter'"),
+        ({**CRAFTER, "interaction": None, "multi_turn": {"max_user_turns": 1}}, "multi_turn", "no effect"),
+        ({"snapshot_turns": [2]}, "snapshot_turns", "cannot be played on from"),
+        ({"env": {"env_name": "dialogue", "config": {"prompt": []}}}, "env.config.prompt", "at least 1"),
+    ],
+)  # fmt: skip
+async def test_what_would_have_no_effect_is_refused_with_its_place(changes, where, told):
+    async with playing(says("x")) as (client, request, _, _events):
+        answer = await accept(client, request(**changes))
+    problem = answer.json()
+    assert answer.status_code in (404, 422), problem
+    assert problem["where"].startswith(f"rollouts.0.{where}") and told in problem["detail"] + str(
+        problem.get("hint")
+    ), problem
+
+
+DOCUMENT = "\n\n".join(
+    f"Paragraph {n}. The colour of box {n} is {'red' if n == 7 else 'blue'}." for n in range(10)
+)
+
+
+def documents(request, **multi_turn):
+    config = {
+        "document_content": DOCUMENT,
+        "question": "What colour is box 7?",
+        "ground_truth": "red",
+        "chunk_size": 120,
+    }
+    return {
+        **request(interaction=None, ground_truth=None, multi_turn=multi_turn),
+        "env": {"env_name": "documents", "config": config},
+    }
+
+
+async def test_a_document_is_read_by_calls_and_a_delete_leaves_stubs():
+    script = [
+        calls(("buildIndex", {})),
+        calls(("readChunk", {"chunk_id": 0}), ("readChunk", {"chunk_id": 1})),
+        calls(("deleteContext", {"message_ids": [5]})),
+        calls(("deleteContext", {"message_ids": [0]})),
+        calls(("finish", {"answer": "red"})),
+    ]
+    async with playing(*script) as (client, request, fake, _):
+        [rollout] = await played(client, documents(request, statelm_enabled=True))
+    episode = rollout.trajectory
+    assert (episode.stop_reason, episode.outcome_reward) == ("environment_done", 1.0)
+    assert {"deleteContext", "checkBudget"} <= {tool.function.name for tool in episode.tools}
+    assert episode.deleted_msg_ids == (5,) and episode.had_delete_operation
+    shown = [body["messages"] for body in fake.bodies]
+    before, after = shown[2][5], shown[3][5]
+    assert "Paragraph" in before["content"] and "Paragraph" not in after["content"]
+    assert (after["role"], after["tool_call_id"]) == (before["role"], before["tool_call_id"])
+    assert shown[3][:5] == shown[2][:5]
+    assert shown[4][: len(shown[3])] == shown[3], "a delete that deletes nothing changes nothing"
+    assert "error" in shown[4][-1]["content"] or "refused" in shown[4][-1]["content"]
+    told = [step.observation_data for step in episode.steps]
+    assert [list(seen.changed) for seen in told] == [[], [], [], [5], []]
+    again = [
+        [m.model_dump(mode="json", exclude_none=True) for m in prompt] for prompt in prompts(episode.steps)
+    ]
+    assert again == shown
+
+
+async def test_without_the_feature_there_are_no_ids_and_no_delete():
+    """Compares with what a plain loop would send: messages as they were said, and the environment's tools."""
+    script = [
+        calls(("buildIndex", {})),
+        calls(("deleteContext", {"message_ids": [3]})),
+        calls(("finish", {"answer": "no"})),
+    ]
+    async with playing(*script) as (client, request, fake, _):
+        [rollout] = await played(client, documents(request))
+    assert rollout.trajectory.outcome_reward == 0.0
+    assert not rollout.trajectory.had_delete_operation
+    assert "msg_id" not in str(fake.bodies[-1]["messages"])
+    assert "deleteContext" in rollout.trajectory.steps[1].step_info.invalid_reason
+
+
+async def test_words_where_a_tool_is_due_are_answered_with_what_is_wrong():
+    async with playing(says("It is red."), calls(("finish", {"answer": "red"}))) as (
+        client,
+        request,
+        fake,
+        _,
+    ):
+        [rollout] = await played(client, documents(request))
+    assert rollout.trajectory.steps[0].step_info.invalid_reason
+    assert fake.bodies[1]["messages"][-1]["role"] == "user"
+    assert fake.bodies[1]["messages"][-1]["content"].startswith("error: ")
+
+
+async def test_a_context_that_is_full_costs_the_last_decision_its_penalty():
+    full = status(400, {"error": {"code": "context_length_exceeded", "message": "too long"}})
+    async with playing(calls(("buildIndex", {})), full) as (client, request, _, _events):
+        [rollout] = await played(client, documents(request, context_length_penalty=-1.0))
+    [step] = rollout.trajectory.steps
+    assert rollout.trajectory.stop_reason == "context_length" and rollout.trajectory.truncated
+    assert [(part.source, part.value) for part in step.reward_parts] == [("penalty", -1.0)]

@@ -1,0 +1,102 @@
+"""A job's data: held-out rows that are the same for every job, and what a person is told of it."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer_backend.data.folders import jsonl, parquet
+from trainer_backend.data.dataset import chosen_instances, read_data
+from trainer_backend.data.rows import Row
+from trainer_backend.errors import DataError
+from trainer_backend.jobfile.data_table import DataTable
+
+
+def questions(count: int, **more: object) -> list[dict[str, object]]:
+    return [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}", **more} for n in range(count)]
+
+
+def ids(rows) -> list[str]:
+    return [row.id for row in rows]
+
+
+def shared(path: Path, share: float = 0.2, seed: int = 0, instances: int = 1000):
+    return read_data(DataTable(path=path, held_out_share=share, held_out_seed=seed), instances=instances)
+
+
+def test_a_held_out_share_parts_the_rows_and_is_a_function_of_seed_and_id_alone(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", questions(400))
+    data = shared(path)
+    assert sorted([*ids(data.training), *ids(data.evaluation)]) == sorted(f"train/{n}" for n in range(400))
+    assert 50 <= len(data.evaluation) <= 110  # 80 expected, standard deviation 8
+    again = shared(parquet(tmp_path / "b.parquet", questions(400)))
+    assert (again.training, again.evaluation) == (data.training, data.evaluation)
+    assert set(ids(shared(path, seed=1).evaluation)) != set(ids(data.evaluation))
+    # A larger share holds out the same rows and more; so does a longer file.
+    assert set(ids(data.evaluation)) <= set(ids(shared(path, share=0.4).evaluation))
+    longer = shared(jsonl(tmp_path / "c.jsonl", questions(600)))
+    assert set(ids(data.evaluation)) <= set(ids(longer.evaluation))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=30), st.integers(0, 40), st.randoms())
+def test_the_instances_of_an_evaluation_do_not_depend_on_the_order_of_the_file(names, instances, random):
+    rows = [Row(name, "?") for name in names]
+    chosen = chosen_instances(rows, instances, seed=3)
+    assert len(chosen) == min(instances, len(rows)) == len(set(ids(chosen)))
+    mixed = random.sample(rows, len(rows))
+    assert chosen_instances(mixed, instances, seed=3) == chosen
+    assert chosen_instances(rows, instances + 1, seed=3)[:instances] == chosen
+
+
+def test_an_evaluation_split_is_read_from_its_own_file_or_folder(tmp_path):
+    train, test = jsonl(tmp_path / "a.jsonl", questions(5)), jsonl(tmp_path / "b.jsonl", questions(4))
+    data = read_data(DataTable(path=train, evaluation_path=test), instances=3)
+    assert ids(data.training) == [f"train/{n}" for n in range(5)]
+    assert set(ids(data.evaluation)) < {f"test/{n}" for n in range(4)}
+    assert data.told[0] == "data: 5 rows to train on, 3 of 4 held-out rows played"
+    assert data.told[1] == (
+        f"train of {train}: 5 rows, prompt from question, ground_truth from answer after ####"
+    )
+    assert data.told[-1] == "warning: 4 held-out rows ask what a training row asks (test/0 = train/0)"
+
+
+def test_columns_that_nothing_reads_are_told(tmp_path):
+    data = shared(jsonl(tmp_path / "a.jsonl", questions(20, level=3, source="ours")))
+    assert data.told[1].endswith("; not read: level, source")
+
+
+def test_a_known_column_that_another_one_made_needless_is_told_too(tmp_path):
+    beside = {"interaction_kwargs": {"query": "?"}, "extra_info": {"index": 3}, "ground_truth": "4"}
+    data = shared(jsonl(tmp_path / "a.jsonl", questions(20, **beside)))
+    assert data.told[1].endswith("; not read: answer, extra_info")
+
+
+def test_a_split_may_use_the_ids_of_another_one(tmp_path):
+    train = jsonl(tmp_path / "a.jsonl", [{"id": 0, "question": "1?"}, {"id": 1, "question": "2?"}])
+    test = jsonl(tmp_path / "b.jsonl", [{"id": 0, "question": "3?"}])
+    data = read_data(DataTable(path=train, evaluation_path=test), instances=3)
+    assert (data.by_id["0"].question, data.evaluation[0].question) == ("1?", "3?")
+
+
+def test_a_share_that_leaves_nothing_on_one_side_is_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", questions(3))
+    with pytest.raises(DataError, match=r"held_out_share = 0.001 leaves no row to evaluate on of 3"):
+        shared(path, share=0.001)
+    with pytest.raises(DataError, match=r"held_out_share = 0.999 leaves no row to train on of 3"):
+        shared(path, share=0.999)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, "found none"),
+        ({"held_out_share": 0.1, "evaluation_split": "test"}, "and not both"),
+        ({"held_out_share": 0.1, "evaluation_path": "b.jsonl"}, "and not both"),
+        ({"evaluation_split": "train"}, "did you mean held_out_share"),
+    ],
+)
+def test_held_out_rows_come_from_one_place(keys, told):
+    with pytest.raises(ValueError, match=told):
+        DataTable(path=Path("a.jsonl"), **keys)

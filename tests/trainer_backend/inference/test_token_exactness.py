@@ -1,0 +1,214 @@
+"""Dialogues of any shape through the templates of three families: what was sampled is trained, once."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
+from tests.model_folders import chat_template
+from trainer_backend.core.segments import CONTEXT, Segment, segments_of
+from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.answers import Answer, said
+from trainer_backend.inference.conversations import Conversations, Prompt, Turn
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.reply import assistant_message
+from trainer_backend.inference.tool_parsing import tool_format_in_use
+from trainer_backend.models.folder import load_tokenizer
+
+# Template, whose tokenizer, its stop token, and whether it goes on from every answer of a plain dialogue.
+TEMPLATES = {
+    "llama": ("llama", "<|eot_id|>", True),
+    "qwen3": ("qwen3", "<|im_end|>", True),
+    "qwen3_coder": ("qwen3", "<|im_end|>", True),
+    "mistral": ("mistral", "</s>", False),
+    "mistral_args": ("mistral", "</s>", False),
+    "mistral_plain": ("mistral", "</s>", False),
+}
+CALLS = {
+    "llama": '{"name": "f",  "parameters": {"x": %d}}',
+    "qwen3": '<tool_call>{"name":"f",  "arguments":{"x":%d}}</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n%d\n</parameter>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS] [{"name":"f", "arguments":{"x": %d}}]',
+    "mistral_args": '[TOOL_CALLS]f[ARGS]{"x":  %d}',
+    "mistral_plain": "f(%d)",
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        },
+    }
+]
+
+
+@dataclass
+class Played:
+    """A dialogue with a scripted model: prompts and turns as the gateway makes them, steps as they arrive."""
+
+    renderer: ChatRenderer
+    stop: str
+    memory: Conversations = field(default_factory=lambda: Conversations(most=2))
+    messages: list[dict[str, Any]] = field(default_factory=lambda: [{"role": "user", "content": "wood 2"}])
+    prompts: list[Prompt] = field(default_factory=list)
+    sampled: list[list[int]] = field(default_factory=list)
+    steps: list[StepData] = field(default_factory=list)
+
+    def turn(self, raw: str, *, cut: bool) -> None:
+        """The model says `raw`, a character a token; `cut`: it was ended by its length."""
+        prompt = self.memory.prompt("r", self.messages, TOOLS, self.renderer)
+        stop = "" if cut else self.stop
+        ids = [token for character in raw for token in sampled_ids(character, self.renderer)]
+        ids += self.renderer.encode(stop)[-1:] if stop else []
+        raw = self.renderer.decode(ids[:-1] if stop else ids)
+        parsed = tool_format_in_use(self.renderer.tokenizer).parse(raw, TOOLS)
+        message = assistant_message(parsed, prompt_ids=prompt.ids, token_ids=ids)
+        answer = Answer(len(self.messages), said(message), raw, stop)
+        self.memory.remember("r", Turn.of(prompt, answer, ids, self.renderer))
+        self.messages.append(json.loads(json.dumps(message)))
+        self.prompts.append(prompt)
+        self.sampled.append(ids)
+        self.steps.append(step(len(self.steps) + 1, prompt, ids))
+
+    def answered(self, text: str) -> None:
+        """The tool or the user answers the last message."""
+        calls = self.messages[-1].get("tool_calls") or ()
+        self.messages += [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
+        if not calls:
+            self.messages.append({"role": "user", "content": text})
+
+    def segments(self) -> list[Segment]:
+        return segments_of(self.steps, rollout_id="r")
+
+
+def sampled_ids(character: str, renderer: ChatRenderer) -> list[int]:
+    """Ids of a character behind another one, so that no family puts a space before it."""
+    front = renderer.encode("x")
+    return renderer.encode(f"x{character}")[len(front) :] or renderer.encode(character)
+
+
+def step(turn: int, prompt: Prompt, ids: list[int]) -> StepData:
+    return StepData(
+        turn=turn,
+        observation_data=ObservationData(),
+        action_taken={"type": "text"},
+        policy_name="openai",
+        sampling=Sampling(),
+        policy_logprobs=PolicyLogprobs(
+            prompt_ids_reused=prompt.reused,
+            prompt_token_ids=tuple(prompt.ids[prompt.reused :]),
+            token_ids=tuple(ids),
+            logprobs=(-0.5,) * len(ids),
+            finish_reason="stop",
+            versions=((0, 0),),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizers(model_folders: Mapping[str, Path]) -> dict[str, PreTrainedTokenizerFast]:
+    found = {}
+    for name, (family, _, _) in TEMPLATES.items():
+        found[name] = load_tokenizer(model_folders[family])
+        found[name].chat_template = chat_template(name)
+    return found
+
+
+TEXTS = st.sampled_from(["go", " wood ", "tree\n", "a  b", "<think>\nhm\n</think>\n\nwood", "1 + 1 = 2"])
+WORDS = st.fixed_dictionaries({"call": st.booleans(), "text": TEXTS, "cut": st.booleans()})
+EDITS = st.one_of(st.none(), st.integers(0, 20))
+TURNS = st.lists(st.tuples(WORDS, EDITS), min_size=2, max_size=6)
+
+
+def play(played: Played, name: str, turns: list[tuple[dict[str, Any], int | None]]) -> list[int]:
+    """Which decisions came right behind an edit that changed something, from 0."""
+    edits = []
+    for number, (words, edit) in enumerate(turns):
+        played.turn(CALLS[name] % number if words["call"] else words["text"], cut=words["cut"])
+        played.answered(f"tree {number}")
+        # From here on the last message is new: an edit of it is none.
+        if edit is not None:
+            index = edit % (len(played.messages) - 1)
+            message = played.messages[index]
+            if message["content"] not in ("[deleted]", None):
+                played.messages[index] = {**message, "content": "[deleted]"}
+                edits.append(number + 1)
+    return [edit for edit in edits if edit < len(turns)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(turns=TURNS)
+@settings(max_examples=40, deadline=None)
+def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_view(
+    name: str, turns: list[tuple[dict[str, Any], int | None]], tokenizers: dict[str, Any]
+):
+    renderer = ChatRenderer(tokenizers[name])
+    played = Played(renderer, TEMPLATES[name][1])
+    try:
+        edits = play(played, name, turns)
+    except BadChatRequest:
+        assert name.startswith("mistral"), "its templates refuse some orders of messages"
+        return
+    spelled: list[int] = []
+    for prompt, ids in zip(played.prompts, played.sampled, strict=True):
+        assert list(prompt.ids[: prompt.reused]) == spelled[: prompt.reused]
+        assert renderer.decode(prompt.ids) == prompt.text
+        assert prompt.extends == (0 < prompt.reused == len(spelled))
+        spelled = [*prompt.ids, *ids]
+    segments = played.segments()
+    breaks = [number for number, prompt in enumerate(played.prompts) if prompt.broken]
+    assert len(segments) == 1 + len(breaks)
+    trained = [
+        (t, token) for s in segments for t, token in zip(s.decision, s.token_ids, strict=True) if t != CONTEXT
+    ]
+    assert trained == [(t, token) for t, ids in enumerate(played.sampled) for token in ids]
+    for segment in segments:  # on the view that it was sampled from: the whole prompt stands before it
+        for t in {t for t in segment.decision if t != CONTEXT}:
+            first = segment.decision.index(t)
+            assert list(segment.token_ids[:first]) == list(played.prompts[t].ids)
+    if TEMPLATES[name][2]:
+        unedited = [n for n in breaks if n not in edits]
+        assert set(edits) <= set(breaks), "an edit is another prompt"
+        assert all(played.prompts[n].broken == "reasoning" for n in unedited)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, extends) in TEMPLATES.items() if extends])
+def test_a_dialogue_that_nobody_edits_is_one_segment(name: str, tokenizers: dict[str, Any]):
+    played = Played(ChatRenderer(tokenizers[name]), TEMPLATES[name][1])
+    words = [{"call": t % 2 == 0, "text": f" wood  {t}\n", "cut": t == 3} for t in range(12)]
+    assert play(played, name, [(said, None) for said in words]) == []
+    assert len(played.segments()) == 1
+    assert [prompt.reused for prompt in played.prompts[1:]] == [
+        len(prompt.ids) + len(ids)
+        for prompt, ids in zip(played.prompts[:-1], played.sampled[:-1], strict=True)
+    ]
+
+
+def test_reasoning_is_dropped_by_qwen3_behind_the_next_question_alone(tokenizers: dict[str, Any]):
+    played = Played(ChatRenderer(tokenizers["qwen3"]), "<|im_end|>")
+    thought = "<think>\nhm\n</think>\n\n"
+    for raw in (thought + CALLS["qwen3"] % 1, thought + CALLS["qwen3"] % 2, thought + "wood", "tree", "do"):
+        played.turn(raw, cut=False)
+        played.answered("next")
+    # The tool's answers leave the thoughts; the user's next question takes all three away, once.
+    assert [prompt.broken for prompt in played.prompts] == [None, None, None, "reasoning", None]
+    assert len(played.segments()) == 2
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral_plain"])
+def test_a_template_that_cannot_go_on_is_told_each_time(name: str, tokenizers: dict[str, Any]):
+    played = Played(ChatRenderer(tokenizers[name]), "</s>")
+    for _ in range(4):
+        played.turn("wood", cut=False)  # it puts a space before an answer, and the model wrote none
+        played.answered("next")
+    assert [prompt.broken for prompt in played.prompts] == [None, "template", "template", "template"]
+    assert len(played.segments()) == 4

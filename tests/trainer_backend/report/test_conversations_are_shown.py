@@ -1,0 +1,136 @@
+"""Conversations as a person sees them: `turnwise inspect`, the report, a comparison, the live table."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from shared_schemas.trajectory import UserAnswer
+from tests.conftest import tiny_job
+from tests.trainer_backend.dialogues import DEFINITION, dialogue, finished, reader
+from tests.trainer_backend.report.hand_made import empty_run, small_run
+from tests.trainer_backend.report.test_report import no_frames, told
+from trainer_backend.evaluation.metrics import evaluation_metrics
+from trainer_backend.recredit.episode import episode_view
+from trainer_backend.report.compare import summary_columns, summary_rows, write_comparison
+from trainer_backend.report.comparison import read_sides
+from trainer_backend.report.seen import last_words, news
+from trainer_backend.report.story import read_story
+from trainer_backend.report.write import write_report
+from trainer_backend.rundir.rollout_files import Credit, write_rollouts
+from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
+
+WRONG = (finished(dialogue(0.0, 0.0), 1), finished(dialogue(0.0), 2))
+RIGHT = (finished(dialogue(0.0, 1.0), 1), finished(dialogue(1.0), 2))
+
+
+def iteration_row(iteration):
+    return {
+        "kind": "iteration", "iteration": iteration, "episode/outcome_reward": 0.5,
+        "episode/outcome_definition": DEFINITION, "interaction/score_by_turn": [0.25, 0.5],
+        "interaction/answers": 1.5, "decision/unique_by_turn": [0.0, 0.0], "decision/nonzero_frac": 0.0,
+        "reward/mean": 0.5, "statelm/segments": 1.0, "time/collect_s": 1.0,
+    }  # fmt: skip
+
+
+def dialogue_run(path):
+    run = empty_run(tiny_job(), path)
+    for iteration, played in ((0, WRONG), (2, RIGHT)):
+        row = {"kind": "evaluation", "iteration": iteration, **evaluation_metrics(played)}
+        run.append_metrics({**row, "rollout/failed": 0.0, "rollout/finished": 2.0})
+        write_rollouts(run.rollouts_file(f"evaluation_{iteration}"), played)
+    for iteration in (1, 2):
+        run.append_metrics(iteration_row(iteration))
+        credits = [Credit([0.0, 1.0], [0.0, 0.0]), Credit([1.0], [0.0])]
+        write_rollouts(run.rollouts_file(f"iteration_{iteration}"), RIGHT, credits)
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return dialogue_run(tmp_path / "run")
+
+
+def shown(rollout, **switches):
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(episode_view(rollout, [], **switches))
+    return console.export_text()
+
+
+def test_a_decision_shows_what_is_new_and_what_was_edited():
+    steps = reader().steps
+    assert news(steps[0]) == ["user: 2 + 2?"]
+    assert news(steps[1]) == ["tool: the whole chunk"]
+    assert news(steps[2]) == [
+        "message 2 is now tool: [deleted]",
+        "tool: deleted 2; refused 0 (the task stays)",
+    ]
+
+
+def test_what_follows_the_last_answer_is_shown_too():
+    assert last_words(dialogue(0.0, 1.0)) == []
+    more = dialogue(0.0, 1.0)
+    history = (*more.full_history, more.full_history[2])
+    assert last_words(more.model_copy(update={"full_history": history})) == ["user: try again"]
+
+
+def test_an_episode_is_inspected_message_by_message_and_whole_where_asked():
+    new, whole = (shown(finished(reader()), full=full) for full in (False, True))
+    assert (new.count("the whole chunk"), whole.count("the whole chunk")) == (1, 1)  # then it is a stub
+    assert (new.count("2 + 2?"), whole.count("2 + 2?")) == (1, 3)
+    assert 'deleteContext {"message_ids": [0, 2]}' in new
+    assert "interaction +1" in shown(RIGHT[0], full=False)
+
+
+def test_what_a_user_told_that_no_prompt_shows_is_inspected_with_its_decision():
+    episode = dialogue(1.0)
+    answer = UserAnswer(metadata={"mood": "pleased"}, unshown="thank you")
+    info = episode.steps[0].step_info.model_copy(update={"user_answer": answer})
+    told = episode.model_copy(update={"steps": (episode.steps[0].model_copy(update={"step_info": info}),)})
+    text = shown(finished(told, 1), full=False)
+    assert "answer  user, not shown: thank you" in text
+    assert 'answer  metadata: {"mood": "pleased"}' in text
+    assert "answer  " not in shown(RIGHT[1], full=False)
+
+
+def test_the_report_of_dialogues_speaks_of_their_outcome_alone(run):
+    text = told(re.sub(r"data:image/png;base64,[^\"]+", "", write_report(run, frames=no_frames).read_text()))
+    assert "last turn score of the last answer" in text
+    assert "after iteration 2 (best, last) 1.00 (95 %: 1.00 to 1.00) last turn score" in text
+    assert "training episodes, first and last iteration 0.50, 0.50 last turn score" in text
+    assert "iteration last turn score decisions invalid episodes" in text
+    assert "1 last turn score in 1 decisions" in text
+    assert "Last turn score an episode:" in text
+    for absent in ("nique achievement", "Crafter", "unlocked", "No pictures"):
+        assert absent not in text
+    assert {path.name for path in run.report.glob("*.png")} >= {"learning_curve.png", "reward_per_turn.png"}
+    assert not (run.report / "success_rates.png").exists()
+
+
+def test_the_end_of_a_run_and_a_comparison_name_the_outcome(run, tmp_path):
+    before, after, difference, chosen = map(str.strip, closing_lines(read_story(run)))
+    assert before == "before RL: 0.00 (95 % 0.00 to 0.00) last turn score"
+    assert after == "after iteration 2: 1.00 (95 % 1.00 to 1.00) last turn score"
+    assert difference == "difference, world by world: +1.00 (95 % +1.00 to +1.00), 2 worlds"
+    assert chosen.startswith("best checkpoint: iteration 2, 1.00")
+    other = dialogue_run(tmp_path / "other")
+    sides = read_sides([run.path, other.path])
+    assert summary_columns(sides)[3:] == ["last turn score (95 %)", "minus the first (95 %)", "episodes"]
+    assert summary_rows(sides)[1][4:] == ("+0.00 (+0.00 to +0.00)", "2")
+    html = write_comparison(sides, tmp_path / "out").read_text()
+    assert "Last turn score an episode" in html and "Success rate" not in html
+
+
+def test_runs_that_count_different_things_are_compared_with_a_doubt(run, tmp_path):
+    sides = read_sides([run.path, small_run(tiny_job(), tmp_path / "crafter").path])
+    html = write_comparison(sides, tmp_path / "out").read_text()
+    assert "the figures are not of one kind: last turn score; unique achievements" in html
+    assert summary_columns(sides)[3] == "outcome (95 %)"
+
+
+def test_the_live_table_has_the_columns_that_a_run_has():
+    out = io.StringIO()
+    ConsoleReporter(Console(file=out)).metrics(iteration_row(1))
+    assert "last turn score 0.50  reward 0.50  answers 1.5  segments 1.0" in out.getvalue()
+    assert "rewarded" not in out.getvalue()

@@ -1,0 +1,56 @@
+"""[multi_turn].interaction_config_path: handed on to the job's own task app, which reads it at its start."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import tiny_job
+from trainer_backend.errors import JobError
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.services.task_apps import task_apps
+
+GSM8K = Path(__file__).parents[3] / "configs/interactions/gsm8k.yaml"
+
+
+async def test_the_jobs_own_task_app_has_the_interactions_of_the_file(tmp_path):
+    job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(GSM8K))
+    async with task_apps(job, tmp_path / "log") as (client,), httpx.AsyncClient() as http:
+        key = client.api_key.get_secret_value()
+        answer = await http.get(f"{client.url}/info", headers={"X-API-Key": key})
+    assert answer.json()["capabilities"]["interactions"] == ["gsm8k"]
+
+
+async def test_a_file_that_is_wrong_is_told_in_the_task_apps_words(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("interaction: [{class_name: nobody.knows.It}]")
+    job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(file))
+    with pytest.raises(JobError, match=r"did not start: .*No module named 'nobody'"):
+        async with task_apps(job, tmp_path / "log"):
+            raise AssertionError("it started")
+
+
+def test_a_file_that_the_run_would_ignore_is_refused():
+    with pytest.raises(JobError, match=r"multi_turn\.enable is false: the run would ignore it"):
+        tiny_job(multi_turn__interaction_config_path=str(GSM8K))
+
+
+def test_a_file_for_task_apps_of_others_is_refused():
+    with pytest.raises(JobError, match="turnwise task-app --interactions FILE"):
+        tiny_job(
+            multi_turn__enable=True,
+            multi_turn__interaction_config_path=str(GSM8K),
+            services__task_url=["http://127.0.0.1:9"],
+        )
+
+
+def test_the_path_is_one_from_the_folder_of_the_job_and_survives_being_written(tmp_path):
+    (tmp_path / "mine.yaml").touch()
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[model]\npreset = "tiny-0.3m"\n[multi_turn]\nenable = true\ninteraction_config_path = "mine.yaml"\n'
+    )
+    loaded = load_job(job).config
+    assert loaded.multi_turn.interaction_config_path == tmp_path / "mine.yaml"
+    job.write_text(dump_job(loaded))
+    assert load_job(job).config == loaded

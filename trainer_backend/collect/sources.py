@@ -1,0 +1,215 @@
+"""What the groups of an iteration start from: worlds of an environment, or rows of a data set. Pure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import JsonValue
+
+from shared_schemas.rollouts import InteractionSpec
+from trainer_backend.core.seeds import (
+    HELD_OUT_FROM,
+    cycled_worlds,
+    derived_seed,
+    evaluation_worlds,
+    other_worlds,
+    training_world,
+)
+from trainer_backend.data.dataset import DataSet
+from trainer_backend.data.rows import Row
+from trainer_backend.jobfile.schema import JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the siblings of a group share.
+
+    Attributes:
+        seed: of the world.
+        row_id: of the row; None without a data set.
+        env_config: what the row puts into the environment, over rollout.env_config.
+        ground_truth: that the row is scored by.
+        interaction: who answers as the user.
+    """
+
+    seed: int
+    row_id: str | None = None
+    env_config: Mapping[str, Any] = field(default_factory=dict)
+    ground_truth: JsonValue = None
+    interaction: InteractionSpec | None = None
+
+
+class Source(Protocol):
+    """Where groups start, each a pure function of the job and its arguments."""
+
+    def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
+        """The origins to train on.
+
+        Args:
+            purpose: the stage; each has an order of its own.
+            numbers: their places in the endless sequence of the stage, from 0: what there is a fixed set of
+                is gone through in epochs.
+            iteration: that asks.
+        """
+
+    def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
+        """Further origins of an iteration, as little as possible of what it has played."""
+
+    def evaluation(self) -> list[Origin]:
+        """The held-out ones: the same for every job."""
+
+    def of_group(self, group_id: str, seed: int) -> Origin:
+        """Where a group that was played has started."""
+
+
+def source_of(job: JobConfig, data: DataSet | None) -> Source:
+    """The source of a job.
+
+    Raises:
+        ValueError: the job has a data set, and it was not given, or the other way round.
+    """
+    if (job.data is None) != (data is None):
+        raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
+    return Worlds(job) if data is None else Rows(job, data)
+
+
+@dataclass(frozen=True, slots=True)
+class Worlds:
+    """Worlds by their seeds: those of rollout.seeds in shuffled epochs, or ever new ones."""
+
+    job: JobConfig
+
+    def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
+        job_seed, seeds = self.job.job.seed, self.job.rollout.seeds
+        if seeds:
+            return [Origin(seed) for seed in cycled_worlds(job_seed, purpose, seeds, numbers)]
+        held_out = self._held_out()
+        groups = range(len(numbers))
+        return [Origin(training_world(job_seed, purpose, iteration, group, held_out)) for group in groups]
+
+    def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
+        seeds = self.job.rollout.seeds
+        if not seeds:
+            return self.training(stage, numbers, iteration)
+        known = {origin.seed for origin in played}
+        others = other_worlds(self.job.job.seed, seeds, iteration=iteration, played=known)
+        return [Origin(others[number % len(others)]) for number in numbers]
+
+    def evaluation(self) -> list[Origin]:
+        return [Origin(seed) for seed in self._held_out()]
+
+    def of_group(self, group_id: str, seed: int) -> Origin:
+        return Origin(seed)
+
+    def _held_out(self) -> tuple[int, ...]:
+        return evaluation_worlds(self.job.evaluation.instances, self.job.evaluation.seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of [data], in shuffled epochs: each comes once before any comes again.
+
+    The order is a function of the job's seed, the stage and the ids alone. Which rows an iteration plays
+    follows from its number: a checkpoint holds no other position, and a resumed run goes on where it was.
+    """
+
+    job: JobConfig
+    data: DataSet
+
+    def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
+        rows = self.data.training
+        if self.job.data is not None and not self.job.data.shuffle:
+            return [self.origin(rows[number % len(rows)]) for number in numbers]
+        ids = [row.id for row in rows]
+        chosen = cycled_worlds(self.job.job.seed, purpose, ids, numbers)
+        return [self.origin(self.data.by_id[row_id]) for row_id in chosen]
+
+    def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
+        ids = [row.id for row in self.data.training]
+        known = {origin.row_id for origin in played if origin.row_id is not None}
+        others = other_worlds(self.job.job.seed, ids, iteration=iteration, played=known)
+        return [self.origin(self.data.by_id[others[number % len(others)]]) for number in numbers]
+
+    def evaluation(self) -> list[Origin]:
+        return [self.origin(row) for row in self.data.evaluation]
+
+    def of_group(self, group_id: str, seed: int) -> Origin:
+        row_id = row_of(group_id)
+        assert row_id is not None, "the groups of a job with [data] are named with their rows"
+        return self.origin(self.data.by_id[row_id])
+
+    def origin(self, row: Row) -> Origin:
+        """Where a group of this row starts."""
+        table = self.job.data
+        return origin_of(row, interaction=table.interaction if table else None)
+
+
+def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
+    """What a row becomes in the requests of its group.
+
+    Args:
+        interaction: answers as the user, where the row names no other.
+    """
+    return Origin(
+        seed=derived_seed("row", row.id, below=HELD_OUT_FROM),
+        row_id=row.id,
+        env_config=_env_config(row),
+        ground_truth=row.ground_truth,
+        interaction=_interaction(row, interaction),
+    )
+
+
+def interaction_names(job: JobConfig, data: DataSet) -> frozenset[str | None]:
+    """Of all rows, held-out ones too; None where one leaves the choice to the task app."""
+    rows = Rows(job, data)
+    origins = [rows.origin(row) for row in (*data.training, *data.evaluation)]
+    return frozenset(origin.interaction.name for origin in origins if origin.interaction is not None)
+
+
+def largest_origin(job: JobConfig, data: DataSet | None) -> Origin:
+    """That of the row whose request is the longest, held-out ones too; without a data set all are alike."""
+    if data is None:
+        return Worlds(job).evaluation()[0]
+    source = Rows(job, data)
+    return max(map(source.origin, (*data.training, *data.evaluation)), key=bytes_of)
+
+
+def bytes_of(origin: Origin) -> int:
+    """What a row alone takes of a request, as JSON in ASCII."""
+    kwargs = {} if origin.interaction is None else origin.interaction.kwargs
+    return len(json.dumps([origin.env_config, origin.ground_truth, kwargs]))
+
+
+def _env_config(row: Row) -> dict[str, Any]:
+    """Under the keys that dialogues, or environments that hold a document, have for it (SET_BY_ROWS)."""
+    if row.document is None:
+        prompt = row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt]
+        return {"prompt": prompt}
+    return {
+        "document_content": row.document,
+        "question": row.question,
+        "ground_truth": row.ground_truth,
+    }
+
+
+def _interaction(row: Row, default: str | None) -> InteractionSpec | None:
+    own = row.interaction
+    if own is not None:
+        return own if own.name or default is None else InteractionSpec(name=default, kwargs=own.kwargs)
+    if default is None:
+        return None
+    kwargs = {"query": row.question, "ground_truth": row.ground_truth}
+    return InteractionSpec(name=default, kwargs=kwargs)
+
+
+def group_name(stage: str, iteration: int, group: int, origin: Origin) -> str:
+    """`train/3/0`, and with a data set the row's id behind it: `train/3/0/train/17`."""
+    row = "" if origin.row_id is None else f"/{origin.row_id}"
+    return f"{stage}/{iteration}/{group}{row}"
+
+
+def row_of(group_id: str) -> str | None:
+    """The row's id that a group is named with, if it is."""
+    parts = group_id.split("/", 3)
+    return parts[3] if len(parts) == 4 else None

@@ -1,0 +1,59 @@
+"""What each answer was sampled from and where it stands: emission_views, assistant_turn_boundaries. Pure.
+
+The names are those of source 3, which snapshots both while an episode runs. Here they are read off the
+segments (core.segments), which hold every sampled token on the exact view that it was sampled from.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from trainer_backend.core.segments import CONTEXT, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class EmissionView:
+    """The view of one decision.
+
+    Attributes:
+        turn: of the decision, from 1.
+        segment: which segment trains it, from 0.
+        prompt_ids: [start] all ids that the policy saw.
+        answer_ids: [end - start] what it sampled.
+        start, end: where the answer stands in the segment's ids, the end not included.
+    """
+
+    turn: int
+    segment: int
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    start: int
+    end: int
+
+
+def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]]:
+    """(decision t, start, end) of each answer that the segment trains, in order; the end is not included.
+
+    Source: 3-context-editing-tool-loop.md ("List of (start_idx, end_idx) tuples").
+    """
+    start = 0
+    for decision, run in groupby(segment.decision):
+        end = start + sum(1 for _ in run)
+        if decision != CONTEXT:
+            yield decision, start, end
+        start = end
+
+
+def emission_views(segments: Sequence[Segment]) -> list[EmissionView]:
+    """The views of an episode's decisions, in order; one that sampled nothing has none.
+
+    Args:
+        segments: of one episode, as `segments_of` gives them.
+
+    Source: 3-context-editing-tool-loop.md ("List of prompt_ids snapshots before each generation").
+    """
+    return [
+        EmissionView(t + 1, number, segment.token_ids[:start], segment.token_ids[start:end], start, end)
+        for number, segment in enumerate(segments)
+        for t, start, end in assistant_turn_boundaries(segment)
+    ]

@@ -1,0 +1,1 @@
+"""Data sets: the rows of files and folders, and which of them are held out."""

@@ -1,0 +1,121 @@
+"""Which files make up which split, for a lone file and for the folders that `datasets` and the hub have.
+
+file.jsonl, file.parquet                  all rows are of the one split that the job names
+dataset_dict.json, train/, test/          DatasetDict.save_to_disk: a folder a split
+state.json, data-00000-of-00001.arrow     Dataset.save_to_disk: one split, whose name state.json says
+train.jsonl, test-00000-of-00002.parquet  a repository of the hub, also with its files in data/
+train/0000.parquet, test/0000.parquet     its conversion to Parquet
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from shared_schemas.base import did_you_mean
+from trainer_backend.data.records import READERS
+from trainer_backend.errors import DataError
+
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
+# What a file of a folder is called that holds one split: numbered, or as `datasets` calls its data.
+_NUMBERED = re.compile(r"\d+|data(-\d{5}-of-\d{5})?|part[-.].*")
+
+Splits = Mapping[str, Sequence[Path]]
+
+
+def files_of(path: Path, split: str) -> Sequence[Path]:
+    """The files of a split, in order.
+
+    Raises:
+        DataError: nothing there, no such split, or files that contradict each other.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"no such file or folder{_meant(path)}", where=str(path))
+    splits = _splits(path, split)
+    if split not in splits:
+        told = did_you_mean(split, splits).replace("; known", "; there are")
+        raise DataError(f"has no split {split!r}{told}", where=str(path))
+    formats = sorted({file.suffix for file in splits[split]})
+    if len(formats) > 1:
+        raise DataError(f"split {split!r} is there as {' and as '.join(formats)}; keep one", where=str(path))
+    return splits[split]
+
+
+def _meant(path: Path) -> str:
+    """`". Did you mean 'x'?"` for a misspelt last part."""
+    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, beside, n=1)
+    return f". Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+
+
+def _splits(folder: Path, wanted: str) -> Splits:
+    if (folder / "dataset_dict.json").is_file():
+        names = _json(folder / "dataset_dict.json").get("splits")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DataError("has no list `splits` of names", where=str(folder / "dataset_dict.json"))
+        return {name: _saved(folder / name) for name in names}
+    if (folder / "state.json").is_file():
+        name = _json(folder / "state.json").get("_split")
+        return {str(name or wanted): _saved(folder)}
+    found = _by_name(folder) or _by_name(folder / "data") or dict(_by_folder(folder))
+    if not found:
+        raise DataError(f"holds no data; known: {', '.join(READERS)}, by split", where=str(folder))
+    return found
+
+
+def _saved(folder: Path) -> Sequence[Path]:
+    """The files of Dataset.save_to_disk, in the order that its state.json says."""
+    state = folder / "state.json"
+    if not state.is_file():
+        raise DataError("is missing; the folder is not as `save_to_disk` left it", where=str(state))
+    document = _json(state)
+    if document.get("_indices_data_files") or document.get("_indices_files"):
+        raise DataError("picks rows by an index of its own; save it anew with datasets>=2", where=str(state))
+    try:
+        files = [folder / entry["filename"] for entry in document["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise DataError("has no list `_data_files` of file names", where=str(state)) from error
+    return files
+
+
+def _by_name(folder: Path) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for file in _data_files(folder):
+        match = _SHARD.fullmatch(file.stem)
+        found.setdefault(match["split"] if match else file.stem, []).append(file)
+    return found
+
+
+def _by_folder(folder: Path) -> Iterator[tuple[str, list[Path]]]:
+    """A folder a split; one with splits of its own is a configuration, and the job must choose."""
+    inside = {path: _data_files(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    choices = [path for path, files in inside.items() if any(not _NUMBERED.fullmatch(f.stem) for f in files)]
+    choices += [path for path in inside if (path / "dataset_dict.json").is_file()]
+    if choices:
+        names = ", ".join(path.name for path in choices)
+        raise DataError(
+            f"holds several data sets ({names})", where=str(folder), hint=f"Did you mean {str(choices[0])!r}?"
+        )
+    for path, files in inside.items():
+        if files:
+            yield path.name, files
+
+
+def _data_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in READERS)
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise DataError(f"is a {type(value).__name__}; it is a JSON object", where=str(path))
+    return value

@@ -1,0 +1,93 @@
+"""The records of one file, whatever its format: the columns of each row, and the words for its place."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer_backend.errors import DataError
+
+
+class Record(NamedTuple):
+    """One row as it stands in its file; `where` names both."""
+
+    where: str
+    columns: Mapping[str, Any]
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The rows of a file, in its order.
+
+    Raises:
+        DataError: it cannot be read, or is not in the format that its name says.
+    """
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise DataError(f"its name ends in {path.suffix!r}; known: {', '.join(READERS)}", where=str(path))
+    try:
+        yield from reader(path)
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise DataError(f"cannot be read as {path.suffix[1:]}: {error}", where=str(path)) from error
+
+
+def _jsonl(path: Path) -> Iterator[Record]:
+    """A JSON object a line; lines of white space hold no row."""
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}: line {number}"
+                yield Record(where, _object(line, where))
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        value = json.loads(line, parse_constant=refuse, object_pairs_hook=_each_key_once)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"no JSON: {error}", where=where) from error
+    if not isinstance(value, dict):
+        raise DataError(f"a {type(value).__name__}; a row is a JSON object", where=where)
+    return value
+
+
+def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    return found
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    with pq.ParquetFile(path) as file:
+        yield from _rows(path, file.schema_arrow, file.iter_batches())
+
+
+def _arrow(path: Path) -> Iterator[Record]:
+    """The stream format, which `datasets` writes; mapped, so that only a batch at a time is in memory."""
+    with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+        yield from _rows(path, stream.schema, stream)
+
+
+def _rows(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[Record]:
+    for name, count in Counter(schema.names).items():
+        if count > 1:
+            raise DataError(f"has {count} columns {name!r}; each has its own name", where=str(path))
+    number = 0
+    for batch in batches:
+        for columns in batch.to_pylist():
+            yield Record(f"{path}: row {number}", columns)
+            number += 1
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
