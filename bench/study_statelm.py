@@ -30,7 +30,11 @@ STUDY = Study(
     ),
     arms={
         "editing": Arm("may delete", ()),
-        "no_editing": Arm("may not", ("multi_turn.statelm_enabled=false",)),
+        "no_editing": Arm(
+            "may not",
+            # With nothing on offer the job may not name what is offered, but for the default.
+            ("multi_turn.statelm_enabled=false", 'multi_turn.context_tools=["deleteContext", "checkBudget"]'),
+        ),
     },
     measure="outcome_reward",
     measured="success rate, held out",
