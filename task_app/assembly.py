@@ -88,10 +88,11 @@ class Assembly:
         switches: StepRewards | None,
         *,
         where: str,
-    ) -> Keep:
+    ) -> Keep | None:
         """What takes the snapshots that the request asks for."""
-        if request.snapshot_turns:
-            refuse_unrestorable(environment, where=where + "snapshot_turns")
+        if not request.snapshot_turns:
+            return None
+        refuse_unrestorable(environment, where=where + "snapshot_turns")
         return KeptMoments(
             frozenset(request.snapshot_turns),
             self.boards.resolved(env),

@@ -1,10 +1,14 @@
 """Pure: what pydantic says about a body -> one sentence: the place, what was found, what is allowed."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from shared_schemas.base import did_you_mean
 from task_app.errors import InvalidRequest, clipped
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -25,6 +29,20 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
         name = clipped(str(error["loc"][-1]))
         return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
     return InvalidRequest(f"{place}: {error['msg']}{_found(error, place)}", where=place)
+
+
+def state_in(model: type[M], data: bytes) -> M:
+    """The state that a snapshot of an environment holds.
+
+    Raises:
+        ValueError: it is no such state; with the place, as `RestorableEnvironment.restore` is to say it.
+    """
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as exc:
+        error = most_telling(exc.errors(include_url=False))
+        place = ".".join(("snapshot", *map(str, error["loc"])))
+        raise ValueError(f"{place}: {error['msg']}") from exc
 
 
 def _found(error: Mapping[str, Any], place: str) -> str:

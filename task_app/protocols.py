@@ -194,6 +194,10 @@ class RestorablePolicy(Protocol):
         """Decide on like the policy that `snapshot` was taken of; ValueError when it is no such state."""
 
 
+# action, raw_policy_output, log_probs, value_estimate: see AgentPolicy.get_action.
+PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
+
+
 class AgentPolicy(Protocol):
     """Decides. The method and its four-tuple are source 2's (Task 2.2)."""
 
@@ -201,7 +205,7 @@ class AgentPolicy(Protocol):
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+    ) -> PolicyAnswer:
         """Choose the next action.
 
         Args:

@@ -1,7 +1,21 @@
-"""The state of a source of chance as JSON-able data, and back: what snapshots of policies share."""
+"""Policies that draw: the state of a source of chance as JSON-able data, and back."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
+
+
+class ByChance:
+    """A policy whose whole state is a source of chance: a `RestorablePolicy`, less its decisions."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"random": chance_state(self._random)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        set_chance(self._random, state.get("random"))
 
 
 def chance_state(source: random.Random) -> list[Any]:

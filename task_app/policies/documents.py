@@ -4,9 +4,8 @@ It knows what its prompt shows and nothing else: a model that imitates it can do
 """
 
 import json
-import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,9 @@ from shared_schemas.base import Body
 from shared_schemas.messages import Message
 from task_app.actions import json_object
 from task_app.history import INVOKING, MSG_ID, STUB
-from task_app.policies.chance import chance_state, set_chance
+from task_app.policies.chance import ByChance
+from task_app.protocols import PolicyAnswer
 
-Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 Call = tuple[str, dict[str, Any]]
 
 # What it says when the document held no answer.
@@ -59,30 +58,24 @@ class Shown:
         return self.text[heading.end() :] if heading else ""
 
 
-class DocumentsTeacher:
+class DocumentsTeacher(ByChance):
     """In one message it deletes what holds nothing of the question and reads the next chunk."""
 
     name = "documents_teacher"
 
     def __init__(self, config: DocumentsTeacherConfig | None = None) -> None:
         self.config = config or DocumentsTeacherConfig()
-        self._random = random.Random(self.config.seed)
+        super().__init__(self.config.seed)
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> Answer:
+    ) -> PolicyAnswer:
         offered = {tool["function"]["name"] for tool in available_tools_specs or ()}
         calls = [
             {"id": f"call_{len(observation.messages)}_{i}", "name": name, "arguments": json.dumps(arguments)}
             for i, (name, arguments) in enumerate(self._calls(observation.messages, offered))
         ]
         return {"type": "tool_call", "tool_calls": calls}, None, None, None
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"random": chance_state(self._random)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        set_chance(self._random, state.get("random"))
 
     def _calls(self, messages: Sequence[Message], offered: set[str]) -> list[Call]:
         results = [message.content or "" for message in messages if message.role == "tool"]

@@ -22,7 +22,7 @@ from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.endpoint import chat_completions_url
 from task_app.policies.posting import Endpoint, TryAgain
 from task_app.policies.replies import Reply, is_context_length, protocol_error, read_reply, refusal
-from task_app.protocols import PolicyObservation
+from task_app.protocols import PolicyAnswer, PolicyObservation
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 # What a request says by itself; in extra_body it would say something else than what is recorded.
@@ -34,8 +34,6 @@ SET_BY_THE_POLICY = frozenset(
 )  # fmt: skip
 # A shorter key ("EMPTY", "null") is no secret, and may be a part of any text.
 SECRET_FROM = 12
-
-Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 
 
 class OpenAIConfig(Body):
@@ -137,7 +135,7 @@ class OpenAIAgentPolicy:
 
     async def get_action(
         self, observation: PolicyObservation, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> Answer:
+    ) -> PolicyAnswer:
         self._turn += 1
         sampling = self.sampling(self._turn, most=observation.max_tokens)
         self._refuse_overrun(observation.messages, sampling.max_tokens)

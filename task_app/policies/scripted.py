@@ -13,12 +13,11 @@ from pydantic import Field
 from shared_schemas.base import Body
 from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
-from task_app.policies.chance import chance_state, set_chance
+from task_app.policies.chance import ByChance
 from task_app.policies.crafter_memory import MapMemory, decide_with_memory
 from task_app.policies.crafter_teacher import decide
 from task_app.policies.random_calls import random_call
-
-Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
+from task_app.protocols import PolicyAnswer
 
 
 class RandomConfig(Body):
@@ -44,43 +43,37 @@ class TeacherConfig(Body):
     seed: int = Field(default=0, ge=0, strict=True, description="of the random decisions")
 
 
-class RandomPolicy:
+class RandomPolicy(ByChance):
     """A random call of a tool on offer, in any environment; in Crafter, `max_actions` uniform actions."""
 
     name = "random"
 
     def __init__(self, config: RandomConfig | None = None) -> None:
         self.config = config or RandomConfig()
-        self._random = random.Random(self.config.seed)
+        super().__init__(self.config.seed)
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> Answer:
+    ) -> PolicyAnswer:
         if not available_tools_specs:
             return _answer({"actions": random_actions(self._random, self.config.max_actions)})
         name, arguments = random_call(available_tools_specs, self._random, longest=self.config.max_actions)
         return _answer(arguments, tool=name)
 
-    def snapshot(self) -> dict[str, Any]:
-        return {"random": chance_state(self._random)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        set_chance(self._random, state.get("random"))
-
-
-class CrafterTeacher:
+class CrafterTeacher(ByChance):
     """Plays by rules. Without memory, a decision is a function of what the compact text states."""
 
     name = "crafter_teacher"
 
     def __init__(self, config: TeacherConfig | None = None) -> None:
         self.config = config or TeacherConfig()
-        self._random = random.Random(self.config.seed)
+        super().__init__(self.config.seed)
         self._memory = MapMemory() if self.config.memory else None
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> Answer:
+    ) -> PolicyAnswer:
         limit = _limit(self.config.max_actions, available_tools_specs)
         planned = self.actions(observation.data, max_actions=limit)
         if self.config.epsilon and self._random.random() < self.config.epsilon:
@@ -97,10 +90,10 @@ class CrafterTeacher:
 
     def snapshot(self) -> dict[str, Any]:
         memory = self._memory.snapshot() if self._memory else None
-        return {"random": chance_state(self._random), "memory": memory}
+        return {**super().snapshot(), "memory": memory}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        set_chance(self._random, state.get("random"))
+        super().restore(state)
         if self._memory is not None:
             self._memory.restore(state.get("memory"))
 
@@ -119,7 +112,7 @@ def _limit(configured: int, tools: list[dict[str, Any]] | None) -> int:
 
 def _answer(
     arguments: Mapping[str, Any], *, tool: str = "interact_many", exploratory: bool = False
-) -> Answer:
+) -> PolicyAnswer:
     call = {"id": "call_0", "name": tool, "arguments": json.dumps(arguments)}
     action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
     return (action | {"exploratory": True} if exploratory else action), None, None, None

@@ -1,16 +1,14 @@
 """A teacher of short sums in words, as `trainer_backend.data.arithmetic` writes them; no model."""
 
-import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field
 
 from shared_schemas.base import Body
-from task_app.policies.chance import chance_state, set_chance
-
-Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
+from task_app.policies.chance import ByChance
+from task_app.protocols import PolicyAnswer
 
 # A sentence, the sign of its calculation, and the number beside what there was.
 _SENTENCES = re.compile(
@@ -38,27 +36,21 @@ class SumsTeacherConfig(Body):
     seed: int = Field(default=0, ge=0, strict=True, description="of the slips")
 
 
-class SumsTeacher:
+class SumsTeacher(ByChance):
     """Writes out each step, and `#### n`. Told that it was wrong, it tries again."""
 
     name = "sums_teacher"
 
     def __init__(self, config: SumsTeacherConfig | None = None) -> None:
         self.config = config or SumsTeacherConfig()
-        self._random = random.Random(self.config.seed)
+        super().__init__(self.config.seed)
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> Answer:
+    ) -> PolicyAnswer:
         question = next((m.content or "" for m in observation.messages if m.role == "user"), "")
         slip = 0 if self._random.random() < self.config.right else self._random.choice(_SLIPS)
         return {"type": "text", "content": worked_out(question, slip=slip)}, None, None, None
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"random": chance_state(self._random)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        set_chance(self._random, state.get("random"))
 
 
 def worked_out(question: str, *, slip: int = 0) -> str:

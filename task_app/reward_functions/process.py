@@ -101,7 +101,20 @@ class RewardProcess:
         return self._answered and self._process.returncode is None
 
     async def end(self) -> None:
-        """Kill it, with whatever it started, and wait until nothing of it is left."""
+        """Kill it, with whatever it started, and wait until nothing of it is left. Who is cancelled while
+        it waits, a second time perhaps, still does: else its pipes and its exit were nobody's."""
+        ending = asyncio.ensure_future(self._end())
+        cancelled = None
+        while not ending.done():
+            try:
+                await asyncio.wait([ending])
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if cancelled is not None:
+            raise cancelled
+        ending.result()
+
+    async def _end(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         assert self._process.stdin is not None
@@ -112,6 +125,10 @@ class RewardProcess:
                 await self._process.wait()
                 await self._prints
         self._prints.cancel()
+        # A pipe that somebody still holds, or that was too full to be read on, is closed from here; asyncio's
+        # Process has no other way to say it. It happens at the loop's next turn.
+        self._process._transport.close()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
 
     async def _line(self, within_s: float, told_s: float, did_not: str) -> dict[str, Any]:
         """The next line of the process, which is a JSON object."""

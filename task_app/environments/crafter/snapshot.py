@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from task_app.complaints import most_telling
+from task_app.complaints import state_in
 from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import AREA, CHUNK_COUNT, DIRECTIONS, MATERIAL_COUNT
 from task_app.environments.crafter.objects import BEINGS
@@ -107,7 +107,7 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
         ValueError: the data is no snapshot, or one of an impossible game; the message says where.
     """
     line, _, rest = data.partition(b"\n")
-    head = _head(line)
+    head = state_in(Head, line)
     if len(rest) != GROUND_BYTES + WORDS_BYTES:
         expected = f"{GROUND_BYTES} bytes of ground and {WORDS_BYTES} of generator"
         raise ValueError(f"snapshot holds {len(rest)} bytes after its first line; expected {expected}")
@@ -131,15 +131,6 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
     )
     engine = CrafterEngine(head.seed, length=head.length).restored(state, head.step, head.last_health)
     return engine, head.reward, head.news.model_dump()
-
-
-def _head(line: bytes) -> Head:
-    try:
-        return Head.model_validate_json(line)
-    except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
-        place = ".".join(("snapshot", *map(str, error["loc"])))
-        raise ValueError(f"{place}: {error['msg']}") from exc
 
 
 def _check_names(field: str, found: dict[str, int], known: tuple[str, ...]) -> None:

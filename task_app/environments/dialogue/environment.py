@@ -4,14 +4,14 @@ Answers are scored, and replied to, by the interaction of the rollout (task_app.
 whole by a reward function; the environment has no outcome of its own.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
+from task_app.complaints import state_in
 from task_app.errors import EpisodeOver
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
@@ -39,6 +39,12 @@ class DialogueConfig(Body):
             return self.prompt
         system = (Message(role="system", content=self.system),) if self.system else ()
         return (*system, Message(role="user", content=self.prompt))
+
+
+class DialogueState(Body):
+    """A dialogue's moment; what was said stands with whoever keeps the conversation."""
+
+    answers: Annotated[int, Field(ge=0, strict=True)]
 
 
 class DialogueEnvironment:
@@ -88,14 +94,10 @@ class DialogueEnvironment:
 
     def snapshot(self) -> bytes:
         self._refuse_before_reset()
-        return json.dumps({"answers": self._answers}).encode()
+        return DialogueState(answers=self._answers or 0).model_dump_json().encode()
 
     def restore(self, state: bytes) -> Observation:
-        found = json.loads(state)
-        answers = found.get("answers") if isinstance(found, Mapping) else None
-        if type(answers) is not int or answers < 0:
-            raise ValueError(f"'answers' is {answers!r}; it counts answers from 0")
-        self._answers = answers
+        self._answers = state_in(DialogueState, state).answers
         return self._observation()
 
     def _observation(self) -> Observation:

@@ -11,13 +11,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
+from task_app.complaints import state_in
 from task_app.environments.documents import prompt
 from task_app.environments.documents.chunks import chunked
 from task_app.environments.documents.desk import HEADING_CHARS, MAX_CHUNK_CHARS, Desk
 from task_app.environments.documents.generate import Generated, Task, generated_task
 from task_app.environments.documents.notes import Notes
 from task_app.environments.documents.scoring import correctness, normalised
-from task_app.environments.documents.state import desk_of, pack, unpack
+from task_app.environments.documents.state import ReaderState, desk_of, pack
 from task_app.errors import EpisodeOver
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools import Answer, Toolbox, function_tool
@@ -181,7 +182,7 @@ class DocumentsEnvironment:
         return pack(self._desk, seed=self._seed, reward=self._last_reward)
 
     def restore(self, state: bytes) -> Observation:
-        read = unpack(state)
+        read = state_in(ReaderState, state)
         task = self.config.task(read.seed)
         desk = desk_of(read, self._new_desk(task.document))
         self._seed, self._task, self._desk = read.seed, task, desk

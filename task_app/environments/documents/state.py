@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from task_app.complaints import most_telling
 from task_app.environments.documents.chunks import MAX_CHUNKS, chunked
 from task_app.environments.documents.desk import MAX_CHUNK_CHARS, Desk
 from task_app.environments.documents.notes import MAX_NOTES, Note
@@ -40,16 +39,6 @@ def pack(desk: Desk, *, seed: int, reward: float) -> bytes:
         reward=reward,
     )
     return state.model_dump_json().encode()
-
-
-def unpack(data: bytes) -> ReaderState:
-    """Raises ValueError, with the place, where it is no such state."""
-    try:
-        return ReaderState.model_validate_json(data)
-    except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
-        place = ".".join(("snapshot", *map(str, error["loc"])))
-        raise ValueError(f"{place}: {error['msg']}") from exc
 
 
 def desk_of(state: ReaderState, fresh: Desk) -> Desk:
