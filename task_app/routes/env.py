@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import EnvSpec, Name, Seed
-from task_app.protocols import ConversationalEnvironment
+from task_app.protocols import ConversationalEnvironment, takes_answers
 from task_app.routes.bodies import EnvId, ForeignBody
 from task_app.routes.wire import ReplyJSON, observation_json
 from task_app.services import Services, services_of
@@ -49,13 +49,15 @@ async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
         services, body.env_name, body.config, seed=body.seed, rl_run_id=body.rl_run_id
     )
     tools = [tool.model_dump(mode="json") for tool in session.environment.tools()]
+    conversation = isinstance(session.environment, ConversationalEnvironment)
     return {
         "env_id": env_id,
         "observation": observation_json(session.observation),
         "info": {
             "seed": session.seed,
             "tools": tools,
-            "conversation": isinstance(session.environment, ConversationalEnvironment),
+            "conversation": conversation,
+            "takes_answers": conversation and takes_answers(session.environment),
         },
         "step_idx": 0,
     }

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
+from shared_schemas.rollouts import InteractionSpec
 from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
@@ -163,6 +165,17 @@ def test_what_a_job_cannot_do_with_a_conversation_is_told_before_anything_is_pla
 ):
     found = told_of(on_documents(**overrides), with_a_document(1), tmp_path)
     assert found.startswith(told)
+
+
+def test_an_interaction_that_nobody_would_ask_is_told_before_anything_is_played(tmp_path):
+    job = job_on_sums(rollout__env_name="documents")
+    rows = tuple(
+        replace(row, interaction=InteractionSpec(name="gsm8k")) for row in with_a_document(1).training
+    )
+    told = told_of(job, DataSet(rows, rows), tmp_path)
+    assert told.startswith(
+        "data.interaction, or interaction_kwargs of a row: nobody would ask the interaction"
+    )
 
 
 def test_an_interaction_in_a_job_that_plays_no_conversations_is_refused():

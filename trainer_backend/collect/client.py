@@ -67,6 +67,7 @@ class About(OpenBody):
 
 class _CreatedInfo(OpenBody):
     conversation: bool = False
+    takes_answers: bool = True
 
 
 class Created(OpenBody):
@@ -74,7 +75,8 @@ class Created(OpenBody):
 
     Attributes:
         id: for `snapshot` and `terminate`.
-        info: `conversation`: it is an environment whose history the task app keeps.
+        info: `conversation`: it is an environment whose history the task app keeps; `takes_answers`: in
+            which somebody may answer words without a call.
     """
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))

@@ -77,7 +77,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
             continue  # not there yet; it may come
         try:
             app.client.refuse_too_large(largest)
-            await _try(app.client, "env", world, environment_key, job=planner.job)
+            await _try(app.client, "env", world, environment_key, job=planner.job, answered=bool(asked))
             await _refuse_unknown_reward(app.client, first.reward_function)
             await _refuse_unknown_interactions(app.client, asked)
             for stage in policies:
@@ -143,6 +143,14 @@ def _no_interaction(told: str) -> JobError:
     )
 
 
+def _never_asked(job: JobConfig) -> JobError:
+    return JobError(
+        f"nobody would ask the interaction in {job.rollout.env_name!r}, where only tool calls count",
+        where="data.interaction, or interaction_kwargs of a row",
+        hint="Leave it out: the environment scores the episode itself; 'dialogue' is answered in words.",
+    )
+
+
 def _environment_key(row_id: str | None, problem: Problem) -> str:
     place, dot, path = (problem.where or "").partition(".")
     if place == "config" and row_id is not None and path.partition(".")[0] in SET_BY_ROWS:
@@ -157,8 +165,10 @@ async def _try(
     key_of: Callable[[Problem], str],
     *,
     job: JobConfig | None = None,
+    answered: bool = False,
 ) -> None:
-    """Make it and let go of it; an environment is also looked at for what the `job` does with it."""
+    """Make it and let go of it; an environment is also looked at for what the `job` does with it: whether
+    an interaction is to answer in it."""
     try:
         created = await client.create(kind, body)
     except Refused as refused:
@@ -167,6 +177,8 @@ async def _try(
     try:
         if job is not None and created.info.conversation:
             _refuse_conversation(job)
+            if answered and not created.info.takes_answers:
+                raise _never_asked(job)
         if branches:
             await client.snapshot(created.id)
     except Refused as refused:
