@@ -14,7 +14,7 @@ demo: $(VENV)/.ready ## a small language model learns Crafter on this machine; e
 	$(BIN)/turnwise train configs/crafter_cpu.toml
 
 test: $(VENV)/.ready ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
 
