@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Without it OpenMP's spinning makes torch 10 to 100 times slower beside a busy process.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-soak bench
+.PHONY: help demo test check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -43,12 +43,15 @@ study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialo
 study-statelm: $(VENV)/.ready ## a model that may delete from its context against one that may not, 3 seeds each (half an hour; resumable)
 	$(BIN)/python bench/study_statelm.py
 
+study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, beside a bad one, 3 seeds each (an hour; resumable)
+	$(BIN)/python bench/study_mixture.py
+
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
 	PYTHONPATH=. $(BIN)/python bench/study_soak.py
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
 	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste gpu \
-		gigpo_speed state_keys_speed credit_share decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch task_app_cpu \
+		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch task_app_cpu \
 		idle_sessions many_apps teacher_baseline; do \
 		PYTHONPATH=. $(BIN)/python bench/$$script.py || exit 1; done
 

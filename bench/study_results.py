@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,11 @@ PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
 MARKERS = "osD^v"
 # What evaluations tell beside the measure, of environments that have it.
 BESIDE = ("crafter_score",)
+# What iterations of a mixture tell beside it.
+MIXED = (
+    "mixture/alpha", "rollout/policy_choice", "mixture/ess", "mixture/counted_share",
+    "actor/importance_weight_mean", "mixture/fixed/outcome_reward",
+)  # fmt: skip
 # In conversations with an interaction: docs/route.md.
 _BY_TURN = "interaction/score_by_turn"
 # Of the demo's job: shows that every part works, and no more.
@@ -55,6 +60,8 @@ class Study:
     measure: what arms are compared by: a metric of iterations and evaluations, without its room.
     measured: what that is, in words.
     own_warm_starts: an arm's switches hold in its warm-up too, so each arm has a checkpoint of its own.
+    beside: figures that need no run, for the results.
+    models: makes, in the study's folder and by its settings, what these name as {name}; paths by name.
     """
 
     name: str
@@ -67,6 +74,8 @@ class Study:
     measure: str = "unique_achievements"
     measured: str = "unique achievements, held out"
     own_warm_starts: bool = False
+    beside: "Callable[[], Mapping[str, Any]] | None" = None
+    models: "Callable[[Study, Path, Sequence[str]], Mapping[str, str]] | None" = None
 
 
 def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, Any]:
@@ -111,10 +120,10 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
         "training": [
             {
                 "iteration": row["iteration"],
-                measure: row[f"episode/{measure}"],
+                measure: row.get(f"episode/{measure}"),  # None where the actor played nothing
+                **{name: row[name] for name in MIXED if name in row},
                 "entropy": row.get("loss/entropy"),
-                # A decision is a request: so those count too that are played to measure others.
-                "decisions": int(row["inference/requests"]),
+                "decisions": _decisions(row),
                 "steps": int(row["optim/steps"]),
             }
             for row in story.iterations
@@ -125,8 +134,18 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
     }
 
 
+def _decisions(row: Mapping[str, Any]) -> int:
+    """All that were sampled: the actor's, of which each is a request, those too that measure others; and the
+    fixed policy's, which another engine is asked for."""
+    episodes, of_each = (row.get(f"mixture/fixed/{name}", 0.0) for name in ("episodes", "decisions"))
+    return int(row["inference/requests"]) + round(episodes * of_each)
+
+
 def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str, Any]:
     """Result and gain over the warm start at the last evaluation; and the arms' differences, paired by seed.
+
+    `reached` is the iteration of the first evaluation that is as good as the last one of `against`, by seed;
+    null where none is.
 
     Intervals are over seeds (Student's t), so they speak of other seeds; with one seed there are none.
     """
@@ -143,6 +162,9 @@ def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str,
             "before": _interval([first[measure] for first, _ in by_seed.values()]),
             "final": _interval([last[measure] for _, last in by_seed.values()]),
             "gain": _interval([last[measure] - first[measure] for first, last in by_seed.values()]),
+            "reached": [
+                _reached(runs[arm][seed], runs.get(against, {}).get(seed), measure) for seed in by_seed
+            ],
             "decisions": [sum(row["decisions"] for row in runs[arm][seed]["training"]) for seed in by_seed],
             "decisions_an_iteration": _mean_of(runs[arm], by_seed, "decisions"),
             "steps_an_iteration": _mean_of(runs[arm], by_seed, "steps"),
@@ -162,6 +184,13 @@ def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str,
     return told
 
 
+def _reached(run: Mapping[str, Any], base: Mapping[str, Any] | None, measure: str) -> int | None:
+    if not base:
+        return None
+    level = base["evaluations"][-1][measure]
+    return next((row["iteration"] for row in run["evaluations"] if row[measure] >= level), None)
+
+
 def table(study: Study, outcome: Mapping[str, Any]) -> str:
     """The summary for a terminal: a line an arm, 95 % intervals over seeds."""
     told = outcome["summary"]
@@ -169,12 +198,13 @@ def table(study: Study, outcome: Mapping[str, Any]) -> str:
     lines = [
         f"{study.measured:30s}"
         + "".join(f"{head:>24s}" for head in heads)
-        + f"{'decisions':>12s}{'steps':>8s}  (an iteration)"
+        + f"{'reached after':>16s}{'decisions':>12s}{'steps':>8s}  (an iteration)"
     ]
     for arm in outcome["arms"]:
         found = told[arm]
         cells = (found["before"], found["final"], found["gain"], told.get(f"{arm}_minus_{study.against}"))
         lines.append(f"{study.arms[arm].label:30s}" + "".join(f"{_cell(cell):>24s}" for cell in cells))
+        lines[-1] += f"{_iterations(told[arm]['reached']):>16s}"
         lines[-1] += f"{_figure(told[arm]['decisions_an_iteration']):>12s}"
         lines[-1] += f"{_figure(told[arm]['steps_an_iteration']):>8s}"
     return "\n".join(lines)
@@ -232,6 +262,10 @@ def _mean_of(of_arm: Mapping[str, Any], seeds: Iterable[str], name: str) -> floa
     """Mean over the iterations of these seeds; None where there is none yet."""
     values = [row[name] for seed in seeds for row in of_arm[seed]["training"]]
     return sum(values) / len(values) if values else None
+
+
+def _iterations(reached: Sequence[int | None]) -> str:
+    return ", ".join("-" if iteration is None else str(iteration) for iteration in reached)
 
 
 def _figure(value: float | None) -> str:

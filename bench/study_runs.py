@@ -14,7 +14,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,29 @@ def run_study(
 ) -> dict[str, Any]:
     """Run what is missing; the results, which are also written after every arm."""
     outcome: dict[str, Any] = {}
+    beside = dict(study.beside()) if study.beside else {}
+    made = study.models(study, folder, settings) if study.models else {}
     for seed in seeds:
-        common = (*settings, f"job.seed={seed}")
+        common = named((*settings, f"job.seed={seed}"), made)
         for arm in arms:
-            switches = (*common, *study.arms[arm].switches)
+            switches = (*common, *named(study.arms[arm].switches, made))
             name, warmed_by = (f"{arm}_warm", switches) if study.own_warm_starts else ("warm_start", common)
-            warm_start = _finished(folder / f"seed_{seed}" / name, warm_start_job(study, warmed_by))
+            warm_start = finished(folder / f"seed_{seed}" / name, warm_start_job(study, warmed_by))
             job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
-            _finished(folder / f"seed_{seed}" / arm, job)
-            outcome = collect(study, folder, settings)
+            finished(folder / f"seed_{seed}" / arm, job)
+            outcome = collect(study, folder, settings) | beside
             results.parent.mkdir(parents=True, exist_ok=True)
             results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
             draw(study, outcome, results.with_suffix(".png"))
     return outcome
+
+
+def named(settings: Sequence[str], made: Mapping[str, str]) -> tuple[str, ...]:
+    """The settings with {name} for each model that was made put in."""
+    found = list(settings)
+    for name, path in made.items():
+        found = [item.replace(f"{{{name}}}", path) for item in found]
+    return tuple(found)
 
 
 def warm_start_job(study: Study, settings: Sequence[str]) -> JobConfig:
@@ -68,25 +78,25 @@ def arm_job(study: Study, settings: Sequence[str], checkpoint: Path) -> JobConfi
     return job.model_copy(update={"warmup": None, "model": ModelTable(path=checkpoint)})
 
 
-def is_finished(directory: RunDirectory, iterations: int) -> bool:
+def isfinished(directory: RunDirectory, iterations: int) -> bool:
     """The last evaluation and the last checkpoint are on disk, so nothing is left to do."""
     newest = latest_checkpoint(directory.checkpoints)
     evaluated = {row["iteration"] for row in directory.metrics() if row["kind"] == "evaluation"}
     return iterations in evaluated and newest is not None and newest.name == f"iteration_{iterations}"
 
 
-def _finished(path: Path, job: JobConfig) -> RunDirectory:
+def finished(path: Path, job: JobConfig) -> RunDirectory:
     """The run in `path`, started, resumed or left as it is."""
     resume = (path / "run.json").exists()
     directory = open_run(path) if resume else create_run(job, path)
     if resume and dump_job(directory.job()) != dump_job(job):
         raise SystemExit(f"{path} was made with other settings; move it away, or give another --out")
-    if is_finished(directory, job.training.iterations):
+    if isfinished(directory, job.training.iterations):
         return directory
     with ConsoleReporter(Console()) as reporter:
         reporter.say(f"{path}: {'resumed' if resume else 'started'}")
         ended = asyncio.run(run_job(job, directory, reporter, resume=resume))
-    if ended.stopped or not is_finished(directory, job.training.iterations):
+    if ended.stopped or not isfinished(directory, job.training.iterations):
         raise Stopped(f"{path} is not finished")
     return directory
 

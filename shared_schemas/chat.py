@@ -10,6 +10,10 @@ Request header ROLLOUT_HEADER names the conversation; the reply then carries the
 
 `return_token_ids: true` in the request asks for the full prompt ids (prompt_ids_reused = 0).
 
+`processed_logprobs: true` in the request: every log-prob is that of the distribution that the token was drawn
+from, after temperature, top_p and top_k, renormalised; otherwise that of softmax(logits / temperature),
+before any truncation. Where samples are weighted by what sampled them, only the former is right.
+
 `max_model_length` in the request, with or without the header: a job's own limit, below the model's. Where the
 prompt and max_tokens together exceed the lower of the two, the reply is a 400 with CONTEXT_LENGTH_EXCEEDED,
 the counts `prompt_tokens` and `max_tokens`, and the limit as `max_model_len`.

@@ -48,7 +48,8 @@ class PolicyLogprobs(Body):
 
     prompt: the first `prompt_ids_reused` ids of the previous prompt + response of this rollout,
     then `prompt_token_ids`. logprobs[i] is that of token_ids[i] under softmax(logits / temperature),
-    before any truncation by top_p or top_k. versions: [[first_token, policy_version], ...].
+    before any truncation by top_p or top_k, or where the request asked for processed_logprobs
+    (shared_schemas/chat.py), after it. versions: [[first_token, policy_version], ...].
     """
 
     prompt_ids_reused: int = Field(default=0, ge=0)

@@ -19,7 +19,8 @@ from task_app.errors import TaskAppError, UnknownName
 from task_app.guards.threads import Threads
 from task_app.interactions.entry import InteractionEntry
 from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
-from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig
+from task_app.policies.openai import OpenAIAgentPolicy
+from task_app.policies.openai_config import OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
 from task_app.protocols import AgentPolicy, Environment, RewardMode

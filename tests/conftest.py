@@ -41,8 +41,11 @@ class ListReporter:
 
 
 def tiny_job(**overrides: Any) -> JobConfig:
-    """A job of seconds: 8 episodes of 8 decisions an iteration. `table__key=value` overrides."""
-    document: dict[str, dict[str, Any]] = {
+    """A job of seconds: 8 episodes of 8 decisions an iteration.
+
+    `table__key=value` overrides; `table=value` stands in place of a table, `table=None` takes it out.
+    """
+    document: dict[str, Any] = {
         "job": {"name": "tiny", "seed": 1},
         "model": {"preset": "tiny-0.3m", "device": "cpu"},
         "inference": {"max_model_len": 256, "max_running": 16},
@@ -70,8 +73,13 @@ def tiny_job(**overrides: Any) -> JobConfig:
         "evaluation": {"instances": 4, "every_n_iters": 2},
     }
     for dotted, value in overrides.items():
-        table, key = dotted.split("__")
-        document.setdefault(table, {})[key] = value
+        table, _, key = dotted.partition("__")
+        if key:
+            document.setdefault(table, {})[key] = value
+        elif value is None:
+            del document[table]
+        else:
+            document[table] = value
     return parse_job(document, where="tests").config
 
 

@@ -71,12 +71,11 @@ def check(job: JobPaths, overrides: Overrides = None) -> None:
 
     What task apps offer (environments, policies, their configs) is checked when `train` starts.
     """
-    from trainer_backend.data.dataset import data_of
+    from trainer_backend.running.checking import told_before_a_run
 
     loaded = load_new_job(job, overrides or ())
     warn(_err, loaded)
-    data = data_of(loaded.config)
-    for line in data.told if data is not None else ():
+    for line in told_before_a_run(loaded.config):
         tell(_err, line)
     print(dump_job(loaded.config), end="")
 

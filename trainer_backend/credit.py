@@ -4,11 +4,12 @@ Pure: a stored rollout file gives the same numbers anywhere.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.gae import foretold
 from trainer_backend.core.branching import Branches
 from trainer_backend.core.critic import (
     ByToken,
@@ -20,8 +21,9 @@ from trainer_backend.core.critic import (
 from trainer_backend.core.errors import AdvantageError, place
 from trainer_backend.core.flat_groups import flat_groups
 from trainer_backend.core.kl_reward import ScoredTokens
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.returns import discounted_returns
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.core.segments import Segment
 from trainer_backend.core.statistics import decision_metrics
 from trainer_backend.evaluation.metrics import finished_trajectories
 from trainer_backend.jobfile.schema import JobConfig
@@ -29,6 +31,7 @@ from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rewarding import Earned, earned_by, kl_metrics
 from trainer_backend.rundir.rollout_files import Credit
+from trainer_backend.sampled_by import policy_by, segments_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +80,17 @@ def credit(job: JobConfig, rollouts: Sequence[Rollout], measured: Measured = NOT
         CreditError: what an episode lacks, or has broken, by the name of its rollout.
     """
     found = _estimate(job, rollouts, measured)
-    flat = _flat(_estimate(_without_kl(job), rollouts, measured) if _pays_kl(job) else found)
+    flat = _flat(rollouts, _estimate(_without_kl(job), rollouts, measured) if _pays_kl(job) else found)
     skipped = set(flat) if job.training.skip_flat_groups else set()
-    columns = zip(rollouts, found.trajectories, found.trained, found.targets, strict=True)
+    columns = zip(rollouts, found.policies, found.trained, found.targets, strict=True)
     episodes = [
-        CreditedEpisode(
-            rollout.rollout_id, segments_of(item.steps, rollout_id=rollout.rollout_id), given, critic
-        )
-        for rollout, item, given, critic in columns
+        CreditedEpisode(rollout.rollout_id, segments_by(job, rollout), given, critic, policy)
+        for rollout, policy, given, critic in columns
         if rollout.group_id not in skipped
     ]
     metrics = {
-        **decision_metrics(found.trajectories, [item.paid_T for item in found.earned]),
+        **found.of_the_actor(job),
         **kl_metrics(found.earned),
-        **found.advantages.diagnostics,
         "group/flat": float(len(flat)),
     }
     return Credited(episodes, found.credits(job), metrics, flat)
@@ -101,9 +101,11 @@ def credits_of(job: JobConfig, rollouts: Sequence[Rollout], measured: Measured =
     return _estimate(job, rollouts, measured).credits(job)
 
 
-def _flat(found: "_Estimated") -> list[str]:
+def _flat(rollouts: Sequence[Rollout], found: "_Estimated") -> list[str]:
+    """By the groups as they were played, whichever of their episodes were compared with each other."""
     advantages = [item.flat if isinstance(item, ByToken) else item for item in found.trained]
-    return flat_groups(found.episodes, advantages)
+    played = zip(found.episodes, rollouts, strict=True)
+    return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
 
 
 def _pays_kl(job: JobConfig) -> bool:
@@ -119,11 +121,13 @@ class _Estimated:
     """Stops 9 and 10; all lists in the order of the rollouts.
 
     Attributes:
+        policies: who sampled each.
         trained: what the update is given of each episode, by decision or by token.
         targets: of the critic; None without one.
     """
 
     trajectories: list[Trajectory]
+    policies: list[str]
     earned: list[Earned]
     episodes: list[EpisodeRewards]
     advantages: Advantages
@@ -136,9 +140,23 @@ class _Estimated:
             for index, episode in enumerate(self.episodes)
         ]
 
+    def of_the_actor(self, job: JobConfig) -> dict[str, float]:
+        """What the actor's samples earned, absent where there are none; and what the estimator met in all."""
+        own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
+        met = self.advantages.diagnostics
+        if len(own) < len(self.policies):
+            met = {name: value for name, value in met.items() if not name.startswith("value/")}
+            if own and self.episodes[0].values_T:
+                met |= foretold([self.episodes[index] for index in own], job.algorithm.gamma)
+        if not own:
+            return met
+        paid = [self.earned[index].paid_T for index in own]
+        return decision_metrics([self.trajectories[index] for index in own], paid) | met
+
 
 def _estimate(job: JobConfig, rollouts: Sequence[Rollout], measured: Measured) -> _Estimated:
     trajectories = finished_trajectories(rollouts, "credit")
+    policies = [policy_by(job, rollout) for rollout in rollouts]
     earned = [earned_by(job, rollout, measured.scored) for rollout in rollouts]
     episodes = [
         _rewarded(job, rollout, item, found.rewards_T, measured)
@@ -150,20 +168,23 @@ def _estimate(job: JobConfig, rollouts: Sequence[Rollout], measured: Measured) -
         targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
         for episode, item in zip(episodes, trained, strict=True)
     ]
-    return _Estimated(trajectories, earned, episodes, advantages, trained, targets)
+    return _Estimated(trajectories, policies, earned, episodes, advantages, trained, targets)
 
 
-def segments_by_rollout(rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
+def segments_by_rollout(job: JobConfig, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
     """Stop 7 for those that finished.
 
     Raises:
-        SegmentError: see `segments_of`.
+        SegmentError: see `segments_by`.
     """
-    return {
-        rollout.rollout_id: segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
-        for rollout in rollouts
-        if rollout.trajectory is not None
-    }
+    return {item.rollout_id: segments_by(job, item) for item in rollouts if item.trajectory is not None}
+
+
+def _compared_with(job: JobConfig, rollout: Rollout) -> str:
+    """The key of the episodes that an estimator compares it with: its group, or of that its policy's own."""
+    policy = policy_by(job, rollout)
+    alone = policy != ACTOR and job.fixed(policy).baseline == "per_policy"
+    return f"{rollout.group_id}/{policy}" if alone else rollout.group_id
 
 
 def _rewarded(
@@ -176,7 +197,7 @@ def _rewarded(
     branched = plug.needs_branches and measured.branches is not None
     return EpisodeRewards(
         name,
-        rollout.group_id,
+        _compared_with(job, rollout),
         rewards_T,
         state_keys_T=_state_keys(job, trajectory, name) if plug.needs_state_keys else (),
         values_T=firsts(values) if plug.needs_values else (),

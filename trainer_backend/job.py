@@ -1,6 +1,5 @@
 """From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.advice import advice
 from trainer_backend.jobfile.layers import REWARD_HOMES, REWARD_KEYS, Files, anchor, read_layers
-from trainer_backend.jobfile.model_table import HUB_NAME, ModelTable
+from trainer_backend.jobfile.mixture_checks import mixture_findings
+from trainer_backend.jobfile.model_folders import refuse_no_model
 from trainer_backend.jobfile.overrides import Places, apply_override
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.unread_keys import unread_keys
@@ -55,28 +55,13 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
     and the folder that it began from may be gone.
 
     Raises:
-        JobError: as `load_job`, and: model.path is no folder with a config.json, model.name is one; the
-            library of a sink is not installed.
+        JobError: as `load_job`, and: model.path or rollout_only.model_path is no folder with a model,
+            model.name is one; the library of a sink is not installed.
     """
     loaded, places = _load(paths, overrides)
-    _refuse_no_model(loaded.config.model, places)
+    refuse_no_model(loaded.config, places)
     refuse_missing(loaded.config.sinks)
     return loaded
-
-
-def _refuse_no_model(table: ModelTable, places: Places) -> None:
-    folder, place = table.path, places.of("model.path")
-    if folder is not None and not folder.is_dir():
-        raise JobError(f"{place}: model.path is {str(folder)!r}, which is no folder{_folder_meant(folder)}")
-    if folder is not None and not (folder / "config.json").is_file():
-        raise JobError(
-            f"{place}: model.path is {str(folder)!r}, which holds no model: config.json is missing"
-        )
-    if table.name is not None and (Path(table.name) / "config.json").is_file():
-        raise JobError(
-            f"{places.of('model.name')}: model.name is {table.name!r}, which is a folder here. "
-            "Did you mean model.path?"
-        )
 
 
 def _load(paths: Path | Sequence[Path], overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
@@ -103,33 +88,36 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     try:
         config = JobConfig.model_validate(tables)
     except ValidationError as error:
-        findings = _explain(error, JobConfig)
+        findings = _explain(error, JobConfig, tables)
         raise JobError("\n".join(f"{_place(key, told, places)}: {told}" for key, told in findings)) from error
     _refuse_unknown_plugs(config, places)
-    unread = [f"{places.of(key)}: {told}" for key, told in unread_keys(config)]
-    if unread:
-        raise JobError("\n".join(unread))
+    found = [*unread_keys(config), *mixture_findings(config)]
+    if found:
+        raise JobError("\n".join(f"{places.of(key)}: {told}" for key, told in found))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
     return LoadedJob(config, (*warnings, *advice(config)))
 
 
 def dump_job(config: JobConfig) -> str:
     """The resolved job as TOML, without secrets; `load_job` reads it back to the same config."""
-    return tomli_w.dumps(
-        _without_none(config.model_dump(mode="json", exclude={"services": {"task_api_key"}}))
-    )
+    tables = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
+    if not config.rollout_only:
+        del tables["rollout_only"]  # an empty list of tables, which a reader would wonder at
+    return tomli_w.dumps(_without_none(tables))
 
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
     return value
 
 
 def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:
     for key in BOARDS:
         table, _, field = key.partition(".")
-        name = getattr(getattr(config, table), field)
+        name = getattr(getattr(config, table), field, None)  # a table may be absent
         try:
             if name is not None:
                 refuse_unknown(key, name)
@@ -187,27 +175,30 @@ def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: s
     return dict(found)
 
 
-def _folder_meant(folder: Path) -> str:
-    """`". Did you mean 'x'?"` for a misspelt last part of a path, or for a name of the hub."""
-    try:
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()]
-    except OSError:
-        beside = []
-    close = difflib.get_close_matches(folder.name, beside, n=1)
-    if close:
-        return f". Did you mean {str(folder.with_name(close[0]))!r}?"
-    looks_like_a_name = len(folder.parts) == 2 and HUB_NAME.fullmatch(folder.as_posix())
-    return f". Did you mean model.name = {folder.as_posix()!r}?" if looks_like_a_name else ""
-
-
-def _explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:
+def _explain(
+    error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
+) -> list[tuple[str, str]]:
     """The key and a sentence for every finding of pydantic, in the words of the TOML file."""
     findings = error.errors(include_url=False, include_context=True)
-    return [(".".join(map(str, item["loc"])), _explain_one(item, model)) for item in findings]
+    paths = [_as_written(item["loc"], document) for item in findings]
+    return [
+        (".".join(path), _explain_one(item, path, model)) for item, path in zip(findings, paths, strict=True)
+    ]
 
 
-def _explain_one(finding: Any, model: type[BaseModel]) -> str:
-    path = [str(part) for part in finding["loc"]]
+def _as_written(place: Sequence[int | str], document: Any) -> list[str]:
+    """Without the index of a lone table, which is read as a list of one."""
+    path = []
+    for part in place:
+        if isinstance(part, int) and isinstance(document, dict):
+            continue
+        path.append(str(part))
+        inside = isinstance(document, dict) or (isinstance(document, list) and isinstance(part, int))
+        document = document[part] if inside and (isinstance(part, int) or part in document) else None
+    return path
+
+
+def _explain_one(finding: Any, path: Sequence[str], model: type[BaseModel]) -> str:
     dotted = ".".join(path) or "the job"
     kind, found = finding["type"], finding["input"]
     if kind == "extra_forbidden":
@@ -237,6 +228,8 @@ def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
     """The model class of a table, by walking the field annotations."""
     for name in path:
+        if name.isdecimal():  # of a list of tables
+            continue
         field = model.model_fields.get(name)
         if field is None:
             return None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from shared_schemas.base import did_you_mean
+from trainer_backend.core.adaptive import AdaptiveSchedule
 from trainer_backend.core.advantages.branch import branch
 from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.advantages.gae import gae, gae_token
@@ -16,6 +17,13 @@ from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.aggregation import Aggregation, decision_mean, episode_equal, token_mean
+from trainer_backend.core.allocation import (
+    AllocationPlug,
+    ExponentialSchedule,
+    LinearSchedule,
+    StepSchedule,
+    constant_schedule,
+)
 from trainer_backend.core.losses import (
     LossPlug,
     cispo_loss,
@@ -50,11 +58,14 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
     "branch": EstimatorPlug(
         branch, frozenset({"branches_per_episode", "branch_rollouts"}), needs_branches=True
     ),
-    "reinforce_pp": EstimatorPlug(reinforce_pp, divides_by_std=True),
+    "reinforce_pp": EstimatorPlug(reinforce_pp, divides_by_std=True, compares_siblings=False),
     "reinforce_pp_baseline": EstimatorPlug(reinforce_pp_baseline, divides_by_std=True),
-    "gae": EstimatorPlug(gae, frozenset({"gae_lambda"}), needs_values="decision"),
+    "gae": EstimatorPlug(gae, frozenset({"gae_lambda"}), needs_values="decision", compares_siblings=False),
     "gae_token": EstimatorPlug(
-        gae_token, frozenset({"gae_lambda", "gae_token_lambda"}), needs_values="token"
+        gae_token,
+        frozenset({"gae_lambda", "gae_token_lambda"}),
+        needs_values="token",
+        compares_siblings=False,
     ),
     "gigpo": EstimatorPlug(gigpo, _ANCHORED | {"omega"}, needs_state_keys=True, divides_by_std=True),
     "gigpo_additive": EstimatorPlug(
@@ -77,6 +88,23 @@ AGGREGATIONS: dict[str, Aggregation] = {
 # Their libraries are imported when a job opens them.
 SINKS: dict[str, OpenSink] = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 SCHEDULES: dict[str, Fall] = {"linear": linear, "cosine": cosine, "constant": constant}
+# Who samples rollouts, the actor or a fixed policy: alpha over the steps of a run.
+ALLOCATIONS: dict[str, AllocationPlug] = {
+    "constant": AllocationPlug(constant_schedule, needs=frozenset({"alpha"})),
+    "linear": AllocationPlug(
+        LinearSchedule, needs=frozenset({"alpha_0", "beta"}), takes=frozenset({"max_alpha"})
+    ),
+    "exponential": AllocationPlug(ExponentialSchedule, needs=frozenset({"gamma"})),
+    "step": AllocationPlug(
+        StepSchedule, needs=frozenset({"switch_steps"}), takes=frozenset({"initial_policy"})
+    ),
+    "adaptive": AllocationPlug(
+        AdaptiveSchedule,
+        needs=frozenset({"alpha_0"}),
+        takes=frozenset({"min_alpha", "max_alpha", "window"}),
+        looks_back=True,
+    ),
+}
 # How models write tool calls. Of several markers in one chat template the first here counts: the template of
 # Qwen3-Coder holds that of Hermes too.
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -92,6 +120,7 @@ BOARDS: dict[str, Mapping[str, object]] = {
     "algorithm.loss": LOSSES,
     "training.aggregation": AGGREGATIONS,
     "training.learning_rate_schedule": SCHEDULES,
+    "rollout_allocation_schedule.type": ALLOCATIONS,
     "model.preset": PRESETS,
     "model.tool_call_format": TOOL_FORMATS,
 }
@@ -120,6 +149,11 @@ def aggregation(name: str) -> Aggregation:
 def schedule(name: str) -> Fall:
     """How the learning rate falls after its rise; JobError if there is no schedule of that name."""
     return _chosen(SCHEDULES, name, key="training.learning_rate_schedule")
+
+
+def allocation(name: str) -> AllocationPlug:
+    """The allocation schedule of that name; JobError if there is none."""
+    return _chosen(ALLOCATIONS, name, key="rollout_allocation_schedule.type")
 
 
 def _chosen(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:

@@ -12,6 +12,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
 
 
@@ -24,12 +25,14 @@ class CreditedEpisode:
         segments: its token sequences (core.segments).
         advantages: [T] of its decisions, or those of its sampled tokens.
         critic: what a critic is to learn from it; None where there is none.
+        policy: who sampled it: the one that is trained, or a fixed one of the job by its name.
     """
 
     rollout_id: str
     segments: Sequence[Segment]
     advantages: OfEpisode
     critic: CriticTargets | None = None
+    policy: str = ACTOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,13 @@ No torch here: the learner and the inference server are behind protocols.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from shared_schemas.rollouts import RolloutRequest
-from trainer_backend.collect.collector import Collection, Collector, joined
-from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.collector import Collection, joined
 from trainer_backend.core.branching import by_parent
 from trainer_backend.credit import NOTHING, Credited, Measured, credit, segments_by_rollout
-from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation.metrics import (
     collection_metrics,
@@ -22,37 +20,16 @@ from trainer_backend.evaluation.metrics import (
     finished_trajectories,
     refuse_empty,
 )
-from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
-from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
+from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import mark_best, prune_checkpoints
-from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.running.gathered import Gathered, gathered_metrics, inference_metrics
+from trainer_backend.running.mixture import refuse_other_sampler, refuse_silent_policy, rollout_metrics
+from trainer_backend.running.run import Run
 from trainer_backend.running.stopping import until
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a run works with.
-
-    Attributes:
-        run_id: names this start of the run at the task apps (start.run_job).
-        data: the rows of [data], where the job has that table.
-    """
-
-    job: JobConfig
-    directory: RunDirectory
-    run_id: str
-    collector: Collector
-    learner: Learner
-    server: InferenceServer
-    reporter: Reporter
-    data: DataSet | None = None
-
-    @property
-    def planner(self) -> Planner:
-        return Planner(self.job, self.run_id, self.server.inference, self.data)
+__all__ = ["Run", "train", "work_left"]
 
 
 async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
@@ -111,14 +88,16 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
     branched: list[Collection] = []
     measured = NOTHING
     collect_s, before = 0.0, run.server.totals()
-    refilled = 0
-    requests = run.planner.training(iteration)  # 2, 3
+    refilled, planner = 0, run.planner
+    requests = planner.training(iteration)  # 2, 3
+    wanted: list[RolloutRequest] = []
     while True:
+        wanted += requests
         asked = time.monotonic()
         found = await _collect(run, requests, _stage("collect", iteration, len(rounds)), stop)  # 4 to 6
         if found is None:
             return None
-        new = run.planner.branches(found.rollouts)  # 3; none, but for an estimator that asks for them
+        new = planner.branches(found.rollouts)  # 3; none, but for an estimator that asks for them
         if new:  # what goes wrong with them loses no parent
             _store(run, f"iteration_{iteration}", joined([*rounds, found]), None, measured)
         beside = await _collect(run, new, _stage("branches", iteration, len(rounds)), stop)  # 4 to 6
@@ -128,27 +107,35 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
         rounds.append(found)
         branched.append(beside)
         collection, branches = joined(rounds), joined(branched)
-        credited, measured = await _credited(run, iteration, collection, branches, measured)  # 7 to 10
+        credited, measured = await _credited(
+            run, iteration, collection, branches, measured, asked=requests, found=found
+        )  # 7 to 10
         await run.collector.ack(run.run_id, [*found.all, *beside.all])
         missing = len(credited.flat) - refilled
         if not missing or len(rounds) > run.job.training.refill_rounds:
             break
-        requests = run.planner.refill(iteration, len(rounds), missing, refilled=refilled)
+        requests = planner.refill(iteration, len(rounds), missing, refilled=refilled)
         refilled += missing
     trajectories = finished_trajectories(collection.rollouts, f"iteration_{iteration}")
     inferred = inference_metrics(before, run.server.totals())
     ended = time.monotonic()
+    mixture = rollout_metrics(
+        run.job, planner.history, iteration,
+        asked=wanted, rollouts=collection.rollouts, credits=credited.credits,
+    )  # fmt: skip
     return Gathered(
-        collection, branches, trajectories, credited, inferred, refilled, started, collect_s, ended
+        collection, branches, trajectories, credited, inferred, refilled, started, collect_s, ended, mixture
     )
 
 
 async def _credited(
-    run: Run, iteration: int, collection: Collection, branches: Collection, known: Measured
-) -> tuple[Credited, Measured]:
+    run: Run, iteration: int, collection: Collection, branches: Collection, known: Measured,
+    *, asked: Sequence[RolloutRequest], found: Collection,
+) -> tuple[Credited, Measured]:  # fmt: skip
     """Credit the rollouts and store them; stored they are also when they cannot be credited.
 
-    `known` was measured of those of earlier rounds; with that of this one it is given back.
+    `known` was measured of those of earlier rounds; with that of this one it is given back. `asked` are the
+    requests of this round, and `found` what came of them.
     """
     name, measured = f"iteration_{iteration}", known
 
@@ -158,6 +145,8 @@ async def _credited(
         _store(run, name, collection, credits, measured)
 
     try:
+        refuse_silent_policy(run.job, asked, found)  # first: of an iteration that is its own, it is the cause
+        refuse_other_sampler(run.job, asked, found)
         refuse_empty(collection, name.replace("_", " "))
         measured = await _measured(run, collection, branches, known)  # 7, 8
         credited = credit(run.job, collection.rollouts, measured)  # 7, 9, 10
@@ -173,11 +162,11 @@ async def _measured(run: Run, collection: Collection, branches: Collection, know
     values, scored = dict(known.values), dict(known.scored)
     if estimator(run.job.algorithm.advantage).needs_values:
         new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
-        values |= await asyncio.to_thread(run.learner.values, segments_by_rollout(new))
+        values |= await asyncio.to_thread(run.learner.values, segments_by_rollout(run.job, new))
     if run.job.training.kl_reward_coef > 0:
         played = (*collection.rollouts, *branches.rollouts)
         new = [rollout for rollout in played if rollout.rollout_id not in scored]
-        found = await asyncio.to_thread(run.learner.score, segments_by_rollout(new))
+        found = await asyncio.to_thread(run.learner.score, segments_by_rollout(run.job, new))
         lengths = {item.rollout_id: len(item.trajectory.steps) for item in new if item.trajectory is not None}
         scored |= {name: item.over(lengths[name]) for name, item in found.items()}
     return Measured(values, by_parent(branches.rollouts), scored)
@@ -201,7 +190,7 @@ async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **gathered_metrics(gathered, ended=time.monotonic()),
+        **gathered_metrics(run.job, gathered, ended=time.monotonic()),
         **update,
         "policy/version": progress.policy_version,
         "time/update_s": updated - started,

@@ -15,7 +15,7 @@ from task_app.interactions.gsm8k import last_answer
 from task_app.interactions.gsm8k_score import compute_score
 from task_app.plugins import POLICIES, PolicyContext
 from task_app.policies.endpoint import chat_completions_url
-from task_app.policies.openai import OpenAIConfig
+from task_app.policies.openai_config import OpenAIConfig
 from task_app.protocols import AgentPolicy, BaseInteraction, PolicyObservation
 from task_app.settings import Settings, Variable
 

@@ -8,73 +8,33 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 import stamina
-from pydantic import Field, SecretStr, field_validator
+from pydantic import SecretStr
 
-from shared_schemas.base import Body
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.endpoint import chat_completions_url
+from task_app.policies.exact_tokens import WholeReplies
+from task_app.policies.openai_config import EVERY_TOKEN, SAMPLED_PLAINLY, OpenAIConfig
 from task_app.policies.posting import Endpoint, TryAgain
-from task_app.policies.replies import Reply, is_context_length, protocol_error, read_reply, refusal
+from task_app.policies.replies import (
+    Reply,
+    is_context_length,
+    own_tokens,
+    protocol_error,
+    read_reply,
+    refusal,
+)
 from task_app.protocols import PolicyAnswer, PolicyObservation
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-# What a request says by itself; in extra_body it would say something else than what is recorded.
-SET_BY_THE_POLICY = frozenset(
-    {
-        "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens",
-        "max_completion_tokens", "max_model_length", "seed", "n", "stream", "return_token_ids",
-    }
-)  # fmt: skip
 # A shorter key ("EMPTY", "null") is no secret, and may be a part of any text.
 SECRET_FROM = 12
-
-
-class OpenAIConfig(Body):
-    """Settings of a language-model policy."""
-
-    inference_url: str = Field(min_length=1, max_length=2_000)
-    model: str = Field(min_length=1, max_length=500)
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary and is not sent")
-    max_tokens: int = Field(default=64, ge=1, le=1_000_000)
-    max_model_length: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="most tokens of a prompt and its max_tokens together"
-    )
-    seed: int | None = Field(
-        default=None, ge=0, strict=True, description="each decision samples with a seed of its own"
-    )
-    tool_choice: Literal["auto", "required", "none"] = "auto"
-    ask_token_ids: bool = Field(
-        default=True, description="false for servers that are no gateway of ours: plain OpenAI is spoken"
-    )
-    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = Field(
-        default="max_tokens", description="what the server calls it; OpenAI's reasoning models, the latter"
-    )
-    leave_out: tuple[Literal["temperature", "top_p", "seed", "tool_choice"], ...] = Field(
-        default=(), description="keys that the server refuses; its own defaults then hold"
-    )
-    extra_body: dict[str, Any] = Field(
-        default_factory=dict, description="more keys of the request, such as reasoning_effort"
-    )
-    request_timeout_s: float = Field(default=120.0, gt=0.0, le=3_600.0)
-    max_attempts: int = Field(default=5, ge=1, le=100)
-    retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no wait begins after this")
-
-    @field_validator("extra_body")
-    @classmethod
-    def _adds_only(cls, extra: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(SET_BY_THE_POLICY & extra.keys())
-        if taken:
-            raise ValueError(f"{taken[0]!r} is set by the policy itself, and has a key or flag of its own")
-        return extra
 
 
 def decision_seed(seed: int, turn: int) -> int:
@@ -117,7 +77,7 @@ class OpenAIAgentPolicy:
         self.config = config
         url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
         headers = {"Content-Type": "application/json"}
-        if rollout_id is not None and config.ask_token_ids:
+        if rollout_id is not None and config.asks_gateway_of_ours:
             headers[ROLLOUT_HEADER] = rollout_id
         self._key = inference_key.get_secret_value() if inference_key is not None else ""
         if inference_key is not None:
@@ -129,6 +89,7 @@ class OpenAIAgentPolicy:
         self._clock = clock
         self._turn = 0
         self._ids_seen = 0
+        self._read_tokens = WholeReplies() if config.exact_tokens == "vllm" else own_tokens
         self._last: tuple[tuple[Message, ...], Reply] | None = None
         self._answered = False
         self.pending_failure: str | None = None
@@ -191,8 +152,14 @@ class OpenAIAgentPolicy:
             body["top_k"] = sampling.top_k
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        if self.config.max_model_length is not None and self.config.ask_token_ids:
+        if self.config.max_model_length is not None and self.config.asks_gateway_of_ours:
             body["max_model_length"] = self.config.max_model_length
+        if self.config.processed_logprobs:
+            body["processed_logprobs"] = True
+        if self.config.chat_template_kwargs:
+            body["chat_template_kwargs"] = self.config.chat_template_kwargs
+        if self.config.exact_tokens == "vllm":
+            body |= SAMPLED_PLAINLY | {"return_token_ids": True, "top_k": sampling.top_k or EVERY_TOKEN}
         kept = {name: value for name, value in body.items() if name not in self.config.leave_out}
         return kept | self.config.extra_body
 
@@ -240,13 +207,13 @@ class OpenAIAgentPolicy:
     async def _ask_once(self, body: Mapping[str, Any], *, first: bool) -> Reply:
         # A repeated request whose first answer was lost must not build on that lost answer's ids, nor a
         # first decision on those of an earlier attempt at the same rollout: ask for the whole prompt.
-        sent = {**body, "return_token_ids": True} if first and self.config.ask_token_ids else body
+        sent = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
         status, text, after_s = await self._endpoint.post(json.dumps(sent).encode())
         if len(self._key) >= SECRET_FROM:
             # A server that repeats its request (proxies do) would have the key recorded with the episode.
             text = text.replace(self._key.encode(), b"[key]")
         if status == 200:
-            return read_reply(text)
+            return read_reply(text, self._read_tokens)
         code, sentence = refusal(status, text, key=self._key)
         if status in TRY_AGAIN:
             raise TryAgain(sentence, after_s=after_s)
@@ -262,7 +229,7 @@ class OpenAIAgentPolicy:
         or one after an edit, nor anything where the server tells no usage: there its own limit alone holds.
         """
         limit, last = self.config.max_model_length, self._last
-        if limit is None or self.config.ask_token_ids or last is None:
+        if limit is None or self.config.asks_gateway_of_ours or last is None:
             return
         earlier, reply = last
         if reply.kept_tokens is None or messages[: len(earlier)] != earlier or len(messages) == len(earlier):
@@ -291,7 +258,7 @@ class OpenAIAgentPolicy:
             "finish_reason": reply.finish_reason,
             **exact,
             "sampling": sampling if told else None,
-            "model": reply.model or self.config.model,
+            "model": self.config.known_as or reply.model or self.config.model,
             "prompt_tokens": reply.prompt_tokens,
             "completion_tokens": reply.completion_tokens,
         }

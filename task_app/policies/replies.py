@@ -6,7 +6,7 @@ not answer is a PolicyUnavailable with code `inference_protocol`: no choices, li
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,11 @@ class Reply:
         return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)
 
 
-def read_reply(body: bytes) -> Reply:
+# The exact tokens in a reply and its first choice; None where they are not told.
+ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | None]
+
+
+def read_reply(body: bytes, read_tokens: ReadTokens) -> Reply:
     """Read the body of a 200.
 
     Raises:
@@ -60,10 +64,10 @@ def read_reply(body: bytes) -> Reply:
     raw_usage = reply.get("usage")
     usage = raw_usage if isinstance(raw_usage, dict) else {}
     return Reply(
-        action=_action(message, _finish_reason(choice)),
+        action=_action(message, finish_reason(choice)),
         text=_raw_text(choice, message),
-        tokens=_tokens(reply, choice),
-        finish_reason=_finish_reason(choice),
+        tokens=read_tokens(reply, choice),
+        finish_reason=finish_reason(choice),
         model=_string(reply.get("model")),
         prompt_tokens=_count(usage.get("prompt_tokens")),
         completion_tokens=_count(usage.get("completion_tokens")),
@@ -165,20 +169,31 @@ def _text(message: Mapping[str, Any]) -> str:
     return _string(content) or _string(message.get("refusal")) or ""
 
 
-def _tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs | None:
+def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs | None:
+    """Those that a gateway of ours sends; None where one of its fields is missing.
+
+    Raises:
+        PolicyUnavailable: they are there, and are no tokens with their log-probs.
+    """
     found = {
         "prompt_token_ids": reply.get("prompt_token_ids"),
         "token_ids": choice.get("token_ids"),
         "logprobs": choice.get("token_logprobs"),
         "versions": choice.get("versions"),
-        "finish_reason": _finish_reason(choice),
+        "finish_reason": finish_reason(choice),
     }
     if any(value is None for value in found.values()):
         return None
+    return checked_tokens({**found, "prompt_ids_reused": reply.get("prompt_ids_reused") or 0})
+
+
+def checked_tokens(found: Mapping[str, Any]) -> PolicyLogprobs:
+    """
+    Raises:
+        PolicyUnavailable: a field has another type, the lists do not fit, or a log-prob is not finite.
+    """
     try:
-        tokens = PolicyLogprobs.model_validate(
-            {**found, "prompt_ids_reused": reply.get("prompt_ids_reused") or 0}
-        )
+        tokens = PolicyLogprobs.model_validate(found)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -190,7 +205,7 @@ def _tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogpro
     return tokens
 
 
-def _finish_reason(choice: Mapping[str, Any]) -> str | None:
+def finish_reason(choice: Mapping[str, Any]) -> str | None:
     """How sampling ended, where the server tells that apart from "a call was parsed"."""
     return _string(choice.get("sampling_finish_reason")) or _string(choice.get("finish_reason"))
 

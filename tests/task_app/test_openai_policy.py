@@ -16,7 +16,8 @@ from shared_schemas.trajectory import Sampling
 from task_app.actions import NO_TOOL_CALL
 from task_app.episode import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
-from task_app.policies.openai import OpenAIAgentPolicy, OpenAIConfig, decision_seed
+from task_app.policies.openai import OpenAIAgentPolicy, decision_seed
+from task_app.policies.openai_config import OpenAIConfig
 from task_app.policies.replies import FILTERED, wait_told
 from task_app.protocols import PolicyObservation
 from tests.task_app.counting import CountingEnvironment

@@ -7,7 +7,7 @@ import pytest
 from shared_schemas.rollouts import RolloutLimits
 from trainer_backend.errors import JobError
 from trainer_backend.job import dump_job, load_job, load_new_job, parse_job
-from trainer_backend.jobfile.schema import RolloutTable
+from trainer_backend.jobfile.rollout_table import RolloutTable
 
 MODEL = {"model": {"preset": "tiny-0.3m"}}
 
@@ -130,6 +130,10 @@ def test_a_response_must_leave_room_for_a_prompt_in_a_conversation_too():
         ("seed", "job.seed"),
         ("model", "job.name"),
         ("inference_url", "services.gateway_host"),
+        ("known_as", "job.name"),
+        ("exact_tokens", "inference_url of [rollout_only]"),
+        ("processed_logprobs", "logprobs of [rollout_only]"),
+        ("chat_template_kwargs", "model.chat_template_kwargs"),
         ("step_rewards", "the step_rewards_* keys of [training]"),
     ],
 )

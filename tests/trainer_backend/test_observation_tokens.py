@@ -13,7 +13,7 @@ from trainer_backend.core.collate import collate
 from trainer_backend.core.critic import targets_of, values_of_episode
 from trainer_backend.core.losses import LossConfig, at_level_of, log_ratio, unit_means
 from trainer_backend.core.segments import segments_of
-from trainer_backend.core.units import ratio_units
+from trainer_backend.core.units import units_of
 from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
 
 CONFIG = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
@@ -68,7 +68,9 @@ def step_of(estimator, aggregation, spans, level="token"):
         advantages=trained,
         weights=AGGREGATIONS[aggregation](parts),
         proximal=[[part.logprobs[i] + 0.1 for i in part.sampled_positions] for part in parts],
-        units=ratio_units(parts, level),
+        behaviour=[[1.0] * len(part.sampled_positions) for part in parts],
+        units=units_of(parts, [level] * len(parts)),
+        policies=[0] * len(parts),
         row_tokens=max(map(len, parts)),
         critic={name: targets_of(values[name], trained[name]) for name in trained}
         if plug.needs_values

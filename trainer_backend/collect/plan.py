@@ -1,36 +1,27 @@
 """Which rollouts an iteration, a warm-up or an evaluation asks for. Pure: same job, same requests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Rollout, RolloutLimits, RolloutRequest, Start
+from trainer_backend.collect.samplers import Inference, model_config, samplers
 from trainer_backend.collect.sources import Origin, Source, group_name, largest_origin, source_of
 from trainer_backend.core.branching import branch_turns, invalid_before, seconds_before
+from trainer_backend.core.mixture_history import Past
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
 
+__all__ = ["Inference", "Planner", "retried", "stored_state_keys"]
+
 # Of a branch: its parent began that decision in time, but a limit of 0 s is none.
 _LEAST_TIMEOUT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Inference:
-    """Where a language-model policy asks, under which model name, with which key, if it needs one.
-
-    Attributes:
-        max_model_len: what the server's prompts and responses may have together, in tokens; None: not known.
-    """
-
-    url: str
-    model: str
-    key: SecretStr | None
-    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +30,21 @@ class Planner:
 
     Attributes:
         run_id: names the run at the task apps; rollout ids begin with it.
-        inference: None when no policy of the plan is a language model.
+        inference: of the actor; None when no policy of the plan is a language model.
         data: the rows of [data]; None where the job has no such table.
+        fixed: of the fixed policies, by name.
+        history: iterations that are over, for a schedule that looks back on them.
     """
 
     job: JobConfig
     run_id: str
     inference: Inference | None = None
     data: DataSet | None = None
+    fixed: Mapping[str, Inference] = field(default_factory=dict)
+    history: Sequence[Past] = ()
 
     def training(self, iteration: int) -> list[RolloutRequest]:
-        """G siblings a group: same origin, own sampling seeds."""
+        """G siblings a group: same origin, own sampling seeds; who samples them says the job's schedule."""
         return self._groups("train", iteration, self._trained_on(iteration))
 
     def refill(
@@ -104,7 +99,7 @@ class Planner:
         return [
             self._request(
                 stage="prompts", iteration=0, group=group, sibling=0, origin=origin,
-                policy=self._policy("random", {"seed": derived_seed(self.job.job.seed, "prompts", group)}),
+                policy=_spec("random", {"seed": derived_seed(self.job.job.seed, "prompts", group)}, None),
             )
             for group, origin in enumerate(self._source.training("prompts", range(episodes), 0))
         ]  # fmt: skip
@@ -116,19 +111,29 @@ class Planner:
         name = policy_name or self.job.rollout.policy_name
         requests = []
         for group, origin in enumerate(self._source.evaluation()):
-            seed = derived_seed(self.job.job.seed, "evaluation", group)
-            config: dict[str, Any] = {"seed": seed}
+            config: dict[str, Any] = {"seed": derived_seed(self.job.job.seed, "evaluation", group)}
             if policy_name is None:
-                config = self._model_config(self.job.evaluation_temperature, "evaluation", 0, group, 0)
+                seed = derived_seed(self.job.job.seed, "evaluation", 0, group, 0)
+                sampling = self.job.sampling_of(None)
+                sampling = sampling.model_copy(update={"temperature": self.job.evaluation_temperature})
+                config = model_config(self.job, self._server(ACTOR), sampling, seed=seed)
                 config |= self.job.rollout.policy_config
             config |= policy_config or {}
             requests.append(
                 self._request(
                     stage=f"eval-{label}", iteration=0, group=group, sibling=0, origin=origin,
-                    policy=self._policy(name, config), step_rewards=self.job.training.step_rewards,
+                    policy=_spec(name, config, self.inference), step_rewards=self.job.training.step_rewards,
                 )
             )  # fmt: skip
         return requests
+
+    def sampled_by(self, policy: str, *seed_parts: int | str) -> PolicySpec:
+        """How a policy, the actor or a fixed one, is asked in training."""
+        rollout, server = self.job.rollout, self._server(policy)
+        table = None if policy == ACTOR else self.job.fixed(policy)
+        seed = derived_seed(self.job.job.seed, *seed_parts)
+        config = model_config(self.job, server, self.job.sampling_of(table), seed=seed)
+        return _spec(rollout.policy_name, {**config, **rollout.policy_config}, server)
 
     def largest(self) -> RolloutRequest:
         """One of the row that takes the most room, of all that are trained or evaluated on."""
@@ -140,15 +145,13 @@ class Planner:
 
     def _groups(self, stage: str, iteration: int, origins: Sequence[Origin]) -> list[RolloutRequest]:
         requests = []
+        chosen = samplers(self.job, self.history, stage, iteration, groups=len(origins))
         for group, origin in enumerate(origins):
-            for sibling in range(self.job.training.group_size):
-                config = self._model_config(self.job.rollout.temperature, stage, iteration, group, sibling)
+            for sibling, policy in enumerate(chosen[group]):
                 requests.append(
                     self._request(
                         stage=stage, iteration=iteration, group=group, sibling=sibling, origin=origin,
-                        policy=self._policy(
-                            self.job.rollout.policy_name, {**config, **self.job.rollout.policy_config}
-                        ),
+                        policy=self.sampled_by(policy, stage, iteration, group, sibling),
                         step_rewards=self.job.training.step_rewards,
                         state_keys=stored_state_keys(self.job),
                         snapshot_turns=self._snapshot_turns(stage, iteration, group, sibling),
@@ -158,12 +161,11 @@ class Planner:
 
     def _branch(self, parent: Rollout, turn: int, snapshot: str, sibling: int) -> RolloutRequest:
         assert parent.trajectory is not None
-        rollout, invalid = self.job.rollout, invalid_before(parent.trajectory, turn)
+        invalid = invalid_before(parent.trajectory, turn)
         used_s = seconds_before(parent.trajectory, turn)
         origin = self._source.of_group(parent.group_id, parent.trajectory.seed)
         group_id = f"{parent.rollout_id.replace(':', '.')}/branch-{turn}"
         seed_parts = ("branch", parent.group_id, parent.sibling, turn, sibling)
-        config = self._model_config(rollout.temperature, *seed_parts)
         return RolloutRequest(
             rollout_id=f"{group_id}/{sibling}",
             run_id=self.run_id,
@@ -174,7 +176,7 @@ class Planner:
             env=self._env(origin),
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
-            policy=self._policy(rollout.policy_name, {**config, **rollout.policy_config}),
+            policy=self.sampled_by(ACTOR, *seed_parts),
             step_rewards=self.job.training.step_rewards,
             multi_turn=self.job.multi_turn.for_requests(),
             limits=self._limits(decisions_done=turn - 1, invalid=invalid, used_s=used_s),
@@ -202,30 +204,12 @@ class Planner:
         first = max(iteration - 1, 0) * count
         return self._source.training("train", range(first, first + count), iteration)
 
-    def _model_config(self, temperature: float, *seed_parts: int | str) -> dict[str, Any]:
-        if self.inference is None:
-            raise ValueError("this plan needs a language model, and no inference server was given")
-        rollout, multi_turn = self.job.rollout, self.job.multi_turn
-        return {
-            "inference_url": self.inference.url,
-            "model": self.inference.model,
-            "temperature": temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "max_tokens": rollout.max_tokens,
-            **({"max_model_length": min(self._lengths(self.inference))} if multi_turn.enable else {}),
-            "seed": derived_seed(self.job.job.seed, *seed_parts),
-        }
-
-    def _lengths(self, inference: Inference) -> list[int]:
-        """That bound prompt and response; the model plans with the lower one, where it may ask."""
-        found = (self.job.multi_turn.max_model_length, inference.max_model_len)
-        return [length for length in found if length is not None]
-
-    def _policy(self, name: str, config: Mapping[str, Any]) -> PolicySpec:
-        asks_model = self.inference is not None and config.get("inference_url") == self.inference.url
-        key = self.inference.key if asks_model and self.inference else None
-        return PolicySpec(policy_name=name, config=dict(config), inference_key=key)
+    def _server(self, policy: str) -> Inference:
+        found = self.inference if policy == ACTOR else self.fixed.get(policy)
+        if found is None:
+            whom = "a language model" if policy == ACTOR else f"the fixed policy {policy!r}"
+            raise ValueError(f"this plan needs {whom}, and no inference server was given for it")
+        return found
 
     def _request(
         self, *, stage: str, iteration: int, group: int, sibling: int, origin: Origin, policy: PolicySpec,
@@ -266,6 +250,14 @@ class Planner:
             termination_regex=rollout.termination_regex,
             termination_target=rollout.termination_target,
         )
+
+
+def _spec(name: str, config: Mapping[str, Any], server: Inference | None) -> PolicySpec:
+    """With the key of the server, where it is the server's address that the policy asks."""
+    asks_it = server is not None and config.get("inference_url") == server.url
+    return PolicySpec(
+        policy_name=name, config=dict(config), inference_key=server.key if server and asks_it else None
+    )
 
 
 def stored_state_keys(job: JobConfig) -> tuple[str, ...]:

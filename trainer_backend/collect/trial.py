@@ -18,8 +18,11 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.sources import interaction_names, row_of
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError
-from trainer_backend.jobfile.schema import SET_BY_ROWS, SET_BY_THE_JOB, JobConfig
+from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
+from trainer_backend.jobfile.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import estimator
 
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
@@ -94,8 +97,12 @@ def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
     trained = ("rollout.policy_name", "rollout.policy_config", job.rollout.policy_config)
     own = {} if job.evaluation.temperature is None else {"temperature": "evaluation.temperature"}
     found = [
-        _StagePolicy(planner.training(1)[0].policy, *trained, SET_BY_THE_JOB),
+        _StagePolicy(planner.sampled_by(ACTOR, "train", 1, 0, 0), *trained, SET_BY_THE_JOB),
         _StagePolicy(planner.evaluation("0")[0].policy, *trained, {**SET_BY_THE_JOB, **own}),
+        *(
+            _StagePolicy(planner.sampled_by(table.name, "train", 1, 0, 0), *trained, _keys_of(planner, table))
+            for table in job.fixed_policies
+        ),
     ]
     if not from_scratch:
         return found
@@ -106,6 +113,18 @@ def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
         key = "model.preset without [warmup], whose tokenizer is trained on random play"
         found.append(_StagePolicy(planner.prompts(1)[0].policy, key, key, {}, _SEED_KEY))
     return found
+
+
+def _keys_of(planner: Planner, table: RolloutOnlyTable) -> dict[str, str]:
+    """What a fixed policy is told by the job, by the key that it inherits or that its own table gives."""
+    own = [key for key in ("temperature", "top_p", "top_k") if getattr(table, key) is not None]
+    if table.is_remote:
+        own += ["inference_url", "model"]
+    return {
+        **SET_BY_THE_JOB,
+        **{key: f"[rollout_only] {table.name!r}" for key in planner.fixed[table.name].asks},
+        **{key: f"rollout_only.{key} of {table.name!r}" for key in own},
+    }
 
 
 async def _refuse_unknown_reward(client: TaskAppClient, name: str | None) -> None:

@@ -32,7 +32,7 @@ class Packed:
     segment_ids_BL: int64, from 1 in each row; 0 is padding.
     predict_row_N, predict_position_N: int64, where each sampled token is predicted.
     target_N: int64, its id.
-    temperature_N: float32, that of the softmax it was drawn from.
+    temperature_N: float32, that of the softmax it is scored by (`Segment.temperatures`).
     behaviour_logprob_N: float32, nats, as its sampler reported it.
     segment_N: int64, which of the segments given it lies in.
     first_N: bool, whether it is the first token of its decision.
@@ -63,16 +63,23 @@ class Batch:
     advantage_N: float32, of the token, or of the decision that sampled it.
     weight_N: float32, how much the token counts; sums to 1 over the optimizer step.
     proximal_logprob_N: float32, nats: the learner's own before the step, the clip's denominator.
-    unit_N: int64, equal for tokens that share a ratio, see `core.units`; from 0, over the whole step.
+    behaviour_weight_N: float32, how much it counts beside that, by who sampled it: `core.behaviour`.
+    unit_N: int64, equal for tokens that share a ratio or a weight, see `core.units`; from 0, over the step.
+    policy_N: int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job.
     critic: the columns of the value loss; None where there is no critic.
+    unit_log_N: what the tokens of an episode share, which may lie in several pieces (core.objective); None
+        where nothing is shared so.
     """
 
     packed: Packed
     advantage_N: Tensor
     weight_N: Tensor
     proximal_logprob_N: Tensor
+    behaviour_weight_N: Tensor
     unit_N: Tensor
+    policy_N: Tensor
     critic: CriticColumns | None = None
+    unit_log_N: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; itself where it is there already."""
@@ -88,8 +95,11 @@ class Batch:
             advantage_N=of(self.advantage_N),
             weight_N=of(self.weight_N),
             proximal_logprob_N=of(self.proximal_logprob_N),
+            behaviour_weight_N=of(self.behaviour_weight_N),
             unit_N=of(self.unit_N),
+            policy_N=of(self.policy_N),
             critic=None if self.critic is None else self.critic.each(of),
+            unit_log_N=None if self.unit_log_N is None else of(self.unit_log_N),
         )
 
 
@@ -147,7 +157,9 @@ def collate(
     advantages: Mapping[str, OfEpisode],
     weights: Sequence[Sequence[float]],
     proximal: Sequence[Sequence[float]],
+    behaviour: Sequence[Sequence[float]],
     units: Sequence[Sequence[int]],
+    policies: Sequence[int],
     row_tokens: int,
     critic: Mapping[str, CriticTargets] | None = None,
 ) -> Batch:
@@ -158,7 +170,9 @@ def collate(
         advantages: rollout id -> [T] advantage of each decision, or that of each sampled token.
         weights: for each segment, [N] as `core.aggregation` gives them.
         proximal: for each segment, [N] log-probs (nats) as `by_segment` gives them.
+        behaviour: for each segment, [N] as `core.behaviour` gives them.
         units: for each segment, [N] as `core.units` gives them.
+        policies: for each segment, the number of who sampled it.
         row_tokens: most tokens in a row.
         critic: rollout id -> what its values were and are to become; None: no critic.
 
@@ -177,7 +191,9 @@ def collate(
         ),
         weight_N=_column(weights, segments, order),
         proximal_logprob_N=_column(proximal, segments, order),
+        behaviour_weight_N=_column(behaviour, segments, order),
         unit_N=_column(units, segments, order, dtype=torch.int64),
+        policy_N=torch.tensor(policies, dtype=torch.int64)[packed.segment_N],
         critic=None if critic is None else critic_columns(segments, critic, order),
     )
 

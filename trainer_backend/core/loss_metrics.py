@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer_backend.core.kl import k3
@@ -47,6 +47,19 @@ def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             merged[name] = _join(name, merged[name], value) if name in merged else value
     return merged
+
+
+def mean_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of an iteration from those of its steps, each over the steps that have it: `_min` and `_max` by
+    name, of everything else the mean."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _mean(name, [part[name] for part in parts if name in part]) for name in names}
+
+
+def _mean(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_min"):
+        return min(values)
+    return max(values) if name.endswith("_max") else sum(values) / len(values)
 
 
 def _join(name: str, a: float, b: float) -> float:

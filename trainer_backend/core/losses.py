@@ -72,8 +72,8 @@ def clipped_policy_loss(
         logprobs: of the policy in training (nats); [N], or any shape that the other three share.
         proximal_logprobs: of the same learner before the step; no gradient.
         advantages: of the decision that sampled the token, in reward units.
-        weights: of `core.aggregation`, times any truncated behaviour weight. Where it is 0 the token is
-            padding: whatever else stands there, NaN included, touches neither loss nor gradient.
+        weights: of `core.aggregation`, times any of `core.behaviour`. Where it is 0 the token is padding:
+            whatever else stands there, NaN included, touches neither loss nor gradient.
         config: the clip range.
 
     Returns:
@@ -181,15 +181,3 @@ def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:
     Source: Mnih et al., A3C, arXiv:1602.01783, section 4.
     """
     return -weighted_sum(entropies, weights)
-
-
-def truncated_weights(proximal_logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:
-    """min(cap, exp(proximal - behaviour)) without gradient: how much likelier the learner finds a token
-    than its sampler did. It multiplies the weights of a loss; its truncation is a bias that bounds variance.
-
-    Source: Ionides, Truncated Importance Sampling, 2008; DESIGN.md 4.9.
-    """
-    if not 0.0 < cap < float("inf"):
-        raise ValueError(f"cap must be finite and above 0, got {cap}")
-    difference = (proximal_logprobs - behaviour_logprobs).detach()
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)

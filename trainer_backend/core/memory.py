@@ -8,6 +8,7 @@ bfloat16 over one row; other architectures may be a third away. What the allocat
 themselves need is the flat OVERHEAD of a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer_backend.core.logprobs import BYTES_PER_LOGIT
@@ -94,38 +95,56 @@ class MemoryNeeds:
     least: int
 
 
-def memory_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> MemoryNeeds:
+def memory_needs(
+    shape: ModelShape, use: MemoryUse, *, is_gpu: bool, fixed: Sequence[ModelShape] = ()
+) -> MemoryNeeds:
     """What a run holds at its peak, in an optimizer step.
+
+    Args:
+        fixed: of fixed policies that are served beside: weights that are held, and a cache of their own.
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
     own = shape.parameters * (use.held if shape.adapters else FLOAT32)
     own += (shape.adapters + shape.value_head) * FLOAT32
     moments = shape.trained * MOMENTS
-    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
     device = {
         "weights": own,
         "gradients": shape.trained * FLOAT32,
         "optimizer": 0 if use.offload and is_gpu else moments,
         "engine": (shape.parameters + shape.adapters) * use.held,
         "reference": (shape.adapters * FLOAT32 or shape.parameters * use.held) if use.reference else 0,
-        "cache": (use.running + use.kept) * use.cached_tokens * keys_and_values,
+        "cache": cache(shape, use),
         "activations": activations(shape, use),
         "logits": logits(shape, use),
         "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
+        "fixed": sum(other.parameters for other in fixed) * use.held,
+        "fixed cache": sum(cache(other, use) for other in fixed),
         "overhead": OVERHEAD if is_gpu else 0,
     }
+    caches = device["cache"] + device["fixed cache"]
+    unsure = device["activations"] / 3 + caches * use.kept / (use.running + use.kept)
     device = {kind: size for kind, size in device.items() if size}
-    unsure = device["activations"] / 3 + device["cache"] * use.kept / (use.running + use.kept)
-    return MemoryNeeds(device, _host(shape, use) if is_gpu else {}, int(sum(device.values()) - unsure))
+    host = _host(shape, use, fixed) if is_gpu else {}
+    return MemoryNeeds(device, host, int(sum(device.values()) - unsure))
 
 
-def _host(shape: ModelShape, use: MemoryUse) -> dict[str, int]:
-    """Main memory beside a GPU: weights in float32, then moments, pass through it to a checkpoint."""
+def cache(shape: ModelShape, use: MemoryUse) -> int:
+    """Keys and values of an engine at its fullest."""
+    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
+    return (use.running + use.kept) * use.cached_tokens * keys_and_values
+
+
+def _host(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape]) -> dict[str, int]:
+    """Main memory beside a GPU: weights in float32, then moments, pass through it to a checkpoint; at the
+    start, one after the other, those of fixed policies do, in float32 and as they are held."""
     weights, moments = shape.parameters * FLOAT32, shape.trained * MOMENTS
-    if use.offload:
-        return {"optimizer": moments, "checkpoint": weights}
-    return {"checkpoint": max(weights, moments)}
+    passing = {
+        "checkpoint": weights if use.offload else max(weights, moments),
+        "fixed": max((other.parameters * (FLOAT32 + use.held) for other in fixed), default=0),
+    }
+    largest = max(passing, key=lambda kind: passing[kind])
+    return ({"optimizer": moments} if use.offload else {}) | {largest: passing[largest]}
 
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:

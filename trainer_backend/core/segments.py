@@ -24,7 +24,8 @@ class Segment:
     decision: [L] t of the decision that sampled the token, from 0; CONTEXT elsewhere.
     logprobs: [L] the sampler's log-prob (nats) at sampled tokens, 0 elsewhere.
     versions: [L] policy version that sampled the token; CONTEXT elsewhere.
-    temperatures: [L] temperature that the token was drawn at; 1 elsewhere.
+    temperatures: [L] temperature of the softmax that the learner scores the token by: that which it was drawn
+        at, but for samples of another policy (`segments_of`); 1 elsewhere.
     """
 
     rollout_id: str
@@ -51,7 +52,9 @@ class Segment:
         return tuple(i for i, t in enumerate(self.decision) if t != CONTEXT)
 
 
-def segments_of(steps: Sequence[StepData], *, rollout_id: str) -> list[Segment]:
+def segments_of(
+    steps: Sequence[StepData], *, rollout_id: str, temperature: float | None = None
+) -> list[Segment]:
     """The segments of one episode.
 
     The prompt of a decision is the first `prompt_ids_reused` ids of the previous prompt + response, then
@@ -63,6 +66,8 @@ def segments_of(steps: Sequence[StepData], *, rollout_id: str) -> list[Segment]:
     Args:
         steps: [T] decisions in order, each with policy_logprobs and sampling.
         rollout_id: named in the segments and in errors.
+        temperature: that of the softmax which is trained, where another policy sampled at its own; the
+            sampler's log-probs stay as they are. None: what they were sampled at.
 
     Returns:
         Segments in order of their first decision.
@@ -78,11 +83,12 @@ def segments_of(steps: Sequence[StepData], *, rollout_id: str) -> list[Segment]:
     for step in steps:
         where = place(rollout_id, step.turn)
         call = _checked_call(step, where, previous_length=len(open_segment.token_ids))
-        temperature = _checked_temperature(step, where)
+        sampled_at = _checked_temperature(step, where)
+        trained_at = sampled_at if temperature is None else temperature
         if call.prompt_ids_reused < len(open_segment.token_ids):
             segments.append(open_segment.close())
             open_segment = open_segment.reopened(call.prompt_ids_reused)
-        open_segment.add(call, decision=step.turn - 1, temperature=temperature)
+        open_segment.add(call, decision=step.turn - 1, temperature=trained_at)
     segments.append(open_segment.close())
     return [segment for segment in segments if segment.sampled_positions]
 

@@ -1,4 +1,4 @@
-"""Whose ratio a token has: its own, its decision's or its episode's (`ratio_level`, DESIGN.md 4.8)."""
+"""Whose ratio, or behaviour weight, a token has: its own, its decision's or its episode's (DESIGN.md 4.8)."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -12,14 +12,20 @@ _OF: dict[RatioLevel, Callable[[Segment, int], Hashable]] = {
 }
 
 
-def ratio_units(segments: Sequence[Segment], level: RatioLevel) -> list[list[int]]:
+def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[list[int]]:
     """For each segment, [N] the number of each sampled token's unit, from 0 in order of appearance.
 
-    A decision lies in one segment; an episode may lie in several.
+    A decision lies in one segment; an episode may lie in several, all of one level.
+
+    Args:
+        segments: all of what units may lie in.
+        levels: that of each segment.
     """
     numbers: dict[Hashable, int] = {}
-    unit = _OF[level]
     return [
-        [numbers.setdefault(unit(segment, position), len(numbers)) for position in segment.sampled_positions]
-        for segment in segments
+        [
+            numbers.setdefault(_OF[level](segment, position), len(numbers))
+            for position in segment.sampled_positions
+        ]
+        for segment, level in zip(segments, levels, strict=True)
     ]

@@ -19,10 +19,11 @@ from trainer_backend.evaluation.metrics import refuse_empty
 from trainer_backend.evaluation.result import Evaluated, evaluated
 from trainer_backend.job import LoadedJob, load_job
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.urls import shown
 from trainer_backend.logs import configure_logs
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.services.endpoints import endpoint, sends_key_in_the_open, shown, warmup_key
+from trainer_backend.services.endpoints import endpoint, sends_key_in_the_open, warmup_key
 from trainer_backend.services.task_apps import task_apps
 
 Tell = Callable[[int, int], None]

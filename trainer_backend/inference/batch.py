@@ -69,6 +69,8 @@ class RunningBatch:
         keys_B = np.array([row.key for row in self.rows], dtype=np.uint64)
         counters_B = np.array([len(row.token_ids) for row in self.rows], dtype=np.uint64)
         truncates = any(sampling.is_truncated for sampling in samplings)
+        # Of an untruncated row both are the same, and must not differ by a rounding with its neighbours.
+        processed = [row.extras.processed and row.sampling.is_truncated for row in self.rows]
         temperatures_B = self._column([sampling.temperature for sampling in samplings]).float()
         tokens_B, logprobs_B = sample(
             logits_BV,
@@ -76,6 +78,7 @@ class RunningBatch:
             top_ps_B=self._column([sampling.top_p for sampling in samplings]) if truncates else None,
             top_ks_B=self._column([sampling.top_k for sampling in samplings]) if truncates else None,
             uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self._draws_on),
+            processed_B=self._column(processed) if truncates else None,
         )
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device for both.
         tokens, logprobs = torch.stack((tokens_B.double(), logprobs_B.double())).tolist()

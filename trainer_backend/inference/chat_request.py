@@ -57,6 +57,7 @@ class ChatRequest(OpenBody):
     logprobs: Annotated[bool, null_is(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), null_is(0)] = 0
     return_token_ids: bool | None = None
+    processed_logprobs: Annotated[bool, null_is(False)] = False
     max_model_length: Annotated[int, Field(ge=1)] | None = None
 
     @property
@@ -131,6 +132,12 @@ def read_chat_request(body: bytes) -> ChatRequest:
             f"top_logprobs is {request.top_logprobs} without logprobs",
             where="top_logprobs",
             hint="Set logprobs to true.",
+        )
+    if request.top_logprobs and request.processed_logprobs:
+        raise BadChatRequest(
+            "top_logprobs are those before truncation, and processed_logprobs asks for those after it",
+            where="top_logprobs",
+            hint="Leave one of the two out.",
         )
     if request.stream_options is not None and not request.stream:
         raise BadChatRequest(

@@ -107,10 +107,11 @@ class Completion:
         }
 
     def _extras(self, on_token: Callable[[Sampled], None] | None) -> Extras:
-        if not self.request.stop and not self.request.top_logprobs and on_token is None:
+        request = self.request
+        if not (request.stop or request.top_logprobs or request.processed_logprobs or on_token):
             return NO_EXTRAS
-        stop = StopStrings(self.policy.renderer.decode, self.request.stop) if self.request.stop else None
-        return Extras(likeliest=self.request.top_logprobs, stop=stop, on_token=on_token)
+        stop = StopStrings(self.policy.renderer.decode, request.stop) if request.stop else None
+        return Extras(request.top_logprobs, stop, request.processed_logprobs, on_token)
 
 
 async def all_generations(completion: Completion) -> list[Generation]:

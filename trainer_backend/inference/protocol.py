@@ -37,12 +37,14 @@ class Extras:
     Attributes:
         likeliest: how many of the most likely tokens to tell at every place.
         stop: ends the generation, on the engine's side so that nothing is sampled past it.
+        processed: tell log-probs of what was drawn from, top_p and top_k included (see `Generation`).
         on_token: called in the caller's event loop with each token as it comes; not with the one that ends
             the generation, which is known to do so only by `generate` returning.
     """
 
     likeliest: int = 0
     stop: StopRule | None = None
+    processed: bool = False
     on_token: Callable[[Sampled], None] | None = None
 
 
@@ -55,8 +57,9 @@ class Generation:
 
     Attributes:
         token_ids: sampled ids; the stop token is the last of them when one ended the generation.
-        logprobs: of each of them under softmax(logits / temperature), before top_p and top_k (fp32). With
-            temperature 0, where that limit is degenerate, under softmax(logits).
+        logprobs: of each of them under softmax(logits / temperature), before top_p and top_k (fp32), or
+            after them, renormalised, where `Extras.processed` asked. With temperature 0, where that limit is
+            degenerate, under softmax(logits).
         finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens) or "abort" (what was
             sampled until then).
         versions: ((first_token, policy_version), ...): from which token on which weights sampled.

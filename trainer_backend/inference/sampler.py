@@ -53,6 +53,7 @@ def sample(
     top_ps_B: Tensor | None,
     top_ks_B: Tensor | None,
     uniforms_B: Tensor,
+    processed_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row.
 
@@ -61,10 +62,12 @@ def sample(
         temperatures_B: [B] fp32; 0 takes the most likely token.
         top_ps_B, top_ks_B: [B] truncation (1.0 and 0 keep everything), or None where no row truncates.
         uniforms_B: [B] float64 in [0, 1).
+        processed_B: [B] bool: rows whose log-probs are to be those after truncation; None: no row's.
 
     Returns:
         [B] token ids, and [B] their log-probs under softmax(logits / temperature) before truncation
-        (temperature 0: under softmax(logits)). A row whose logits hold NaN or +inf has a NaN log-prob.
+        (temperature 0: under softmax(logits)), or after it, renormalised over what it kept. A row whose
+        logits hold NaN or +inf has a NaN log-prob.
     """
     greedy_B = temperatures_B == 0.0
     logprobs_BV = tempered_logprobs(logits_BV, temperatures_B)
@@ -74,7 +77,11 @@ def sample(
     tokens_B = inverse_cdf(probs_BV, uniforms_B)
     if bool(greedy_B.any()):
         tokens_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), tokens_B)
-    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    sampled_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    if processed_B is not None:
+        kept_B = probs_BV.double().sum(dim=-1).log().float()
+        sampled_B = torch.where(processed_B & ~greedy_B, sampled_B - kept_B, sampled_B)
+    return tokens_B, sampled_B
 
 
 def likeliest(

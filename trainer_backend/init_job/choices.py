@@ -17,6 +17,8 @@ COMMON: Mapping[str, tuple[str, ...]] = {
         "env_name", "env_config", "policy_config", "max_turns", "episodes_per_batch",
         "max_concurrent_rollouts", "seeds", "temperature", "max_tokens",
     ),
+    "rollout_only": ("model_path", "temperature", "objective"),
+    "rollout_allocation_schedule": ("alpha",),
     "data": ("path", "evaluation_split", "held_out_share", "interaction"),
     "training": (
         "iterations", "group_size", "learning_rate", "learning_rate_schedule", "learning_rate_rise",

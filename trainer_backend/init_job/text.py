@@ -28,7 +28,7 @@ def _table(name: str, field: FieldInfo, values: Values) -> str:
     model, given = table_model(field), values.get(name, {})
     shown = [key for key in model.model_fields if key in given or key in COMMON.get(name, model.model_fields)]
     # A table whose absence means something must not be there with nothing in it.
-    header = f"[{name}]" if given or field.default is not None else f"#[{name}]"
+    header = f"[{name}]" if given or field.default not in (None, ()) else f"#[{name}]"
     return (
         "\n".join(
             ["", header, *(line for key in shown for line in _key(name, model.model_fields[key], key, given))]

@@ -54,10 +54,37 @@ def advice(config: JobConfig) -> list[str]:
             f"training.kl_reward_kind = {training.kl_reward_kind!r} hardly holds a policy that is near the "
             'reference: as a reward only "k1" has the gradient of the KL'
         )
+    found += _of_a_mixture(config)
     usual = TrainingTable.model_fields["learning_rate_final"].default
     if training.learning_rate_schedule == "constant" and training.learning_rate_final != usual:
         found.append(
             f"training.learning_rate_final = {training.learning_rate_final} is never reached: with "
             'learning_rate_schedule = "constant" the rate does not fall'
+        )
+    return found
+
+
+def _of_a_mixture(config: JobConfig) -> list[str]:
+    table, active = config.rollout_allocation_schedule, config.fixed_policies
+    found = [
+        f"[rollout_only] {item.name!r} is not active and samples nothing: neither model_path nor "
+        "inference_url is set"
+        for item in config.rollout_only
+        if not item.is_active
+    ]
+    if table is None or not active:
+        return found
+    if table.alpha == 1.0:
+        found.append("rollout_allocation_schedule.alpha is 1: no policy of [rollout_only] ever samples")
+    if table.alpha == 0.0:
+        found.append(
+            "rollout_allocation_schedule.alpha is 0: the actor never samples, so evaluations alone tell how "
+            "it plays"
+        )
+    alone = [item.name for item in active if item.baseline == "per_policy"]
+    if alone and table.unit != "rollout":
+        found.append(
+            f"[rollout_only] {alone[0]!r}: baseline = 'per_policy' makes no difference where siblings share "
+            f'their policy; rollout_allocation_schedule.unit is {table.unit!r}, and "rollout" mixes them'
         )
     return found

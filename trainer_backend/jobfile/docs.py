@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from trainer_backend.job import FOREIGN_TABLES
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.plugins import BOARDS, ESTIMATORS, LOSSES
+from trainer_backend.plugins import ALLOCATIONS, BOARDS, ESTIMATORS, LOSSES
 
 _HEAD = """\
 # The job TOML
@@ -21,16 +21,17 @@ Made by `python -m trainer_backend.jobfile.docs > docs/configuration.md`; do not
 
 `turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
 An unknown key is an error with a suggestion. `[model]` is required; any other table may be left out, and
-`[warmup]` left out means no warm-up, `[data]` left out that the environment makes its own worlds. The task
-app checks what stands in `env_config` and `policy_config`. The step-reward switches (`step_rewards_*`,
-`event_rewards_kind`) are also read from `[training.rewards]` and `[rollout]`; the same key with two different
-values in one file is an error.
+`[warmup]` left out means no warm-up, `[data]` left out that the environment makes its own worlds,
+`[rollout_only]` left out that the actor samples everything; several fixed policies are several
+`[[rollout_only]]`. The task app checks what stands in `env_config` and `policy_config`. The step-reward
+switches (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and `[rollout]`; the
+same key with two different values in one file is an error.
 
 Of several files later ones go over earlier ones, key by key, and `--set` goes over all; a reward switch goes
-over the same one in another of its homes. A relative path (`model.path`, `services.task_plugins`, those of
-`[data]`) is one from the folder of its file where it leads somewhere, otherwise one from the working
-directory, as with `--set`; a run writes it down whole. `job.runs_dir` is always one from the working
-directory.
+over the same one in another of its homes. A relative path (`model.path`, `rollout_only.model_path`,
+`services.task_plugins`, those of `[data]`) is one from the folder of its file where it leads somewhere,
+otherwise one from the working directory, as with `--set`; a run writes it down whole. `job.runs_dir` is
+always one from the working directory.
 """
 
 
@@ -49,6 +50,12 @@ def _lines() -> Iterator[str]:
         yield f"- `{name}`{_reads(plug.takes)}"
     for name, loss in LOSSES.items():
         yield f"- loss `{name}`{_reads(loss.takes)}"
+    yield ""
+    yield "## What allocation schedules read\n"
+    yield "By `type`; keys in brackets may be left out, and one that is set and not read is refused.\n"
+    for name, allocation in ALLOCATIONS.items():
+        may = f" ({quoted(sorted(allocation.takes))})" if allocation.takes else ""
+        yield f"- `{name}`{_reads(allocation.needs)}{may}"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
 

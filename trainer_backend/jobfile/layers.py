@@ -27,11 +27,13 @@ REWARD_HOMES = ("training", "training.rewards", "rollout")
 # Keys of which a job has one: a later file or --set that gives one of them takes the others away.
 ALTERNATIVES = (
     ("model.preset", "model.path", "model.name"),
+    ("rollout_only.model_path", "rollout_only.inference_url"),
     *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
 )
 # Keys that hold a path, or a list of paths, that must be there before a run.
 PATHS = (
     "model.path",
+    "rollout_only.model_path",
     "services.task_plugins",
     "data.path",
     "data.evaluation_path",
@@ -105,13 +107,15 @@ def make_way(document: dict[str, Any], layer: Mapping[str, Any]) -> list[str]:
 def anchor(document: Mapping[str, Any], folder: Path) -> None:
     """Make each relative path of PATHS that is there, seen from a folder, an absolute one."""
     for dotted in PATHS:
-        home, key = _home_of(document, dotted), dotted.rpartition(".")[2]
-        if home is None:
-            continue
-        if isinstance(home[key], list):
-            home[key] = [_anchored(value, folder) for value in home[key]]
-        else:
-            home[key] = _anchored(home[key], folder)
+        table, _, key = dotted.partition(".")
+        found = document.get(table)
+        for home in found if isinstance(found, list) else [found]:  # [[table]] is a list of them
+            if not isinstance(home, dict) or key not in home:
+                continue
+            if isinstance(home[key], list):
+                home[key] = [_anchored(value, folder) for value in home[key]]
+            else:
+                home[key] = _anchored(home[key], folder)
 
 
 def _anchored(value: Any, folder: Path) -> Any:

@@ -76,7 +76,12 @@ def apply_override(document: dict[str, Any], override: str) -> Override:
             owned = min(owned, depth)
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise JobError(f"--set {dotted!r}: {key} is a value, not a table")
+            found = (
+                "several tables, of which --set names none"
+                if isinstance(table, list) and table and isinstance(table[0], dict)
+                else "a value, not a table"
+            )
+            raise JobError(f"--set {dotted!r}: {key} is {found}")
     table[keys[-1]] = value
     layer = value
     for key in reversed(keys):

@@ -3,49 +3,25 @@
 `trainer_backend.job.load_job` reads a file into `JobConfig`; docs/configuration.md is checked against it.
 """
 
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from shared_schemas.patterns import Pattern
-from shared_schemas.rollouts import Name, Seed, TerminationTarget
+from shared_schemas.rollouts import Seed
+from shared_schemas.trajectory import Sampling
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.jobfile.data_table import DataTable
+from trainer_backend.jobfile.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.multi_turn_table import MultiTurnTable
+from trainer_backend.jobfile.rollout_table import SET_BY_ROWS, RolloutTable, WarmupTable, without_twins
 from trainer_backend.jobfile.services_table import ServicesTable
 from trainer_backend.jobfile.sinks_table import SinksTable
 from trainer_backend.jobfile.table import Table
 from trainer_backend.jobfile.training_table import AlgorithmTable, LoraTable, TrainingTable
 
-# What the job itself sends with every rollout: given in a config too, the two must agree in every stage.
-_SENT_BY_THE_JOB = {"step_rewards": "the step_rewards_* keys of [training]"}
-# What a policy is told by the job itself, and the key that says it. Given in rollout.policy_config it would
-# replace what the job checks, trains on and derives its seeds for.
-SET_BY_THE_JOB = {
-    **_SENT_BY_THE_JOB,
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "top_k": "rollout.top_k",
-    "max_tokens": "rollout.max_tokens",
-    "max_model_length": "multi_turn.max_model_length",
-    "seed": "job.seed",
-    "model": "job.name",
-    "inference_url": "services.gateway_host and services.gateway_port",
-}
-
-# What a row of [data] puts into the environment's config.
-SET_BY_ROWS = ("prompt", "document_content", "question", "ground_truth")
-
-
-def _refuse_keys(config: dict[str, Any], set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
-    for key in config:
-        if key in set_elsewhere:
-            raise ValueError(f"{key!r} is set by the job itself; use {set_elsewhere[key]}")
-    return config
+_SAMPLING = ("temperature", "top_p", "top_k")
 
 
 class JobTable(Table):
@@ -75,97 +51,6 @@ class InferenceTable(Table):
     )
 
 
-class RolloutTable(Table):
-    """[rollout]"""
-
-    env_name: Name = Field(
-        default="crafter", description="environment, by its name on the task app's plug board"
-    )
-    env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
-    reward_function: Name | None = Field(default=None, description="judges the episodes (docs/plugins.md)")
-    policy_name: Name = Field(default="openai", description="policy that asks the gateway")
-    policy_config: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the policy; what the job sets itself is refused in it"
-    )
-    max_turns: int = Field(default=50, ge=1, le=10_000, description="decisions an episode may take")
-    max_invalid_decisions: int = Field(
-        default=5, ge=1, le=10_000, description="then the episode ends as invalid_action"
-    )
-    timeout_s: float = Field(default=600.0, gt=0, le=86_400, description="of one episode")
-    termination_regex: Pattern | None = Field(
-        default=None,
-        description="an episode ends after a decision whose last 4,096 bytes hold it; Rust's regex syntax",
-    )
-    termination_target: TerminationTarget = Field(
-        default="raw", description="where: in all that the policy wrote, or in the text beside its calls"
-    )
-    seeds: tuple[Seed, ...] = Field(
-        default=(),
-        description="train, and warm up, on these worlds alone, in shuffled epochs; absent: ever new ones",
-    )
-    state_keys: tuple[str, ...] = Field(
-        default=(),
-        max_length=7,
-        description="state keys that are stored with each decision, for `turnwise recredit`; the one that "
-        "the estimator needs is stored anyway",
-    )
-    episodes_per_batch: int = Field(default=64, ge=1, description="episodes of one iteration")
-    max_concurrent_rollouts: int = Field(
-        default=64, ge=1, description="running at a time, over all task apps"
-    )
-    temperature: float = Field(default=1.0, gt=0.0, le=10.0, description="of sampling; the trained softmax")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus; below 1 needs consent, see below")
-    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary")
-    max_tokens: int = Field(default=32, ge=1, description="tokens a decision may take")
-    allow_truncated_sampling: bool = Field(
-        default=False,
-        description="let training rollouts use top_p < 1 or top_k > 0; the lost mass is not trained",
-    )
-
-    @field_validator("seeds")
-    @classmethod
-    def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return _without_twins(seeds, "comes once in an epoch")
-
-    @field_validator("env_config")
-    @classmethod
-    def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, _SENT_BY_THE_JOB)
-
-    @field_validator("policy_config")
-    @classmethod
-    def _leaves_the_job_its_own(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, SET_BY_THE_JOB)
-
-
-class WarmupTable(Table):
-    """[warmup]: supervised steps on a teacher's rollouts before RL."""
-
-    policy_name: Name = Field(default="crafter_teacher", description="the teacher, a policy of the task app")
-    policy_config: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the teacher; `inference_url` may be any server's"
-    )
-    # No repr: what stands here by mistake may be the key itself, which no error may repeat.
-    api_key_env: str | None = Field(
-        default=None,
-        pattern=r"^[A-Z_][A-Z0-9_]*$",
-        repr=False,
-        description="environment variable that holds the key of policy_config.inference_url",
-    )
-    episodes: int = Field(default=480, ge=1, description="that the teacher plays")
-    min_outcome_reward: float = Field(default=0.0, description="episodes below it are not imitated")
-    epochs: int = Field(default=8, ge=1, description="passes over its decisions")
-    batch_decisions: int = Field(default=256, ge=1, description="decisions of one optimizer step")
-    learning_rate: float = Field(default=2e-3, gt=0, description="AdamW's, at its highest")
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
-
-    @field_validator("policy_config")
-    @classmethod
-    def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, _SENT_BY_THE_JOB)
-
-
 class EvaluationTable(Table):
     """[evaluation]"""
 
@@ -185,14 +70,7 @@ class EvaluationTable(Table):
     @field_validator("seeds")
     @classmethod
     def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return _without_twins(seeds, "counts once in a mean")
-
-
-def _without_twins(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
-    twice = [seed for seed, count in Counter(seeds).items() if count > 1]
-    if twice:
-        raise ValueError(f"{twice[0]} is given twice, and each world {rule}")
-    return seeds
+        return without_twins(seeds, "counts once in a mean")
 
 
 class JobConfig(Table):
@@ -204,6 +82,8 @@ class JobConfig(Table):
     model: ModelTable
     inference: InferenceTable = InferenceTable()
     rollout: RolloutTable = RolloutTable()
+    rollout_only: tuple[RolloutOnlyTable, ...] = ()
+    rollout_allocation_schedule: AllocationTable | None = None
     data: DataTable | None = None
     multi_turn: MultiTurnTable = MultiTurnTable()
     training: TrainingTable = TrainingTable()
@@ -218,6 +98,27 @@ class JobConfig(Table):
         """What held-out worlds are played at; 0 is greedy."""
         own = self.evaluation.temperature
         return self.rollout.temperature if own is None else own
+
+    @property
+    def fixed_policies(self) -> tuple[RolloutOnlyTable, ...]:
+        """Those of [rollout_only] that name a model, in their order; empty in most jobs."""
+        return tuple(table for table in self.rollout_only if table.is_active)
+
+    def fixed(self, name: str) -> RolloutOnlyTable:
+        """The active fixed policy of that name; KeyError where there is none."""
+        return {table.name: table for table in self.fixed_policies}[name]
+
+    def sampling_of(self, table: RolloutOnlyTable | None) -> Sampling:
+        """How training rollouts are drawn: by the actor (None), or by a fixed policy, which inherits."""
+        own = {} if table is None else table.model_dump(include=set(_SAMPLING), exclude_none=True)
+        rollout = self.rollout
+        inherited = {key: getattr(rollout, key) for key in _SAMPLING}
+        return Sampling(max_tokens=rollout.max_tokens, **(inherited | own))
+
+    @field_validator("rollout_only", mode="before")
+    @classmethod
+    def _one_table_is_a_list_of_one(cls, found: Any) -> Any:
+        return [found] if isinstance(found, dict) else found
 
     @model_validator(mode="after")
     def _tables_agree(self) -> "JobConfig":

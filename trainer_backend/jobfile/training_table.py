@@ -9,6 +9,9 @@ from trainer_backend.core.kl_reward import KlKind
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.jobfile.table import Table
 
+WeightLevel = Literal["token", "decision", "episode"]
+WeightMode = Literal["truncate", "mask"]
+
 
 class TrainingTable(Table):
     """[training]"""
@@ -96,6 +99,17 @@ class TrainingTable(Table):
         description="estimator of that KL; only k1 has the gradient of it (docs/route.md, stop 9)",
     )
     behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
+    behaviour_weight_floor: float = Field(
+        default=0.0, ge=0, le=1, description="mask: weights below it are 0 too; truncate does not read it"
+    )
+    behaviour_weight_level: WeightLevel = Field(
+        default="token",
+        description="whose weight a token has: its own, its decision's or its episode's (products)",
+    )
+    behaviour_weight_mode: WeightMode = Field(
+        default="truncate",
+        description="a weight above behaviour_weight_cap is held at it, or counts 0 (mask)",
+    )
     value_coef: float = Field(
         default=0.5, gt=0, description="critic: weight of half the squared error of its values"
     )

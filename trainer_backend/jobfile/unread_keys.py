@@ -40,6 +40,13 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
             "training.clip_dual",
             f"training.clip_dual is not read by algorithm.loss = {algorithm.loss!r}",
         )
+    modes = [table.behaviour_weight_mode for table in config.fixed_policies]
+    if training.behaviour_weight_floor and "mask" not in (training.behaviour_weight_mode, *modes):
+        yield (
+            "training.behaviour_weight_floor",
+            f"training.behaviour_weight_floor is not read by behaviour_weight_mode = "
+            f"{training.behaviour_weight_mode!r}; known to: mask",
+        )
     for coef, kind in (("kl_coef", "kl_kind"), ("kl_reward_coef", "kl_reward_kind")):
         if getattr(training, kind) != TrainingTable.model_fields[kind].default and not getattr(
             training, coef

@@ -1,5 +1,6 @@
 """Does the job fit? Its needs by kind (`core.memory`) beside what is free, before any weights are read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,12 @@ def refuse_too_large(plan: MemoryPlan, job: JobConfig) -> None:
         raise JobError(f"{shortage}: {plan}.", hint=less_memory(job))
 
 
-def memory_plan(job: JobConfig, checkpoint: Path | None = None) -> MemoryPlan:
+def memory_plan(job: JobConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()) -> MemoryPlan:
     """The plan of a job on what is here now; the model's weights are not read.
 
     Args:
         checkpoint: a folder that the run goes on from; absent: what [model] names.
+        fixed: model folders of the fixed policies that are served beside.
 
     Raises:
         JobError: the device is not there.
@@ -78,9 +80,17 @@ def memory_plan(job: JobConfig, checkpoint: Path | None = None) -> MemoryPlan:
     """
     placement = place(job.model.device)
     has_critic = estimator(job.algorithm.advantage).needs_values is not None
-    shape = model_shape(_config(job, checkpoint), job.lora, has_critic=has_critic)
+    others = [_folder_config(folder) for folder in fixed]
+    # A preset beside a fixed policy has the tokenizer of the first of them.
+    vocabulary = others[0].get_text_config().vocab_size if others else job.model.vocab_size
+    shape = model_shape(_config(job, checkpoint, vocabulary), job.lora, has_critic=has_critic)
     is_gpu = placement.device.type != "cpu"
-    needs = memory_needs(shape, memory_use(job, placement, shape), is_gpu=is_gpu)
+    needs = memory_needs(
+        shape,
+        memory_use(job, placement, shape),
+        is_gpu=is_gpu,
+        fixed=[model_shape(config, None) for config in others],
+    )
     main = main_memory()
     return MemoryPlan(placement, needs, device_memory(placement) if is_gpu else main, main)
 
@@ -171,13 +181,18 @@ def less_memory(job: JobConfig) -> str:
     if not table.optimizer_offload and place(job.model.device).device.type != "cpu":
         knobs.append("set training.optimizer_offload = true")
     knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
+    if any(not table.is_remote for table in job.fixed_policies):
+        knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
     return f"To need less: {'; '.join(knobs)}."
 
 
-def _config(job: JobConfig, checkpoint: Path | None) -> Any:
+def _config(job: JobConfig, checkpoint: Path | None, vocabulary: int) -> Any:
     if checkpoint is None and job.model.preset is not None:
-        return preset_config(PRESETS[job.model.preset], vocabulary=job.model.vocab_size)
-    folder = checkpoint or model_folder(job.model)
+        return preset_config(PRESETS[job.model.preset], vocabulary=vocabulary)
+    return _folder_config(checkpoint or model_folder(job.model))
+
+
+def _folder_config(folder: Path) -> Any:
     refuse_incomplete(folder)
     refuse_untrainable(folder)
     try:

@@ -1,14 +1,12 @@
 """How the policy gradients of estimators point, at one checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shared_schemas.rollouts import Rollout
-from trainer_backend.credit import segments_by_rollout
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
@@ -16,6 +14,7 @@ from trainer_backend.learner.steps import Scored
 from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.rollout_files import Credit
+from trainer_backend.sampled_by import policy_by, segments_by
 
 
 def gradient_cosines(
@@ -43,7 +42,11 @@ def gradient_cosines(
     job = job.model_copy(update={"training": alone, "lora": None})
     learner = LocalLearner(job, *load_checkpoint(job.model, checkpoint))
     update = learner.policy_update()
-    scored = update.scored(list(chain.from_iterable(segments_by_rollout(rollouts).values())))
+    played = [
+        CreditedEpisode(item.rollout_id, segments_by(job, item), (), policy=policy_by(job, item))
+        for item in rollouts
+    ]
+    scored = update.weighed(played).scored
     gradients = {
         name: gradient
         for name, of_rollouts in credits.items()

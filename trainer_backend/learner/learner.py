@@ -86,12 +86,22 @@ class LocalLearner:
         self._proximal: dict[str, list[list[float]]] = {}
 
     @classmethod
-    def fresh(cls, job: JobConfig, prompts: Sequence[Trajectory]) -> "LocalLearner":
-        """The model that the job names. A preset's tokenizer is trained on the texts of `prompts`."""
+    def fresh(
+        cls,
+        job: JobConfig,
+        prompts: Sequence[Trajectory],
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> "LocalLearner":
+        """The model that the job names.
+
+        A preset takes the `tokenizer` of the fixed policy that it is to be weighed against; where there is
+        none, one is trained on the texts of `prompts`.
+        """
         if job.model.preset is None:
             return cls(job, *load_named(job.model))
-        texts, words = prompt_texts(prompts), tool_words(prompts)
-        tokenizer = train_tokenizer(texts, job.model.vocab_size, whole_words=words)
+        if tokenizer is None:
+            texts, words = prompt_texts(prompts), tool_words(prompts)
+            tokenizer = train_tokenizer(texts, job.model.vocab_size, whole_words=words)
         return cls(job, build_preset(job.model.preset, tokenizer, seed=job.job.seed), tokenizer)
 
     @classmethod

@@ -8,11 +8,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
+from trainer_backend.core.errors import SegmentError, place
 from trainer_backend.core.logprobs import chunked_logprobs
-from trainer_backend.core.segments import Segment
+from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.last_mlp import last_mlp_on
+from trainer_backend.models.folder import embedding_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,12 @@ class Scorer:
         row_tokens: int,
         micro_batch_tokens: int,
     ) -> list[list[list[float]]]:
-        """As `in_pieces`, of the states of each piece."""
+        """As `in_pieces`, of the states of each piece.
+
+        Raises:
+            SegmentError: an id that the model does not know, by its rollout and turn.
+        """
+        refuse_unknown_ids(segments, embedding_rows(self.model))
         return in_pieces(
             segments,
             lambda piece: columns(self.states(piece)),
@@ -117,6 +124,25 @@ def in_pieces(
     packed = pack_segments(segments, row_tokens=width)
     pieces = [columns(piece) for piece in cut_packed(packed, max(1, micro_batch_tokens // width))]
     return [by_segment(packed, torch.cat(column)) for column in zip(*pieces, strict=True)]
+
+
+def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
+    """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed.
+
+    Raises:
+        SegmentError: the first such id, by its rollout and turn.
+    """
+    for segment in segments:
+        if min(segment.token_ids) >= 0 and max(segment.token_ids) < rows:
+            continue
+        index = next(i for i, token in enumerate(segment.token_ids) if not 0 <= token < rows)
+        # A prompt is of the decision that comes after it.
+        turn = next((t + 1 for t in segment.decision[index:] if t != CONTEXT), None)
+        raise SegmentError(
+            f"token id {segment.token_ids[index]}, and the actor knows the ids 0 to {rows - 1}",
+            where=place(segment.rollout_id, turn, index),
+            hint="Who sampled it has another vocabulary than the actor.",
+        )
 
 
 def row_width(segments: Sequence[Segment], row_tokens: int) -> int:

@@ -1,28 +1,41 @@
 """Which segments an optimizer step takes. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer_backend.core.losses import RatioLevel
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT, Segment
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A segment with what stop 8 found: the learner's own log-probs before the first step, [N] each."""
+    """A segment with what stop 8 found of its N sampled tokens, before the first step.
+
+    proximal: [N] the learner's own log-probs (nats).
+    behaviour: [N] weights to who sampled them (core.behaviour), in [0, cap].
+    policy: who that was.
+    """
 
     segment: Segment
     proximal: list[float]
+    behaviour: list[float]
+    policy: str = ACTOR
 
 
-def together(scored: Sequence[Scored], level: RatioLevel) -> list[list[Scored]]:
-    """What a step may not part: an episode whose tokens share their ratio, else a segment."""
-    if level != "episode":
+def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:
+    """What a step may not part: an episode whose tokens share their ratio or weight, else a segment.
+
+    Args:
+        levels: of the units of each policy's samples.
+    """
+    if "episode" not in levels.values():
         return [[item] for item in scored]
-    episodes: dict[str, list[Scored]] = {}
-    for item in scored:
-        episodes.setdefault(item.segment.rollout_id, []).append(item)
-    return list(episodes.values())
+    kept: dict[object, list[Scored]] = {}
+    for number, item in enumerate(scored):
+        whole = levels[item.policy] == "episode"
+        kept.setdefault(item.segment.rollout_id if whole else number, []).append(item)
+    return list(kept.values())
 
 
 def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterator[list[Scored]]:

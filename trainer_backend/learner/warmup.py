@@ -17,7 +17,8 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.jobfile.schema import JobConfig, WarmupTable
+from trainer_backend.jobfile.rollout_table import WarmupTable
+from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer, row_width
 

@@ -82,7 +82,8 @@ def setting_differences(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
 def settings(job: JobConfig) -> dict[str, str]:
     """A job as `table.key` -> value in JSON, without secrets; keys that are absent are left out."""
     tables = job.model_dump(mode="json", exclude={"services": {"task_api_key"}})
-    return dict(_flat(tables, ""))
+    fixed = {table.pop("name"): table for table in tables["rollout_only"]}  # each key of each by itself
+    return dict(_flat({**tables, "rollout_only": fixed}, ""))
 
 
 def outcome_of(sides: Sequence[Side]) -> str:

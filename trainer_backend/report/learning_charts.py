@@ -22,9 +22,9 @@ def learning_curve(story: Story) -> Picture | None:
 
     Iteration k is drawn at k - 1: its episodes were played by the policy after k - 1 updates.
     """
-    if not story.iterations and not story.evaluations:
+    if not story.by_actor and not story.evaluations:
         return None
-    training = [(row["iteration"] - 1, _training_interval(story, row)) for row in story.iterations]
+    training = [(row["iteration"] - 1, _training_interval(story, row)) for row in story.by_actor]
     held_out = [(row["iteration"], outcome_interval(row)) for row in story.evaluations]
     measured = f"{outcome_name(story.told)} an episode"
 
@@ -85,7 +85,7 @@ def capitalized(text: str) -> str:
 
 def _training_interval(story: Story, row: Row) -> Interval:
     path = story.rollouts_file(f"iteration_{row['iteration']}")
-    found = outcome_of_groups(path) if path else None
+    found = outcome_of_groups(path, story.job.job.name) if path else None
     mean = row["episode/outcome_reward"]
     return Interval(mean, found.low, found.high, found.count) if found else Interval(mean, None, None, 0)
 

@@ -36,6 +36,11 @@ class Story:
         return self._of("iteration")
 
     @property
+    def by_actor(self) -> list[Row]:
+        """The iterations in which the policy in training played: in a mixture perhaps not all."""
+        return [row for row in self.iterations if "episode/outcome_reward" in row]
+
+    @property
     def evaluations(self) -> list[Row]:
         return self._of("evaluation")
 

@@ -7,6 +7,7 @@ from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.outcome import outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.report.learning_charts import spaced
+from trainer_backend.report.mixture import mixture_lines, mixture_settings
 from trainer_backend.report.stored_episodes import last_minus_first
 from trainer_backend.report.story import Row, Story
 from trainer_backend.report.training_charts import stage_totals
@@ -41,6 +42,7 @@ def job_lines(story: Story) -> list[Line]:
         ("episodes", f"{job.rollout.episodes_per_batch} an iteration, groups of {table.group_size}"),
         ("decisions", f"at most {job.max_decisions} an episode"),
         ("job seed", str(job.job.seed)),
+        *mixture_settings(job),
         *_held_out_of(job),
     ]
 
@@ -62,7 +64,8 @@ def figure_lines(story: Story) -> list[Line]:
     meaning = outcome_meaning(story.told)
     lines += [(outcome_name(story.told), meaning)] if meaning else []
     lines += _held_out(story)
-    lines += _training(story.iterations)
+    lines += _training(story.by_actor)
+    lines += mixture_lines(story)
     if story.teacher is not None:
         found = outcome_interval(story.teacher)
         policy = story.job.warmup.policy_name if story.job.warmup else "a teacher"

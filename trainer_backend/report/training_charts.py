@@ -33,7 +33,7 @@ Panel = tuple[str, str, Lines]
 
 def reward_per_turn(story: Story) -> Picture | None:
     """What was achieved and r_t by decision turn, first iterations against the last ones."""
-    windows = _windows(story.iterations)
+    windows = _windows(story.by_actor)
     if not windows:
         return None
     achieved = _achieved_by_turn(windows)
@@ -172,7 +172,7 @@ def _mean_by_turn(rows: Sequence[Row], name: str) -> list[float]:
 
 def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
     paths = [story.rollouts_file(f"iteration_{row['iteration']}") for row in rows]
-    return reward_by_turn([path for path in paths if path is not None])
+    return reward_by_turn([path for path in paths if path is not None], story.job.job.name)
 
 
 def _turn_lines(axes: Any, lines: Lines, theme: Theme) -> None:

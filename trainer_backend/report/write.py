@@ -8,6 +8,7 @@ from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.report.charts import Picture
 from trainer_backend.report.filmstrip import Filmstrip, filmstrip
 from trainer_backend.report.learning_charts import capitalized, learning_curve, success_rates
+from trainer_backend.report.mixture import policies_chart
 from trainer_backend.report.page import Section, page
 from trainer_backend.report.replay import FrameSource, played_frames
 from trainer_backend.report.story import Story, read_story
@@ -78,6 +79,7 @@ def _sections(story: Story) -> list[Section]:
             reward_per_turn(story),
             no_iteration,
         ),
+        *_policies(story, no_iteration),
         (
             "Update",
             "KL: how far the updates of one iteration moved the policy. Clip: share of tokens whose "
@@ -99,6 +101,17 @@ def _success(story: Story, missing: str) -> list[tuple[str, str, Picture | None,
         "outcome; being chosen, it flatters itself a little."
     )
     return [("Success rate of each achievement", text, success_rates(story), missing)]
+
+
+def _policies(story: Story, missing: str) -> list[tuple[str, str, Picture | None, str]]:
+    """Of a mixture; what a fixed policy played stands in no other section."""
+    if not story.job.fixed_policies:
+        return []
+    text = (
+        "Who played the training episodes of each iteration, and what they were worth. Effective sample "
+        "size: as how many of the actor's own the samples of a fixed policy count, truncated as they are."
+    )
+    return [("Policies", text, policies_chart(story), missing)]
 
 
 def _pictures(sections: Sequence[Section], film: Filmstrip | None) -> list[Picture]:

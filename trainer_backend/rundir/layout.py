@@ -15,6 +15,8 @@ from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.boundary import writing
 
 _FOLDERS = ("rollouts", "checkpoints")
+# Of fixed policies (rundir.fixed_record); not there in a run without.
+FIXED_RECORD = "fixed_policies.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class RunDirectory:
     def _is_unused(self, path: Path, *, with_log: bool) -> bool:
         if path.name in _FOLDERS:
             return path.is_dir() and not any(path.iterdir())
-        if path.name in ("job.toml", "run.json") or (with_log and path == self.task_app_log):
+        if path.name in ("job.toml", "run.json", FIXED_RECORD) or (with_log and path == self.task_app_log):
             return True
         return path in (self.metrics_file, self.task_app_log) and path.stat().st_size == 0
 

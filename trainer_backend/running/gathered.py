@@ -1,9 +1,11 @@
 """What an iteration has gathered before its update, and what a row of metrics says of it. Pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection
 from trainer_backend.core.conversations import (
@@ -12,9 +14,12 @@ from trainer_backend.core.conversations import (
     interaction_metrics,
     segment_metrics,
 )
+from trainer_backend.core.segments import segments_of
 from trainer_backend.core.statistics import ach_by_turn, episode_metrics, outcome_definition, unique_by_turn
-from trainer_backend.credit import Credited, segments_by_rollout
+from trainer_backend.credit import Credited
 from trainer_backend.evaluation.metrics import collection_metrics
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.sampled_by import by_actor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class Gathered:
         branches: rollouts that were played on from decisions of those collected; measured with, not trained.
         refilled: groups that were asked for beyond the plan, in place of flat ones.
         started, ended: on the monotonic clock; collect_s of what lies between went into collecting.
+        mixture: who sampled, and what that was worth (`mixture.rollout_metrics`).
     """
 
     collection: Collection
@@ -36,24 +42,30 @@ class Gathered:
     started: float
     collect_s: float
     ended: float
+    mixture: Mapping[str, float] = field(default_factory=dict)
 
 
-def gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
-    """What the rollouts of an iteration that ended at `ended` say of themselves."""
-    trajectories, metrics = gathered.trajectories, gathered.credited.metrics
-    steps = [step.step_info for item in trajectories for step in item.steps]
+def gathered_metrics(job: JobConfig, gathered: Gathered, *, ended: float) -> dict[str, Any]:
+    """What the rollouts of an iteration that ended at `ended` say of themselves.
+
+    What tells how well is played is of the actor's rollouts alone, and absent where it has none; what tells
+    of time and of failures is of all.
+    """
+    own = by_actor(job, gathered.collection.rollouts)
+    episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
+    steps = [step.step_info for item in gathered.trajectories for step in item.steps]
     played_on = branch_metrics(gathered.branches)
-    decisions = metrics["decision/count"] + played_on.get("branch/decisions", 0.0)
+    decisions = len(steps) + played_on.get("branch/decisions", 0.0)
     return {
-        **episode_metrics(trajectories),
-        "episode/outcome_definition": outcome_definition(trajectories),
-        **metrics,
-        **conversation_metrics(gathered.collection),
+        **(episode_metrics(episodes) if episodes else {}),
+        "episode/outcome_definition": outcome_definition(gathered.trajectories),
+        **gathered.credited.metrics,
+        **conversation_metrics(own, gathered.collection.failures),
         **collection_metrics(gathered.collection),
         **played_on,
+        **gathered.mixture,
         **gathered.inference,
-        "decision/unique_by_turn": unique_by_turn(trajectories),
-        "decision/ach_by_turn": ach_by_turn(trajectories),
+        **(_by_turn(episodes) if episodes else {}),
         "group/refilled": float(gathered.refilled),
         "time/collect_s": gathered.collect_s,
         "time/credit_s": gathered.ended - gathered.started - gathered.collect_s,
@@ -64,19 +76,32 @@ def gathered_metrics(gathered: Gathered, *, ended: float) -> dict[str, Any]:
     }
 
 
-def conversation_metrics(collection: Collection) -> dict[str, Any]:
-    """What conversations tell of themselves; nothing where none were played."""
-    trajectories = [item.trajectory for item in collection.rollouts if item.trajectory is not None]
+def _by_turn(episodes: Sequence[Trajectory]) -> dict[str, list[float]]:
+    return {
+        "decision/unique_by_turn": unique_by_turn(episodes),
+        "decision/ach_by_turn": ach_by_turn(episodes),
+    }
+
+
+def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) -> dict[str, Any]:
+    """What conversations tell of themselves; nothing where none were played.
+
+    Args:
+        failures: by code, of all rollouts that were asked for.
+    """
+    trajectories = [item.trajectory for item in rollouts if item.trajectory is not None]
     answered = interaction_metrics(trajectories)
-    failed = failure_metrics(collection.failures)
+    failed = failure_metrics(failures)
     kept = [
-        item for item in collection.rollouts if item.trajectory is not None and item.trajectory.full_history
+        segments_of(item.trajectory.steps, rollout_id=item.rollout_id)
+        for item in rollouts
+        if item.trajectory is not None and item.trajectory.full_history
     ]
     return {
         **answered,
         **(failed if answered or any(failed.values()) else {}),
         **context_metrics(trajectories),
-        **segment_metrics(list(segments_by_rollout(kept).values())),
+        **segment_metrics(kept),
     }
 
 

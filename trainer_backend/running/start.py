@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
-from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.data.dataset import data_of
 from trainer_backend.evaluation.metrics import (
     collection_metrics,
     evaluation_metrics,
@@ -31,10 +31,14 @@ from trainer_backend.learner.value_head import told_on_resume
 from trainer_backend.logs import configure_logs
 from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.fixed_record import begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.running.joining import joined_policies
 from trainer_backend.running.stopping import stop_on_signals, until, until_on_thread
 from trainer_backend.services.endpoints import warmup_key
+from trainer_backend.services.fixed_folders import checked_folders, tokenizer_in
+from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences, fixed_models
 from trainer_backend.services.policy_server import gateway_listener, model_name, serving
 from trainer_backend.services.task_apps import task_apps, told_of
 from trainer_backend.train import Run, train, work_left
@@ -47,6 +51,14 @@ _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 class Stopped(Exception):
     """Somebody asked to stop before there was anything to save."""
+
+
+class Begun(NamedTuple):
+    """What training goes on with."""
+
+    learner: LocalLearner
+    progress: Progress
+    fixed: FixedPolicies
 
 
 class Ended(NamedTuple):
@@ -71,6 +83,8 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     configure_logs()
     place(job.model.device)  # a GPU that is not there is told before anything is started
     data = await asyncio.to_thread(data_of, job)  # and so is a row that cannot be used
+    checkpoint = latest_checkpoint(directory.checkpoints)
+    folders = await asyncio.to_thread(checked_folders, job, checkpoint)  # and a fixed policy
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
@@ -88,18 +102,20 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
                 reporter.say(line)
             # Nobody asks the gateway yet, and the key that it will want does not exist yet.
             asked = Inference(listener.url, model_name(job), SecretStr(""), job.inference.max_model_len)
-            planner = Planner(job, run_id, asked, data)
-            from_scratch = latest_checkpoint(directory.checkpoints) is None
-            await until(stop, try_job(planner, apps, from_scratch=from_scratch))
+            planner = Planner(job, run_id, asked, data, fixed_inferences(job, asked))
+            await until(stop, try_job(planner, apps, from_scratch=checkpoint is None))
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
-            beginning = _Beginning(job, directory, run_id, collector, reporter, stop, data)
-            learner, progress = await (beginning.resumed() if resume else beginning.fresh())
-            async with serving(job, learner, listener) as server:
+            beginning = _Beginning(directory, planner, folders, collector, reporter, stop)
+            learner, progress, fixed = await (beginning.resumed() if resume else beginning.fresh())
+            async with serving(job, learner, listener, fixed=fixed.policies) as server:
                 reporter.say(f"gateway: {server.inference.url} serves {server.inference.model}")
-                run = Run(job, directory, run_id, collector, learner, server, reporter, data)
+                others = fixed_inferences(job, server.inference)
+                run = Run(job, directory, run_id, collector, learner, server, reporter, data, fixed=others)
                 progress = await train(run, progress, stop)
-                return Ended(progress, stop.is_set() and work_left(run, progress))
+            for line in await asyncio.to_thread(fixed.compared):
+                reporter.say(line)
+            return Ended(progress, stop.is_set() and work_left(run, progress))
 
 
 def echo_of_switches(job: JobConfig) -> str:
@@ -115,23 +131,26 @@ def echo_of_switches(job: JobConfig) -> str:
 
 
 class _Beginning:
-    """The policy that RL starts from: a checkpoint's, or a fresh one after its warm-up."""
+    """The policy that RL starts from: a checkpoint's, or a fresh one after its warm-up.
+
+    Args:
+        folders: of the fixed policies that are served from here.
+    """
 
     def __init__(
         self,
-        job: JobConfig,
         directory: RunDirectory,
-        run_id: str,
+        planner: Planner,
+        folders: Mapping[str, Path],
         collector: Collector,
         reporter: Reporter,
         stop: asyncio.Event,
-        data: DataSet | None = None,
     ) -> None:
-        self._job, self._directory, self._collector = job, directory, collector
-        self._run_id, self._reporter, self._stop = run_id, reporter, stop
-        self._planner = Planner(job, run_id, data=data)
+        self._job, self._run_id = planner.job, planner.run_id
+        self._directory, self._planner, self._folders = directory, planner, folders
+        self._collector, self._reporter, self._stop = collector, reporter, stop
 
-    async def resumed(self) -> tuple[LocalLearner, Progress]:
+    async def resumed(self) -> Begun:
         """The newest checkpoint; a run that was stopped before its first one begins anew."""
         checkpoint = latest_checkpoint(self._directory.checkpoints)
         if checkpoint is None:
@@ -139,6 +158,9 @@ class _Beginning:
             return await self.fresh()
         await self._plan_memory(checkpoint)
         learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._job, checkpoint)
+        fixed = await self._fixed(learner)
+        for line in continue_record(self._directory, fixed_models(self._job, fixed)):
+            self._reporter.say(line)
         # The next resume, the report and eval read it, so it is what the run goes on with; and not sooner: a
         # job that was refused must not stay.
         self._directory.replace_job(self._job)
@@ -147,33 +169,47 @@ class _Beginning:
         critic = told_on_resume(self._job, checkpoint)
         if critic is not None:
             self._reporter.say(critic)
-        return learner, progress
+        return Begun(learner, progress, fixed)
 
-    async def fresh(self) -> tuple[LocalLearner, Progress]:
+    async def fresh(self) -> Begun:
         """Rollouts to begin with, the model that the job names, and its warm-up."""
         self._directory.forget_metrics_after(-1)
         await self._plan_memory(None)
-        # What is wrong with a named model shows when it is loaded: before minutes of rollouts, not after.
-        named = None if self._job.model.preset is not None else await self._learner([])
+        # What is wrong with a named model, or a fixed one, shows when it is loaded: before minutes of
+        # rollouts, not after. A preset waits for the prompts that its tokenizer is trained on, if it needs
+        # them.
+        learner = await self._learner([]) if self._job.model.preset is None or self._folders else None
+        fixed = FixedPolicies() if learner is None else await self._fixed(learner)
+        begin_record(self._directory, fixed_models(self._job, fixed))
         self._directory.replace_job(self._job)
         if self._job.warmup is None:
-            plan = self._planner.prompts(_PROMPT_EPISODES) if named is None else []
+            plan = self._planner.prompts(_PROMPT_EPISODES) if learner is None else []
             prompts = await self._played("prompts", plan)
-            return named or await self._learner(prompts), Progress()
+            return Begun(learner or await self._learner(prompts), Progress(), fixed)
         episodes = await self._played("teacher", self._planner.warmup(warmup_key(self._job)))
-        learner = named or await self._learner(episodes)
+        learner = learner or await self._learner(episodes)
         await self._warm_up(learner, episodes)
-        return learner, Progress()
+        return Begun(learner, Progress(), fixed)
+
+    async def _fixed(self, learner: LocalLearner) -> FixedPolicies:
+        joining = joined_policies(self._folders, learner, self._planner, self._collector, self._reporter)
+        found = await until(self._stop, joining)
+        if found is None:
+            raise Stopped("stopped before anything was played; nothing new to save")
+        return found
 
     async def _plan_memory(self, checkpoint: Path | None) -> None:
         """Tell what the run will need; one that cannot fit ends here, before the weights are read."""
-        plan = await asyncio.to_thread(memory_plan, self._job, checkpoint)
+        folders = list(self._folders.values())
+        plan = await asyncio.to_thread(memory_plan, self._job, checkpoint, fixed=folders)
         self._reporter.say(str(plan))
         refuse_too_large(plan, self._job)
 
     async def _learner(self, prompts: Sequence[Trajectory]) -> LocalLearner:
         self._reporter.say(f"model: {self._job.model.source}")
-        return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts)
+        shared = next(iter(self._folders.values()), None)
+        tokenizer = None if shared is None else tokenizer_in(shared, self._job)
+        return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts, tokenizer)
 
     async def _warm_up(self, learner: LocalLearner, episodes: Sequence[Trajectory]) -> None:
         started = time.monotonic()

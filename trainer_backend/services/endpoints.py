@@ -11,11 +11,11 @@ from pydantic import SecretStr
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.urls import PORTS, http_parts
 
 OPENAI_HOST = "api.openai.com"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
-_PORTS = {"http": 80, "https": 443}
 _LONGEST_KEY = 500  # shared_schemas.rollouts.InferenceKey
 
 
@@ -92,7 +92,7 @@ def hosts_to_call(job: JobConfig, player: Inference | None = None) -> list[str]:
     """Hosts that the task app of the job's own must be allowed to call: those that the user has named.
 
     Args:
-        job: its [warmup] may name a server.
+        job: its [warmup] and [rollout_only] may name servers.
         player: the model that plays, if it is one of somebody else's.
 
     Raises:
@@ -102,6 +102,10 @@ def hosts_to_call(job: JobConfig, player: Inference | None = None) -> list[str]:
     url = job.warmup.policy_config.get("inference_url") if job.warmup else None
     if isinstance(url, str):
         found.append(inference_host(url, where="warmup.policy_config.inference_url"))
+    for table in job.fixed_policies:
+        if table.inference_url is not None:
+            where = f"[rollout_only] {table.name!r}: inference_url"
+            found.append(inference_host(table.inference_url, where=where))
     return found
 
 
@@ -113,12 +117,7 @@ def inference_host(url: str, *, where: str) -> str:
     """
     parts = _split(url, where=where)
     host = parts.hostname or ""
-    return f"{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS[parts.scheme]}"
-
-
-def shown(url: str) -> str:
-    """The URL without its query, which may hold a key."""
-    return url.partition("?")[0]
+    return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"
 
 
 def sends_key_in_the_open(inference: Inference) -> bool:
@@ -136,15 +135,6 @@ def _is_here(host: str) -> bool:
 
 def _split(url: str, *, where: str) -> SplitResult:
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if "@" in (parts.netloc if usable else url):
-        raise JobError(f"{where} may not hold a user name or password; a key belongs in the environment")
-    if not usable or url != url.strip():
-        raise JobError(
-            f"{where} is {shown(url)!r}, which is no http or https URL with a host, such as "
-            "http://127.0.0.1:8000/v1"
-        )
-    return parts
+        return http_parts(url)
+    except ValueError as error:
+        raise JobError(f"{where} {error}") from error

@@ -1,23 +1,26 @@
-"""A policy behind the gateway, in this process: the learner's, or that of a folder which nobody trains.
+"""Policies behind the gateway, in this process: the learner's, and those of folders which nobody trains.
 
-Engine and server have threads of their own.
+Each engine and the server have threads of their own.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import SecretStr
 
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.memory import MemoryNeeds
+from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import JobError
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import GatewayServer, Listener, is_wildcard
+from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.capacity import MemoryPlan, memory_plan
 from trainer_backend.learner.copies import folder_to_serve
@@ -27,16 +30,14 @@ from trainer_backend.learner.loading import load_named
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.logs import configure_logs
 
-ACTOR = "actor"
-
 
 def model_name(job: JobConfig) -> str:
     """What the gateway calls the policy that is trained."""
-    return f"{job.job.name}/{ACTOR}"
+    return model_of(job.job.name, ACTOR)
 
 
 class LocalServer:
-    """Implements `protocols.InferenceServer`."""
+    """Implements `protocols.InferenceServer`, for the actor: what is served beside is never touched here."""
 
     def __init__(
         self, engine: LocalEngine, policy: ServedPolicy, learner: LocalLearner, inference: Inference
@@ -45,11 +46,11 @@ class LocalServer:
         self._learner, self.inference = learner, inference
 
     async def publish(self, policy_version: int) -> None:
-        """Copy the learner's weights to the engine between two requests."""
+        """Copy the learner's weights to the actor's engine between two requests."""
         await self._engine.load_weights(policy_version, self._learner.weights())
 
     def totals(self) -> dict[str, int]:
-        """The engine's counters, and what the gateway counted of the conversations."""
+        """The actor's: the engine's counters, and what the gateway counted of the conversations."""
         return asdict(self._engine.counters) | self._policy.figures.totals()
 
 
@@ -71,20 +72,25 @@ def gateway_listener(job: JobConfig) -> Listener:
 
 @asynccontextmanager
 async def serving(
-    job: JobConfig, learner: LocalLearner, listener: Listener | None = None
+    job: JobConfig,
+    learner: LocalLearner,
+    listener: Listener | None = None,
+    *,
+    fixed: Mapping[str, ServedPolicy] = MappingProxyType({}),
 ) -> AsyncIterator[LocalServer]:
     """A gateway for `{job}/actor` with a fresh key; ended when the context is left.
 
     Args:
         listener: where it listens; absent: `gateway_listener(job)`, and raises what that raises.
+        fixed: by name, policies that are served beside it, as `{job}/{name}` with the same key.
     """
     engine = LocalEngine(
         learner.copy_to_serve(),
         stop_ids=stop_token_ids(learner.model, learner.tokenizer),
-        limits=_limits(job),
+        limits=engine_limits(job, engines=1 + len(fixed)),
     )
     policy = ServedPolicy(engine, learner.tokenizer)
-    with _gateway(job, engine, policy, listener) as inference:
+    with _gateway(job, {ACTOR: policy, **fixed}, listener) as inference:
         yield LocalServer(engine, policy, learner, inference)
 
 
@@ -105,13 +111,13 @@ class FolderPolicy:
         self.plan = serving_part(memory_plan(job.model_copy(update={"lora": None}), folder))
         if shortage := self.plan.shortage():
             raise JobError(f"{shortage}, for the model alone: {self.plan}")
-        table = job.model.model_copy(update={"preset": None, "name": None, "path": folder})
-        model, tokenizer = load_named(table)
+        model, tokenizer = load_named(in_folder(job, folder))
         refuse_unsupported(model, longest=job.inference.max_model_len)
-        placement = place(job.model.device)
-        served = folder_to_serve(model, folder, placement)
-        self._engine = LocalEngine(served, stop_ids=stop_token_ids(served, tokenizer), limits=_limits(job))
-        self._policy = ServedPolicy(self._engine, tokenizer)
+        served = folder_to_serve(model, folder, place(job.model.device))
+        stop_ids = stop_token_ids(served, tokenizer)
+        self._policy = ServedPolicy(
+            LocalEngine(served, stop_ids=stop_ids, limits=engine_limits(job)), tokenizer
+        )
 
     @contextmanager
     def serving(self, listener: Listener | None = None, key: SecretStr | None = None) -> Iterator[Inference]:
@@ -121,40 +127,46 @@ class FolderPolicy:
             listener: as `serving` takes it.
             key: what callers must know; absent: a fresh one.
         """
-        with _gateway(self._job, self._engine, self._policy, listener, key) as inference:
+        with _gateway(self._job, {ACTOR: self._policy}, listener, key) as inference:
             yield inference
 
 
 @contextmanager
 def _gateway(
     job: JobConfig,
-    engine: LocalEngine,
-    policy: ServedPolicy,
+    policies: Mapping[str, ServedPolicy],
     listener: Listener | None,
     key: SecretStr | None = None,
 ) -> Iterator[Inference]:
     configure_logs()
-    model, key = model_name(job), key or SecretStr(secrets.token_urlsafe(32))
-    server = GatewayServer(create_gateway({model: policy}, key=key), listener or gateway_listener(job))
-    engine.start()
-    try:
+    key = key or SecretStr(secrets.token_urlsafe(32))
+    served = {model_of(job.job.name, name): policy for name, policy in policies.items()}
+    server = GatewayServer(create_gateway(served, key=key), listener or gateway_listener(job))
+    with ExitStack() as stack:
+        for policy in policies.values():
+            stack.callback(policy.engine.stop)
+            policy.engine.start()
         url = server.start()
-        try:
-            yield Inference(url=url, model=model, key=key, max_model_len=job.inference.max_model_len)
-        finally:
-            server.stop()
-    finally:
-        engine.stop()
+        stack.callback(server.stop)
+        yield Inference(url=url, model=model_name(job), key=key, max_model_len=job.inference.max_model_len)
 
 
-def _limits(job: JobConfig) -> EngineLimits:
-    table = job.inference
+def engine_limits(job: JobConfig, *, engines: int = 1) -> EngineLimits:
+    """Of one of so many engines. Where several may sample at a time they share the job's threads: more would
+    take the task app's cores. Where an iteration is sampled by one policy, that one has all of them."""
+    table, schedule = job.inference, job.rollout_allocation_schedule
+    sharing = 1 if schedule is None or schedule.unit == "iteration" else engines
     return EngineLimits(
         slots=table.max_running,
         kept_prefixes=table.kept_prefixes,
         max_model_len=table.max_model_len,
-        torch_threads=table.threads,
+        torch_threads=max(1, table.threads // sharing),
     )
+
+
+def in_folder(job: JobConfig, folder: Path) -> ModelTable:
+    """[model] of the job for another folder: spoken to and placed as it says."""
+    return job.model.model_copy(update={"preset": None, "name": None, "path": folder})
 
 
 def serving_part(plan: MemoryPlan) -> MemoryPlan:

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
 
+import re
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainer_backend.core.mixture_history import OUTCOME, metric_of
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.outcome import outcome_interval, outcome_name
 from trainer_backend.report.stored_episodes import last_minus_first
@@ -20,6 +23,7 @@ _SHOWN_ROWS = 14
 _TITLE_WIDTH = 12  # a longer title is broken between its words
 _OUTCOME = "episode/outcome_reward"
 _REWARDED = "decision/nonzero_frac"
+_OF_A_POLICY = re.compile(metric_of(r"[^/]+", OUTCOME))
 # Shown where a row has it.
 _COLUMNS = (
     ("iteration", "iteration", "{:.0f}"),
@@ -32,9 +36,11 @@ _COLUMNS = (
     ("statelm/context_length_exceeded", "ran over", "{:.1%}"),
     ("loss/entropy", "entropy", "{:.2f}"),
     ("loss/approx_kl", "kl", "{:.4f}"),
-    ("time/collect_s", "collect s", "{:.1f}"),
-    ("time/update_s", "update s", "{:.1f}"),
+    ("rollout/policy_choice", "by the actor", "{:.0%}"),
+    ("mixture/counted_share", "fixed counted", "{:.1%}"),
 )
+# Behind them, and behind what fixed policies earned.
+_TIMES = (("time/collect_s", "collect s", "{:.1f}"), ("time/update_s", "update s", "{:.1f}"))
 
 
 class ConsoleReporter:
@@ -149,13 +155,20 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     if not rows:
         return []
     named = [
-        (key, outcome_name(rows[-1]) if key == _OUTCOME else title, form) for key, title, form in _COLUMNS
+        (key, outcome_name(rows[-1]) if key == _OUTCOME else title, form)
+        for key, title, form in (*_COLUMNS, *_of_fixed_policies(rows), *_TIMES)
     ]
     achieved = any("episode/unique_achievements" in row for row in rows)
     return [
         item for item in named
         if any(item[0] in row for row in rows) and (achieved or item[0] != _REWARDED)
     ]  # fmt: skip
+
+
+def _of_fixed_policies(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """The outcome of each, under its name; the actor's has a column anyway."""
+    keys = dict.fromkeys(key for row in rows for key in row if _OF_A_POLICY.fullmatch(key))
+    return [(key, key.split("/")[1], "{:.2f}") for key in keys if key != metric_of(ACTOR, OUTCOME)]
 
 
 def _cell(row: Row, key: str, form: str) -> str:

@@ -10,7 +10,6 @@ from trainer_backend.core.losses import (
     LossConfig,
     clipped_policy_loss,
     entropy_loss,
-    truncated_weights,
     weighted_sum,
 )
 
@@ -111,20 +110,6 @@ def test_entropy_is_rewarded_by_weight_and_not_read_on_padding():
 
 def test_a_weighted_sum_masks_before_it_multiplies():
     assert weighted_sum(torch.tensor([2.0, math.inf]), torch.tensor([0.5, 0.0])).item() == 1.0
-
-
-def test_behaviour_weights_are_ratios_with_a_cap_and_without_gradient():
-    proximal = torch.tensor([0.0, math.log(1.5), math.log(9.0), -500.0], requires_grad=True)
-    weights = truncated_weights(proximal - 1.0, torch.full((4,), -1.0), cap=2.0)
-    assert weights.tolist() == pytest.approx([1.0, 1.5, 2.0, math.exp(-20)])
-    assert truncated_weights(torch.zeros(1), torch.zeros(1), cap=0.5).item() == 0.5
-    assert not weights.requires_grad
-
-
-@pytest.mark.parametrize("cap", [0.0, -1.0, math.inf, math.nan])
-def test_a_cap_that_truncates_nothing_or_everything_is_refused(cap):
-    with pytest.raises(ValueError, match="cap must be finite and above 0"):
-        truncated_weights(torch.zeros(1), torch.zeros(1), cap=cap)
 
 
 @pytest.mark.parametrize(

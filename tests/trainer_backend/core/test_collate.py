@@ -16,7 +16,7 @@ from trainer_backend.core.collate import (
 )
 from trainer_backend.core.errors import BatchError
 from trainer_backend.core.segments import Segment
-from trainer_backend.core.units import ratio_units
+from trainer_backend.core.units import units_of
 
 
 def segment(rollout_id, token_ids, decision, *, temperature=1.0):
@@ -48,7 +48,9 @@ def batch_of(segments=SEGMENTS, advantages=ADVANTAGES, row_tokens=6):
         advantages=advantages,
         weights=weights,
         proximal=proximal,
-        units=ratio_units(segments, "decision"),
+        behaviour=[[1.0] * len(row) for row in weights],
+        units=units_of(segments, ["decision"] * len(segments)),
+        policies=[0] * len(segments),
         row_tokens=row_tokens,
     )
 
@@ -79,13 +81,17 @@ def test_every_sampled_token_carries_the_columns_of_its_decision():
         advantages=ADVANTAGES,
         weights=weights,
         proximal=proximal,
+        behaviour=[[0.5, 1.5], [2.0], [0.0]],
         units=[[0, 0], [1], [2]],
+        policies=[1, 1, 0],
         row_tokens=6,
     )
     assert batch.advantage_N.tolist() == [2.0, -3.0, 1.0, 1.0]
     torch.testing.assert_close(batch.weight_N, torch.tensor([0.3, 0.4, 0.1, 0.2]))
     assert batch.proximal_logprob_N.tolist() == [-3.0, -4.0, -1.0, -2.0]
+    assert batch.behaviour_weight_N.tolist() == [2.0, 0.0, 0.5, 1.5]
     assert batch.unit_N.tolist() == [1, 2, 0, 0]
+    assert batch.policy_N.tolist() == [1, 0, 1, 1]
 
 
 def test_scores_find_back_to_their_segments():
@@ -165,7 +171,9 @@ def test_a_column_that_does_not_fit_its_segment_is_refused():
             advantages=ADVANTAGES,
             weights=[[1.0], [1.0], [1.0]],
             proximal=[[], [], []],
+            behaviour=[[], [], []],
             units=[[], [], []],
+            policies=[0, 0, 0],
             row_tokens=6,
         )
 

@@ -19,7 +19,7 @@ from trainer_backend.core.critic import (
 )
 from trainer_backend.core.errors import AdvantageError, BatchError
 from trainer_backend.core.segments import Segment
-from trainer_backend.core.units import ratio_units
+from trainer_backend.core.units import units_of
 from trainer_backend.core.value_loss import CriticColumns, value_loss
 
 
@@ -41,7 +41,9 @@ def batch_of(advantages, critic=None, row_tokens=5):
         advantages=advantages,
         weights=weights,
         proximal=[[-1.0] * len(row) for row in weights],
-        units=ratio_units(SEGMENTS, "token"),
+        behaviour=[[1.0] * len(row) for row in weights],
+        units=units_of(SEGMENTS, ["token"] * len(SEGMENTS)),
+        policies=[0] * len(SEGMENTS),
         row_tokens=row_tokens,
         critic=critic,
     )

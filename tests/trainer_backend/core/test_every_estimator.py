@@ -71,6 +71,19 @@ def test_every_decision_has_one_finite_advantage(name, drawn):
 
 
 @EACH
+def test_it_says_whether_it_compares_siblings(name):
+    decisions = [
+        [(1.0, "a", [0.5], []), (0.5, "b", [0.0], [])],
+        [(0.0, "a", [0.0], [])],
+        [(0.25, "a", [1.0], [])],
+    ]
+    together, apart = (
+        computed(name, batch_of(zip(groups, decisions, strict=True))) for groups in ("ggg", "ggh")
+    )
+    assert (together.per_episode != apart.per_episode) == ESTIMATORS[name].compares_siblings
+
+
+@EACH
 @given(drawn=BATCH, seed=st.integers(0, 99))
 def test_the_order_of_the_episodes_does_not_matter(name, drawn, seed):
     episodes = batch_of(drawn)

@@ -103,3 +103,22 @@ def test_kept_prefixes_give_way_before_anything_fails():
     few, many = (memory_needs(SHAPE, changed(CPU, kept=kept), is_gpu=False) for kept in (0, 20))
     assert many.least == few.least
     assert many.device["cache"] == 5 * few.device["cache"]
+
+
+def test_fixed_policies_hold_weights_and_a_cache_of_their_own():
+    other = changed(SHAPE, parameters=3000, layers=2)
+    alone = memory_needs(SHAPE, CPU, is_gpu=False)
+    needs = memory_needs(SHAPE, CPU, is_gpu=False, fixed=[SHAPE, other])
+    more = {"fixed": (1000 + 3000) * 4, "fixed cache": 7 * 11 * (12 + 8) * 4}
+    assert needs.device == alone.device | more
+    # of their cache too, the kept prefixes may go: 2 of 7
+    assert needs.least == pytest.approx(alone.least + sum(more.values()) - 2 * 11 * 20 * 4, abs=1)
+
+
+def test_the_largest_fixed_policy_passes_through_main_memory_before_any_checkpoint_does():
+    use = changed(CPU, low=True, masked=False)
+    small, large = changed(SHAPE, parameters=900), changed(SHAPE, parameters=3000)
+    # moments, 8 bytes a weight of the actor, are more than the small one in float32 and bfloat16
+    assert memory_needs(SHAPE, use, is_gpu=True, fixed=[small]).host == {"checkpoint": 8000}
+    needs = memory_needs(SHAPE, use, is_gpu=True, fixed=[small, large])
+    assert (needs.host, needs.device["fixed"]) == ({"fixed": 3000 * 6}, 3900 * 2)

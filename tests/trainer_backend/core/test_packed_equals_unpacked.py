@@ -12,7 +12,7 @@ from trainer_backend.core.collate import block_mask, collate, cut_batch
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.losses import LossConfig, clipped_policy_loss, entropy_loss
 from trainer_backend.core.segments import Segment
-from trainer_backend.core.units import ratio_units
+from trainer_backend.core.units import units_of
 
 VOCABULARY = 37
 
@@ -64,7 +64,9 @@ def batch_of(parts, row_tokens):
         advantages=advantages,
         weights=weights,
         proximal=proximal,
-        units=ratio_units(parts, "token"),
+        behaviour=[[1.0] * len(row) for row in weights],
+        units=units_of(parts, ["token"] * len(parts)),
+        policies=[0] * len(parts),
         row_tokens=row_tokens,
     )
 

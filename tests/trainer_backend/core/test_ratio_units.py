@@ -1,7 +1,8 @@
 """Which tokens share a ratio, and which segments a step may not part."""
 
+from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.core.units import ratio_units
+from trainer_backend.core.units import units_of
 from trainer_backend.learner.steps import Scored, in_steps, together
 
 
@@ -15,13 +16,34 @@ PARTS = [segment("a", CONTEXT, 0, 0), segment("a", CONTEXT, 1, 1, CONTEXT, 2), s
 
 
 def test_a_token_shares_its_ratio_with_nobody_its_decision_or_its_episode():
-    assert ratio_units(PARTS, "token") == [[0, 1], [2, 3, 4], [5]]
-    assert ratio_units(PARTS, "decision") == [[0, 0], [1, 1, 2], [3]]
-    assert ratio_units(PARTS, "episode") == [[0, 0], [0, 0, 0], [1]]
+    assert units_of(PARTS, ["token"] * 3) == [[0, 1], [2, 3, 4], [5]]
+    assert units_of(PARTS, ["decision"] * 3) == [[0, 0], [1, 1, 2], [3]]
+    assert units_of(PARTS, ["episode"] * 3) == [[0, 0], [0, 0, 0], [1]]
+
+
+def test_samples_of_another_policy_may_share_at_another_level():
+    assert units_of(PARTS, ["episode", "episode", "token"]) == [[0, 0], [0, 0, 0], [1]]
+    assert units_of([*PARTS, PARTS[0]], ["token", "decision", "episode", "token"]) == [
+        [0, 1], [2, 2, 3], [4], [0, 1],
+    ]  # fmt: skip
+
+
+def scored(policies):
+    counts = [len(part.sampled_positions) for part in PARTS]
+    return [
+        Scored(part, [-1.0] * n, [1.0] * n, policy)
+        for part, n, policy in zip(PARTS, counts, policies, strict=True)
+    ]
 
 
 def test_an_episode_that_shares_its_ratio_is_not_parted_by_a_step():
-    scored = [Scored(part, [-1.0] * len(part.sampled_positions)) for part in PARTS]
-    steps = list(in_steps(together(scored, "episode"), batch_decisions=1))
+    own = scored([ACTOR] * 3)
+    steps = list(in_steps(together(own, {ACTOR: "episode"}), batch_decisions=1))
     assert [[item.segment.rollout_id for item in step] for step in steps] == [["a", "a"], ["b"]]
-    assert [len(step) for step in in_steps(together(scored, "decision"), batch_decisions=1)] == [1, 1, 1]
+    assert [len(step) for step in in_steps(together(own, {ACTOR: "decision"}), 1)] == [1, 1, 1]
+
+
+def test_only_the_policy_whose_episodes_share_something_keeps_them_together():
+    both = scored(["fixed", "fixed", ACTOR])
+    assert list(map(len, together(both, {ACTOR: "token", "fixed": "episode"}))) == [2, 1]
+    assert list(map(len, together(both, {ACTOR: "episode", "fixed": "token"}))) == [1, 1, 1]

@@ -97,6 +97,12 @@ def test_equal_rollouts_have_equal_replies(http: httpx.Client, tools: list[dict[
     assert first["choices"] == second["choices"]
 
 
+def test_log_probs_before_and_after_truncation_do_not_come_in_one_reply(http: httpx.Client):
+    refused = ask(http, processed_logprobs=True, logprobs=True, top_logprobs=2)
+    assert (refused.status_code, refused.json()["where"]) == (400, "top_logprobs")
+    assert "processed_logprobs asks for those after" in refused.json()["detail"]
+
+
 def test_prompt_ids_are_sent_only_when_asked_for(http: httpx.Client):
     assert "prompt_token_ids" not in ask(http).json()
     assert len(ask(http, return_token_ids=True).json()["prompt_token_ids"]) > 0

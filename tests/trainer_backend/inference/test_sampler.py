@@ -23,6 +23,7 @@ def drawn(logits: Tensor, uniform: float, **options: float) -> tuple[int, float]
         top_ps_B=torch.tensor([options.get("top_p", 1.0)]),
         top_ks_B=torch.tensor([int(options.get("top_k", 0))]),
         uniforms_B=torch.tensor([uniform], dtype=torch.float64),
+        processed_B=torch.tensor([bool(options.get("processed", False))]),
     )
     return int(token), float(logprob)
 
@@ -120,3 +121,19 @@ def test_each_row_has_its_own_settings():
 def test_tokens_are_drawn_where_float64_is():
     names = ("cpu", "cuda", "mps")
     assert [drawing_device(torch.device(name)).type for name in names] == ["cpu", "cuda", "cpu"]
+
+
+def test_a_processed_log_prob_is_that_of_what_was_drawn_from():
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+    # top_k 2 keeps 0.5 and 0.25: renormalised 2/3 and 1/3; before it, 1/2 and 1/4
+    assert drawn(logits, 0.9, top_k=2)[1] == pytest.approx(np.log(1 / 4))
+    assert drawn(logits, 0.9, top_k=2, processed=1) == (1, pytest.approx(np.log(1 / 3)))
+    assert drawn(logits, 0.1, top_k=2, processed=1) == (0, pytest.approx(np.log(2 / 3)))
+    # top_p 0.8 needs three tokens, of mass 0.9
+    assert drawn(logits, 0.9, top_p=0.8, processed=1) == (2, pytest.approx(np.log(0.15 / 0.9)))
+    # at temperature 1/2 the shares are squared: 0.25 and 0.0625 of the two that are kept
+    found = drawn(logits, 0.9, temperature=0.5, top_k=2, processed=1)
+    assert found == (1, pytest.approx(np.log(0.0625 / 0.3125)))
+    # one that is certain has log-prob 0, greedy the one of the plain softmax
+    assert drawn(logits, 0.9, top_k=1, processed=1) == (0, pytest.approx(0.0, abs=1e-7))
+    assert drawn(logits, 0.9, temperature=0.0, top_k=1, processed=1) == (0, pytest.approx(np.log(0.5)))

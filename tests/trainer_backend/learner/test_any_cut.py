@@ -5,7 +5,6 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.critic import targets_of
-from trainer_backend.learner.steps import Scored
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
 from trainer_backend.protocols import CreditedEpisode
 
@@ -43,12 +42,14 @@ def gradient(tokenizer, cut, **settings):
     if head is not None:
         head._weight_D.data.fill_(0.05)  # fresh it is 0, and its loss reaches nothing
     # As after some steps: ratios are about 1, and some are held. An untrained model says -5.7 or so.
-    scored = [
-        Scored(part, [-5.7 + 0.3 * (-1) ** j for j in range(len(part.sampled_positions))])
+    known = {
+        item.rollout_id: [
+            [-5.7 + 0.3 * (-1) ** j for j in range(len(part.sampled_positions))] for part in item.segments
+        ]
         for item in given
-        for part in item.segments
-    ]
-    learner.policy_update().gradient(scored, {item.rollout_id: item for item in given})
+    }
+    update = learner.policy_update()
+    update.gradient(update.weighed(given, known).scored, {item.rollout_id: item for item in given})
     weights = [*learner.model.parameters(), *([] if head is None else head._trained.values())]
     return torch.cat([weight.grad.flatten() for weight in weights]).double()
 

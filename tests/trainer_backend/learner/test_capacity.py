@@ -157,6 +157,17 @@ def test_a_model_folder_is_planned_for_without_its_weights(tokenizer, tmp_path: 
     assert memory_plan(tiny_job(), tmp_path).needs.device["weights"] == bytes_of(learner.model.parameters())
 
 
+def test_a_fixed_policy_is_planned_for_without_its_weights(tokenizer, tmp_path: Path):
+    learner = learner_of(tokenizer)
+    save_model_folder(tmp_path, learner.model, tokenizer)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    plan = memory_plan(learner.job, fixed=[tmp_path])
+    own = memory_plan(learner.job, tmp_path).needs.device
+    # a preset beside it has its vocabulary, whatever model.vocab_size says
+    assert plan.needs.device == own | {"fixed": own["engine"], "fixed cache": own["cache"]}
+    assert ", fixed 1." in str(plan) and ", fixed cache " in str(plan)
+
+
 def test_a_config_that_cannot_be_read_is_told_as_such(tmp_path: Path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{")

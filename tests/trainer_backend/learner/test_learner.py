@@ -79,7 +79,7 @@ def test_an_infinite_gradient_is_not_stepped(tokenizer):
 
 @pytest.mark.parametrize(("decisions", "batch", "sizes"), [(10, 4, [5, 5]), (9, 3, [3, 3, 3]), (3, 8, [3])])
 def test_no_step_is_made_of_a_few_left_over_decisions(decisions: int, batch: int, sizes: list[int]):
-    order = [[Scored(segment(f"r{i}", [1], [2], [0.0]), [0.0])] for i in range(decisions)]
+    order = [[Scored(segment(f"r{i}", [1], [2], [0.0]), [0.0], [1.0])] for i in range(decisions)]
     assert [len(step) for step in in_steps(order, batch)] == sizes
 
 

@@ -109,7 +109,7 @@ def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_valu
         training = learner.job.training.model_copy(update={"micro_batch_tokens": tokens})
         learner.job = learner.job.model_copy(update={"training": training})
         update = learner.policy_update()
-        parts = update.scored([part for episode in episodes for part in episode.segments])
+        parts = update.weighed(episodes).scored
         metrics = update.gradient(parts, {episode.rollout_id: episode for episode in episodes})
         trunk = torch.cat([weight.grad.flatten() for weight in learner.model.parameters()])
         found.append((metrics["value/loss"], learner._head._weight_D.grad.clone(), trunk))

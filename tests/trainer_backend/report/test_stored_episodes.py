@@ -22,16 +22,27 @@ def stored(path, rollouts, credits=None):
 def test_groups_are_the_independent_values_not_episodes(tmp_path):
     # group means (1 + 3) / 2 = 2 and 1; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
     siblings = [rollout(1, [WOOD]), rollout(1, [WOOD, COW, TABLE], sibling=1), rollout(2, [COW], group="g1")]
-    found = outcome_of_groups(stored(tmp_path / "a.parquet", [*siblings, failed(siblings[0])]))
+    found = outcome_of_groups(stored(tmp_path / "a.parquet", [*siblings, failed(siblings[0])]), "tiny")
     assert (found.mean, found.count) == (1.5, 2)
     assert found.high == pytest.approx(1.5 + 12.706 * 0.5)
+
+
+def test_what_a_server_calls_its_model_takes_no_episode_from_the_actor(tmp_path):
+    (played,) = [rollout(1, [WOOD])]
+    told = [
+        played.model_copy(update={"trajectory": played.trajectory.model_copy(update={"model": model})})
+        for model in ("", "Qwen/Qwen3-0.6B", "tiny/actor", "tiny/fixed")
+    ]
+    named = [item.model_copy(update={"rollout_id": str(i)}) for i, item in enumerate(told)]
+    credits = [Credit([float(i)], [0.0]) for i in range(4)]
+    assert reward_by_turn([stored(tmp_path / "a.parquet", named, credits)], "tiny") == [1.0], "0, 1 and 2"
 
 
 def test_an_episode_that_ended_earlier_counts_0_at_later_turns(tmp_path):
     long = stored(tmp_path / "a.parquet", [rollout(1, [(), (), ()])], [Credit([1.0, 0.0, 2.0], [0.0] * 3)])
     short = stored(tmp_path / "b.parquet", [rollout(2, [()])], [Credit([0.5], [0.0])])
-    assert reward_by_turn([long, short]) == [0.75, 0.0, 1.0]
-    assert reward_by_turn([]) == []
+    assert reward_by_turn([long, short], "tiny") == [0.75, 0.0, 1.0]
+    assert reward_by_turn([], "tiny") == []
 
 
 def test_differences_are_taken_world_by_world(tmp_path):

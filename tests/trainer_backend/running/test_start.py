@@ -81,8 +81,9 @@ async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_
     broken = rollout(1, [WOOD]).model_copy(update={"status": "failed", "trajectory": None})
     write_rollouts(directory.rollouts_file("warmup"), [broken])
     collector: Any = Collector()
-    beginning = _Beginning(job, directory, "run.1", collector, ListReporter(), asyncio.Event())
-    (played,) = await beginning._played("teacher", Planner(job, "run.1").warmup())
+    planner = Planner(job, "run.1")
+    beginning = _Beginning(directory, planner, {}, collector, ListReporter(), asyncio.Event())
+    (played,) = await beginning._played("teacher", planner.warmup())
     assert played.outcome_reward == 1.0
     assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
 

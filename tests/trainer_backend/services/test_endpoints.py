@@ -5,13 +5,13 @@ from tests.conftest import tiny_job
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError
 from trainer_backend.job import parse_job
+from trainer_backend.jobfile.urls import shown
 from trainer_backend.services.endpoints import (
     endpoint,
     hosts_to_call,
     inference_host,
     key_from,
     sends_key_in_the_open,
-    shown,
 )
 
 KEY = "sk-very-secret-0123456789abcdef"

@@ -99,6 +99,7 @@ class EstimatorPlug:
     needs_values: what it reads a critic's values of; None: it needs no critic.
     needs_branches: whether rollouts must be played on from before some of the decisions.
     divides_by_std: whether it measures what it compares in standard deviations; always, or with that `fnorm`.
+    compares_siblings: whether it reads which episodes are of one group.
     """
 
     compute: Estimator
@@ -107,6 +108,7 @@ class EstimatorPlug:
     needs_values: ValueLevel | None = None
     needs_branches: bool = False
     divides_by_std: bool = False
+    compares_siblings: bool = True
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:

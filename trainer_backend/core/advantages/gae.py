@@ -48,7 +48,7 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
         )
         for episode in episodes
     ]
-    return Advantages(advantages, counts | _foretold(episodes, config.gamma), _parts(episodes))
+    return Advantages(advantages, counts | foretold(episodes, config.gamma), _parts(episodes))
 
 
 def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -84,7 +84,7 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
     of_tokens = [_of_tokens(episode, config) for episode in episodes]
     return Advantages(
         [item.means_T for item in of_tokens],
-        counts | _foretold(episodes, config.gamma),
+        counts | foretold(episodes, config.gamma),
         _parts(episodes),
         of_tokens,
     )
@@ -161,7 +161,7 @@ def _parts(episodes: Sequence[EpisodeRewards]) -> dict[str, list[list[float]]]:
     return {"value": [list(episode.values_T) for episode in episodes]}
 
 
-def _foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:
+def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:
     """Mean value, and the share of the spread of G_t that V(s_t) explains: before it has learned from them.
 
     G_t is what was earned, not the targets of `gae`, which are partly made of the values themselves.

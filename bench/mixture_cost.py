@@ -1,0 +1,195 @@
+"""What a fixed policy beside the actor costs: choosing, telling apart and weighing; and its memory.
+
+    python bench/mixture_cost.py [--limit 0.01] [--quick]
+
+Two iterations of the demo's job are played from one short warm-up, three times: by the actor alone; with a
+fixed policy of the same weights that takes the first of them; and with one that takes half of the rollouts.
+Told is the trainer's CPU time a decision of each (a task app is another process, and plays the same). The
+figure that is held against the limit: all that a mixture adds to an iteration, gone through again on the
+rollouts of the last one, its least CPU time of some repeats as a share of that iteration's:
+
+    choosing   planning the iteration's requests, less planning them for the actor alone
+    apart      who sampled each rollout, and the metrics by policy
+    weighing   weights of all sampled tokens by policy, and their metrics, less those of the actor alone
+
+No weights move when another policy samples: both are loaded, and a request names its model. What does cost
+is decoding two halves of a batch in two engines, where rollouts of one iteration are shared out: told, not
+judged. The memory plans of the job without and with the fixed policy are printed; the weights planned for it
+must be those of its folder.
+
+Exit code 1 where the share is above the limit, or the plan is wrong.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from credit_share import QUICK, decisions, least_s
+from demo_iteration import JOB, SETTINGS, Watching
+from transformers import AutoModelForCausalLM
+
+from shared_schemas.rollouts import Rollout
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.core.segments import segments_of
+from trainer_backend.credit import credit
+from trainer_backend.job import load_job
+from trainer_backend.jobfile.mixture_table import AllocationTable, RolloutOnlyTable
+from trainer_backend.jobfile.schema import JobConfig, ModelTable
+from trainer_backend.learner.behaviour import objectives_of, weighed
+from trainer_backend.learner.capacity import MemoryPlan, memory_plan
+from trainer_backend.learner.mixture_metrics import mixture_metrics
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.running.mixture import rollout_metrics
+from trainer_backend.running.start import run_job
+from trainer_backend.sampled_by import by_actor
+
+LIMIT = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Iterations of a job.
+
+    cpu_s: of the trainer's process, of each.
+    decisions: of each.
+    rollouts: of the last one.
+    """
+
+    job: JobConfig
+    cpu_s: list[float]
+    decisions: list[int]
+    rollouts: list[Rollout]
+
+    @property
+    def milliseconds(self) -> float:
+        """CPU time a decision."""
+        return 1e3 * sum(self.cpu_s) / sum(self.decisions)
+
+
+class EachIteration(Watching):
+    """Keeps the CPU time of every iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each_s: list[float] = []
+
+    def metrics(self, row: dict[str, object]) -> None:
+        super().metrics(row)
+        if row["kind"] == "iteration":
+            self.each_s.append(self.took_s)
+
+
+def played(job: JobConfig, path: Path) -> Played:
+    directory, watching = create_run(job, path), EachIteration()
+    asyncio.run(run_job(job, directory, watching, resume=False))
+    stored = [read_rollouts(file) for file in sorted(directory.iteration_files())]
+    finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in stored]
+    return Played(job, watching.each_s, [decisions(items) for items in finished], (finished or [[]])[-1])
+
+
+def with_twin(job: JobConfig, folder: Path, schedule: AllocationTable) -> JobConfig:
+    twin = RolloutOnlyTable(model_path=folder)
+    return job.model_copy(update={"rollout_only": (twin,), "rollout_allocation_schedule": schedule})
+
+
+def added(found: Played) -> dict[str, float]:
+    """CPU seconds that the mixture adds to the last iteration, by what they are spent on."""
+    job, rollouts = found.job, found.rollouts
+    alone = job.model_copy(update={"rollout_only": (), "rollout_allocation_schedule": None})
+    asked = Inference("http://127.0.0.1:9", f"{job.job.name}/actor", None)
+    other = Inference("http://127.0.0.1:9", f"{job.job.name}/fixed", None)
+    plan, plain = Planner(job, "run", asked, fixed={"fixed": other}), Planner(alone, "run", asked)
+    requests, credits = plan.training(1), credit(job, rollouts).credits
+
+    def apart() -> None:
+        by_actor(job, rollouts)
+        rollout_metrics(job, (), 1, asked=requests, rollouts=rollouts, credits=credits)
+
+    return {
+        "choosing": max(least_s(lambda: plan.training(1)) - least_s(lambda: plain.training(1)), 0.0),
+        "apart": least_s(apart),
+        "weighing": max(
+            least_s(lambda: _weigh(job, rollouts)) - least_s(lambda: _weigh(alone, rollouts)), 0.0
+        ),
+    }
+
+
+def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
+    """With log-probs that are those of who sampled: how long it takes does not depend on them."""
+    objectives = objectives_of(job)
+    segments, policies = [], []
+    for rollout in rollouts:
+        assert rollout.trajectory is not None
+        own = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+        segments += own
+        name = str(rollout.trajectory.model).rpartition("/")[2]
+        policies += [name if name in objectives else "actor"] * len(own)
+    proximal = [[part.logprobs[at] for at in part.sampled_positions] for part in segments]
+    mixture_metrics(objectives, weighed(segments, proximal, policies, objectives), {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration's CPU time")
+    parser.add_argument("--quick", action="store_true", help="small iterations, to see that it works")
+    options = parser.parse_args()
+    settings = (*SETTINGS, "evaluation.every_n_iters=2", *(QUICK if options.quick else ()))
+    with tempfile.TemporaryDirectory() as folder:
+        met = _measured(Path(folder), settings, options.limit)
+    return 0 if met else 1
+
+
+def _measured(folder: Path, settings: Sequence[str], limit: float) -> bool:
+    warm = load_job(JOB, (*settings, "training.iterations=0")).config
+    played(warm, folder / "warm")
+    model = folder / "warm" / "checkpoints" / "iteration_0"
+    job = load_job(JOB, (*settings, "training.iterations=2")).config
+    job = job.model_copy(update={"warmup": None, "model": ModelTable(path=model, device="cpu")})
+    switching = AllocationTable(type="step", switch_steps=(2,))
+    halves = AllocationTable(type="constant", alpha=0.5, unit="rollout")
+    alone = played(job, folder / "alone")
+    by_turns = played(with_twin(job, model, switching), folder / "turns")
+    mixed = played(with_twin(job, model, halves), folder / "mixed")
+    for told, found in (
+        ("alone", alone),
+        ("every other iteration", by_turns),
+        ("half of the rollouts", mixed),
+    ):
+        print(
+            f"{told:24s}{found.milliseconds:6.2f} ms of CPU time a decision, {sum(found.decisions)} decisions"
+        )
+    costs, took_s = added(mixed), mixed.cpu_s[-1]
+    for name, seconds in costs.items():
+        print(f"{name:24s}{1e3 * seconds:6.1f} ms an iteration, {seconds / took_s:.3%}")
+    planned = _plans_agree(job, mixed.job, model)
+    share = sum(costs.values()) / took_s
+    met = share <= limit
+    print(f"a mixture adds {share:.3%} to an iteration (at most {limit:.2%}): {'ok' if met else 'MISSED'}")
+    return met and planned
+
+
+def _plans_agree(job: JobConfig, mixed: JobConfig, model: Path) -> bool:
+    """The plans, and whether the second counts the weights that its folder has."""
+    without, beside = memory_plan(job), memory_plan(mixed, fixed=[model])
+    print(f"{without}\n{beside}")
+    weights = AutoModelForCausalLM.from_pretrained(model, local_files_only=True).parameters()
+    counted, there = _fixed(beside), 4 * sum(weight.numel() for weight in weights)
+    print(f"weights of the fixed policy: {counted} bytes planned, {there} in its folder")
+    return counted == there
+
+
+def _fixed(plan: MemoryPlan) -> int:
+    return next(size for kind, size in plan.needs.device.items() if kind == "fixed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The settings of a policy that asks an OpenAI-compatible server."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from shared_schemas.base import Body
+
+# What a request says by itself; in extra_body it would say something else than what is recorded.
+SET_BY_THE_POLICY = frozenset(
+    {
+        "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens",
+        "max_completion_tokens", "max_model_length", "seed", "n", "stream", "return_token_ids",
+        "processed_logprobs",
+    }
+)  # fmt: skip
+# With exact tokens of a server that is no gateway of ours. vLLM takes what a request leaves open from the
+# model's generation_config.json: many ask for top_k or a penalty there, and what is drawn would be another
+# distribution than what is recorded.
+SAMPLED_PLAINLY = {"min_p": 0.0, "repetition_penalty": 1.0, "logprobs": True}
+# The same, for what a request would only say to have it otherwise: penalties, and all that masks tokens.
+DRAWN_OTHERWISE = frozenset(
+    {
+        "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens",
+        "ignore_eos", "use_beam_search", "response_format", "structured_outputs", "guided_json",
+        "guided_regex", "guided_choice", "guided_grammar", "logits_processors", "vllm_xargs",
+    }
+)  # fmt: skip
+EVERY_TOKEN = -1  # top_k
+
+
+class OpenAIConfig(Body):
+    """Settings of a language-model policy."""
+
+    inference_url: str = Field(min_length=1, max_length=2_000)
+    model: str = Field(min_length=1, max_length=500)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary and is not sent")
+    max_tokens: int = Field(default=64, ge=1, le=1_000_000)
+    max_model_length: int | None = Field(
+        default=None, ge=1, le=100_000_000, description="most tokens of a prompt and its max_tokens together"
+    )
+    seed: int | None = Field(
+        default=None, ge=0, strict=True, description="each decision samples with a seed of its own"
+    )
+    tool_choice: Literal["auto", "required", "none"] = "auto"
+    ask_token_ids: bool = Field(
+        default=True, description="false for servers that are no gateway of ours: plain OpenAI is spoken"
+    )
+    exact_tokens: Literal["turnwise", "vllm"] = Field(
+        default="turnwise",
+        description="how a server tells token ids, where they are asked for: a gateway of ours goes on from "
+        "what a conversation had; of any other, each reply must hold all of them and their log-probs",
+    )
+    processed_logprobs: bool = Field(
+        default=False, description="log-probs of what was drawn from, top_p and top_k included"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="sent where there are any, for servers that tell their template"
+    )
+    known_as: str | None = Field(
+        default=None,
+        max_length=500,
+        description="what the record calls the model; absent: as the server does",
+    )
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = Field(
+        default="max_tokens", description="what the server calls it; OpenAI's reasoning models, the latter"
+    )
+    leave_out: tuple[Literal["temperature", "top_p", "seed", "tool_choice"], ...] = Field(
+        default=(), description="keys that the server refuses; its own defaults then hold"
+    )
+    extra_body: dict[str, Any] = Field(
+        default_factory=dict, description="more keys of the request, such as reasoning_effort"
+    )
+    request_timeout_s: float = Field(default=120.0, gt=0.0, le=3_600.0)
+    max_attempts: int = Field(default=5, ge=1, le=100)
+    retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no wait begins after this")
+
+    @field_validator("extra_body")
+    @classmethod
+    def _adds_only(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(SET_BY_THE_POLICY & extra.keys())
+        if taken:
+            raise ValueError(f"{taken[0]!r} is set by the policy itself, and has a key or flag of its own")
+        return extra
+
+    @model_validator(mode="after")
+    def _draws_as_recorded(self) -> Self:
+        if self.exact_tokens != "vllm":
+            return self
+        if self.tool_choice == "required":
+            raise ValueError(
+                "tool_choice: 'required' has the server draw under a grammar, which changes what is drawn "
+                "past what is recorded of it; 'auto' does not"
+            )
+        taken = sorted((SAMPLED_PLAINLY.keys() | DRAWN_OTHERWISE) & self.extra_body.keys())
+        if taken:
+            raise ValueError(
+                f"extra_body: {taken[0]!r} would change what is drawn past what is recorded of it"
+            )
+        return self
+
+    @property
+    def asks_gateway_of_ours(self) -> bool:
+        """Which keeps a conversation's ids, and knows what of the request is no word of OpenAI's."""
+        return self.ask_token_ids and self.exact_tokens == "turnwise"

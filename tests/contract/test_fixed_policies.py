@@ -1,0 +1,337 @@
+"""Fixed policies over real HTTP: a task app, the gateway of a job, and servers of somebody else's."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import SecretStr
+
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import PolicyLogprobs
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job
+from tests.exact_server import exact_server
+from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.probe import probe_server
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.segments import segments_of
+from trainer_backend.errors import JobError, NothingToLearnFrom
+from trainer_backend.evaluation.play import Checkpoint, evaluate
+from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.scoring import Scorer
+from trainer_backend.models import build_preset, save_model_folder
+from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.sampled_by import policy_by
+from trainer_backend.services.fixed_folders import checked_folders
+from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences
+from trainer_backend.services.policy_server import serving
+from trainer_backend.services.task_apps import task_apps
+
+KEY = "sk-very-secret-0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def folders(
+    trained: tuple[RunDirectory, Any, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Path]:
+    """Models of the same tokens: of a warm-up, of two iterations after it, and one that knows nothing."""
+    checkpoints = trained[0].path / "checkpoints"
+    fresh = tmp_path_factory.mktemp("fresh")
+    tokenizer = load_tokenizer(checkpoints / "iteration_0")
+    save_model_folder(fresh, build_preset("tiny-0.3m", tokenizer, seed=7), tokenizer)
+    return {"warm": checkpoints / "iteration_0", "later": checkpoints / "iteration_2", "fresh": fresh}
+
+
+def mixed_job(actor: Path, *, alpha: float = 0.5, **overrides: Any) -> JobConfig:
+    """8 episodes of 3 decisions an iteration, no warm-up, each rollout drawn for itself."""
+    job = tiny_job(
+        **{
+            "model__preset": None,
+            "model__path": str(actor),
+            "rollout__max_turns": 3,
+            "training__iterations": 1,
+            "evaluation__instances": 1,
+            "rollout_allocation_schedule__alpha": alpha,
+            "rollout_allocation_schedule__unit": "rollout",
+            **overrides,
+        }
+    )
+    return job.model_copy(update={"warmup": None})
+
+
+async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) -> list[Rollout]:
+    """The first iteration, and the same once more after new weights of the actor."""
+    fixed = FixedPolicies.of(job, checked_folders(job), learner)
+    async with (
+        task_apps(job, tmp_path / "log") as apps,
+        serving(job, learner, fixed=fixed.policies) as server,
+    ):
+        found: list[Rollout] = []
+        for run_id in ("run.1", "run.2"):
+            planner = Planner(job, run_id, server.inference, fixed=fixed_inferences(job, server.inference))
+            collection = await Collector(apps, timeout_s=100).collect(planner.training(1))
+            assert not collection.failed, collection.failed
+            found += collection.rollouts
+            with torch.no_grad():
+                for weight in learner.model.parameters():
+                    weight += 0.02 * torch.randn_like(weight)
+            await server.publish(1)
+    fixed.compared()
+    return found
+
+
+def exact(rollout: Rollout) -> list[PolicyLogprobs]:
+    return [step.policy_logprobs for step in rollout.trajectory.steps]
+
+
+def scorer_in(folder: Path) -> Scorer:
+    """As a learner that holds the model of the folder scores."""
+    return LocalLearner.fresh(tiny_job(model__preset=None, model__path=str(folder)), []).scorer
+
+
+def scored(scorer: Scorer, rollout: Rollout) -> list[float]:
+    segments = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+    found = scorer.score(segments, row_tokens=512, micro_batch_tokens=1024)
+    return [value for part in found for value in part]
+
+
+def sampled(rollout: Rollout) -> list[float]:
+    return [value for call in exact(rollout) for value in call.logprobs]
+
+
+def by_policy(job: JobConfig, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    names = {policy_by(job, rollout) for rollout in rollouts}
+    return {name: [item for item in rollouts if policy_by(job, item) == name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def twice(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rollout]]:
+    """By policy, an iteration and the same once more after the actor's weights have changed."""
+    job = mixed_job(
+        folders["fresh"],
+        alpha=0.4,
+        rollout_only__model_path=str(folders["warm"]),
+        rollout__episodes_per_batch=16,
+        rollout__allow_truncated_sampling=True,
+    )
+    (fixed,) = job.rollout_only
+    cut = fixed.model_copy(update={"name": "cut", "top_k": 1})
+    job = job.model_copy(update={"rollout_only": (fixed, cut)})
+    learner = LocalLearner.fresh(job, [])
+    return by_policy(job, asyncio.run(played_twice(job, learner, tmp_path_factory.mktemp("twice"))))
+
+
+def test_rollouts_of_a_fixed_policy_have_the_ids_and_log_probs_that_a_learner_of_its_weights_finds(
+    twice: dict[str, list[Rollout]], folders: Mapping[str, Path]
+):
+    assert {name: len(found) > 0 for name, found in twice.items()} == {
+        ACTOR: True, "fixed": True, "cut": True
+    }  # fmt: skip
+    owner = scorer_in(folders["warm"])
+    for rollout in twice["fixed"]:
+        assert (rollout.trajectory.model, {call.versions for call in exact(rollout)}) == (
+            "tiny/fixed", {((0, 0),)}
+        )  # fmt: skip
+        assert scored(owner, rollout) == pytest.approx(sampled(rollout), abs=1e-4)
+    for rollout in twice[ACTOR]:
+        assert max(abs(a - b) for a, b in zip(scored(owner, rollout), sampled(rollout), strict=True)) > 0.1
+
+
+def test_weights_that_the_actor_publishes_do_not_touch_a_fixed_policy(twice: dict[str, list[Rollout]]):
+    for name, same in (("fixed", True), ("cut", True), (ACTOR, False)):
+        before, after = (
+            [item for item in twice[name] if item.run_id == run_id] for run_id in ("run.1", "run.2")
+        )
+        tokens = [[call.token_ids for item in found for call in exact(item)] for found in (before, after)]
+        assert (tokens[0] == tokens[1]) is same
+        if same:
+            for one, other in zip(before, after, strict=True):
+                assert sampled(one) == pytest.approx(sampled(other), abs=1e-5)
+
+
+def test_what_is_drawn_from_a_part_of_the_vocabulary_has_its_probability_there(
+    twice: dict[str, list[Rollout]],
+):
+    for rollout in twice["cut"]:
+        assert sampled(rollout) == pytest.approx([0.0] * len(sampled(rollout)), abs=1e-6)
+
+
+def remote_job(folders: Mapping[str, Path], url: str, **keys: Any) -> JobConfig:
+    """`keys` of [rollout_only], or of another table as `table__key`."""
+    remote = {"inference_url": url, "model": "their/model-1", "api_key_env": "THEIR_KEY", **keys}
+    named = {key if "__" in key else f"rollout_only__{key}": value for key, value in remote.items()}
+    return mixed_job(folders["later"], rollout__allow_truncated_sampling=True, **named)
+
+
+def test_a_server_of_somebody_elses_samples_under_the_policys_name_and_its_key_is_stored_nowhere(
+    folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    with exact_server(folders["warm"], key=KEY) as server:
+        job = remote_job(folders, server.url)
+        directory, reporter, progress = train_job(job, tmp_path / "run")
+    assert progress.iteration == 1
+    found = by_policy(job, read_rollouts(directory.rollouts_file("iteration_1")))
+    owner = scorer_in(folders["warm"])
+    for rollout in found["fixed"]:
+        assert rollout.trajectory.model == "tiny/fixed"
+        assert scored(owner, rollout) == pytest.approx(sampled(rollout), abs=1e-4)
+    (row,) = rows_of(directory, "iteration")
+    assert row["mixture/fixed/episodes"] == len(found["fixed"]) > 0
+    # one decision was the probe's
+    assert len(server.bodies) == 1 + sum(len(rollout.trajectory.steps) for rollout in found["fixed"])
+    assert f"fixed policy 'fixed': their/model-1 at {server.url} returns exact tokens, for" in "".join(
+        reporter.lines
+    )
+    recorded = json.loads((directory.path / FIXED_RECORD).read_text())
+    assert recorded == {"fixed": {"model": "their/model-1", "url": server.url}}
+    for path in directory.path.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+    assert not any(KEY in line for line in reporter.lines)
+
+
+# Of a server, and of the job; and what is told. Loopback is on every task app's list of hosts.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "no choices[0].logprobs.content, though"),
+    "no token ids": ({"leaves_out": {"token_ids"}}, {}, "no choices[0].token_ids, though"),
+    "no prompt ids": ({"leaves_out": {"prompt_token_ids"}}, {}, "no prompt_token_ids, though"),
+    "template": ({"greets": "<|system|>hi"}, {}, "it renders the job's first prompt to 4"),
+    "key": ({"key": "another"}, {}, "the inference server refused: status 401"),
+    "down": ({"answers": 0}, {}, "the inference server is unavailable: status 503"),
+    "raw": ({}, {"logprobs": "processed", "temperature": 0.7}, "with top_k = 1 its log-probs should be 0"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(
+    folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, str, int]]:
+    """For each of REFUSED and two good ones: what was told, of which address, after how many answers."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("THEIR_KEY", KEY)
+        return asyncio.run(_probed(folders, tmp_path_factory.mktemp("probes") / "log"))
+
+
+async def _probed(folders: Mapping[str, Path], log: Path) -> dict[str, tuple[str, str, int]]:
+    renderer = ChatRenderer(load_tokenizer(folders["later"]))
+    rows = len(renderer.tokenizer)
+    async with task_apps(tiny_job(), log) as apps:
+
+        async def probed(name: str, habits: dict[str, Any], keys: dict[str, Any]) -> tuple[str, str, int]:
+            with exact_server(folders["warm"], host="127.0.0.1", **{"key": KEY, **habits}) as server:
+                job = remote_job(folders, server.url, **keys)
+                gateway = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("k"), 256)
+                planner = Planner(job, name, gateway, fixed=fixed_inferences(job, gateway))
+                collector = Collector(apps, timeout_s=100)
+
+                def encode(messages: Any, tools: Any) -> list[int]:
+                    return renderer.encode(renderer.prompt_text(messages, tools))
+
+                try:
+                    told = await probe_server(planner, collector, job.fixed("fixed"), encode, vocabulary=rows)
+                except JobError as error:
+                    told = str(error)
+                return told, server.url, len(server.bodies)
+
+        warm = {"logprobs": "processed", "temperature": 0.7, "top_k": 3}
+        good: dict[str, Any] = {"good": ({}, {}), "processed": ({"processed": True}, warm)}
+        cases = {**good, **{name: (habits, keys) for name, (habits, keys, _) in REFUSED.items()}}
+        names = [name.replace(" ", "-") for name in cases]
+        found = await asyncio.gather(
+            *(probed(name, *case) for name, case in zip(names, cases.values(), strict=True))
+        )
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_server_whose_samples_could_not_be_weighed_is_refused_with_the_reason(
+    refusals: dict[str, tuple[str, str, int]], case: str
+):
+    told, url, answers = refusals[case]
+    assert told.startswith(f"[rollout_only] 'fixed', their/model-1 at {url}: ")
+    assert REFUSED[case][2] in told
+    assert answers <= 5, "nothing but the probes"
+    assert KEY not in told
+
+
+def test_a_server_that_can_be_mixed_is_told_after_an_answer_or_two(refusals: dict[str, tuple[str, str, int]]):
+    for case, most in (("good", 1), ("processed", 5)):
+        told, url, answers = refusals[case]
+        exact = f"their/model-1 at {url} returns exact tokens, for the actor's own prompts"
+        assert told == f"fixed policy 'fixed': {exact}" and answers <= most
+
+
+def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_name_and_what_was_learned_stays(
+    folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    quick = {"rollout__policy_config": {"retry_budget_s": 0.2}, "training__iterations": 3}
+    with exact_server(folders["warm"], key=KEY, answers=20) as server:
+        job = remote_job(folders, server.url, **quick)
+        with pytest.raises(NothingToLearnFrom) as caught:
+            train_job(job, tmp_path / "run")
+    assert "'fixed'" in str(caught.value) and f"their/model-1 at {server.url}" in str(caught.value)
+    assert "inference_unavailable" in str(caught.value)
+    assert list((tmp_path / "run" / "checkpoints").glob("iteration_*"))
+
+
+@pytest.fixture(scope="module")
+def run(
+    folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunDirectory, ListReporter]:
+    """A preset that learns beside a fixed policy whose folder is a copy of its own, to be taken away."""
+    path = tmp_path_factory.mktemp("mixture")
+    shutil.copytree(folders["warm"], path / "fixed")
+    job = mixed_job(folders["warm"], rollout_only__model_path=str(path / "fixed"))
+    table = job.model.model_copy(update={"path": None, "preset": "tiny-0.3m"})
+    directory, reporter, _ = train_job(job.model_copy(update={"model": table}), path / "run")
+    return directory, reporter
+
+
+def test_a_preset_takes_the_tokens_of_its_fixed_policy_and_no_play_is_needed_for_them(
+    run: tuple[RunDirectory, ListReporter], folders: Mapping[str, Path]
+):
+    directory, reporter = run
+    own = load_tokenizer(directory.checkpoints / "iteration_1").get_vocab()
+    assert own == load_tokenizer(folders["warm"]).get_vocab()
+    assert rows_of(directory, "prompts") == rows_of(directory, "teacher") == []
+    loaded, ended = (line for line in reporter.lines if line.startswith("fixed policy 'fixed': "))
+    assert loaded.rpartition(" ")[2] == ended.rpartition(" ")[2] and "as they were loaded" in ended
+    (memory,) = (line for line in reporter.lines if line.startswith("memory "))
+    assert ", fixed " in memory and ", fixed cache " in memory
+
+
+def test_a_run_goes_on_with_the_same_weights_and_with_no_others(
+    run: tuple[RunDirectory, ListReporter], folders: Mapping[str, Path]
+):
+    directory, _ = run
+    job = directory.job()
+    moved = job.rollout_only[0].model_copy(update={"model_path": folders["warm"]})
+    again = job.model_copy(update={"rollout_only": (moved,)})
+    train_job(again, directory.path, resume=directory)
+    other = moved.model_copy(update={"model_path": folders["fresh"]})
+    with pytest.raises(
+        JobError, match=r"'fixed': the run has samples of the weights with sha256 [0-9a-f]{64}"
+    ):
+        train_job(job.model_copy(update={"rollout_only": (other,)}), directory.path, resume=directory)
+    assert directory.job().rollout_only == (moved,), "a job that was refused does not stay"
+
+
+def test_what_was_learned_is_played_without_the_fixed_policy(
+    run: tuple[RunDirectory, ListReporter], tmp_path: Path
+):
+    directory, _ = run
+    job = directory.job()
+    gone = job.rollout_only[0].model_copy(update={"model_path": tmp_path / "gone"})
+    job = job.model_copy(update={"rollout_only": (gone,)})
+    found = asyncio.run(evaluate(job, Checkpoint(directory.checkpoints / "iteration_1")))
+    assert found.models == ("tiny/actor",)

@@ -1,0 +1,49 @@
+"""`turnwise check` of a mixture: what is wrong with a fixed model is told, and nothing is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trainer_backend.__main__ import app
+from trainer_backend.errors import JobError
+from trainer_backend.rundir.layout import RunDirectory
+
+
+def job_file(folder: Path, **rollout_only: str) -> Path:
+    table = "".join(f'{key} = "{value}"\n' for key, value in rollout_only.items())
+    path = folder / "job.toml"
+    path.write_text(
+        f'[model]\npreset = "tiny-0.3m"\n[rollout_only]\n{table}[rollout_allocation_schedule]\nalpha = 0.5\n'
+    )
+    return path
+
+
+def test_a_fixed_policy_that_fits_is_told_with_its_folder(
+    trained: tuple[RunDirectory, Any, Any], tmp_path: Path
+):
+    run = trained[0].path
+    found = CliRunner().invoke(app, ["check", str(job_file(tmp_path, model_path=str(run)))])
+    assert found.exit_code == 0
+    assert f"fixed policy 'fixed': {run}/checkpoints/iteration_" in found.stderr.replace("\n", "")
+
+
+def test_one_that_does_not_fit_is_told_by_the_first_difference(
+    trained: tuple[RunDirectory, Any, Any], tmp_path: Path, model_folders: dict[str, Path]
+):
+    asked = ["check", str(job_file(tmp_path, model_path=str(trained[0].path)))]
+    asked += ["--set", f"model.path={model_folders['llama']}"]
+    with pytest.raises(
+        JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed against the actor: "
+    ):
+        CliRunner().invoke(app, asked, catch_exceptions=False)
+
+
+def test_a_servers_key_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("THEIR_KEY", raising=False)
+    remote = {"inference_url": "http://127.0.0.1:9", "model": "m", "api_key_env": "THEIR_KEY"}
+    asked = ["check", str(job_file(tmp_path, **remote)), "--set", f"model.path={tmp_path}"]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(JobError, match="api_key_env: the environment variable THEIR_KEY is not set"):
+        CliRunner().invoke(app, asked, catch_exceptions=False)

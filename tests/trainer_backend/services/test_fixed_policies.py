@@ -1,0 +1,231 @@
+"""Fixed policies before they are served: looked at, loaded beside the actor, or refused with the reason."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import SecretStr
+from transformers import PreTrainedTokenizerFast
+
+from tests.conftest import tiny_job
+from tests.model_folders import edit_json
+from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.errors import JobError, ModelFolderError, TrainerError
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.services.fixed_folders import checked_folders
+from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences
+from trainer_backend.services.policy_server import engine_limits, serving
+
+GATEWAY = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("k"), 256)
+SERVER = {"inference_url": "https://gpu.example:8443/v1", "model": "Qwen/Qwen3-8B"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same tokens as `learner_of(tokenizer)`, with other weights."""
+    path = tmp_path_factory.mktemp("fixed") / "model"
+    save_model_folder(path, build_preset("tiny-0.3m", tokenizer, seed=8), tokenizer)
+    return path
+
+
+def mixed(*tables: Mapping[str, Any], unit: str = "iteration", **overrides: Any) -> JobConfig:
+    """The tiny job with fixed policies; a table each."""
+    job = tiny_job(
+        rollout_only__model_path="x",
+        rollout_allocation_schedule__alpha=0.5,
+        rollout_allocation_schedule__unit=unit,
+        **overrides,
+    )
+    return JobConfig.model_validate({**job.model_dump(), "rollout_only": list(tables)})
+
+
+def local(path: Path, **keys: Any) -> dict[str, Any]:
+    return {"model_path": str(path), **keys}
+
+
+def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
+    trained: tuple[RunDirectory, Any, Any], tmp_path: Path
+):
+    run = trained[0].path
+    newest = run / "checkpoints" / "iteration_2"
+    assert checked_folders(mixed(local(newest)))["fixed"] == newest
+    best = run / "checkpoints" / (run / "checkpoints" / "best").read_text()
+    assert checked_folders(mixed(local(run, name="old")))["old"] == best
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints" / "best").unlink()
+    assert checked_folders(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
+
+
+def test_a_job_without_fixed_policies_looks_at_nothing():
+    job = tiny_job()
+    assert (checked_folders(job), fixed_inferences(job, GATEWAY)) == ({}, {})
+    assert FixedPolicies().policies == {} and FixedPolicies().compared() == []
+
+
+def test_what_is_no_model_is_told_by_the_name_of_the_policy(tmp_path: Path, folder: Path):
+    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*nowhere: no such folder"):
+        checked_folders(mixed(local(tmp_path / "nowhere")))
+    with pytest.raises(JobError, match=r"'fixed': model_path is a run directory, and .* no checkpoint yet"):
+        checked_folders(mixed(local(create_run(tiny_job(), tmp_path / "run").path)))
+    shutil.copytree(folder, tmp_path / "half", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'b': .*half: no weights in this folder"):
+        checked_folders(mixed(local(folder, name="a"), local(tmp_path / "half", name="b")))
+
+
+def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
+    model_folders: Mapping[str, Path], folder: Path, tmp_path: Path
+):
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "model.safetensors").write_bytes(b"never read")
+    job = mixed(local(tmp_path / "copy"), model__preset=None, model__path=str(model_folders["qwen3"]))
+    with pytest.raises(JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed .*vocabulary has"):
+        checked_folders(job)
+
+
+def test_those_beside_a_preset_must_be_alike(folder: Path, tmp_path: Path):
+    other = train_tokenizer(["other words of another run"] * 20, 300, whole_words=["noop", "do"])
+    save_model_folder(tmp_path, build_preset("tiny-0.3m", other, seed=1), other)
+    with pytest.raises(JobError, match=r"'b': it cannot be weighed against the actor: "):
+        checked_folders(mixed(local(folder, name="a"), local(tmp_path, name="b")))
+    assert set(checked_folders(mixed(local(folder, name="a"), local(folder, name="b")))) == {"a", "b"}
+
+
+def test_a_run_that_goes_on_is_compared_with_its_checkpoint(folder: Path, model_folders: Mapping[str, Path]):
+    assert checked_folders(mixed(local(folder)), folder) == {"fixed": folder}
+    with pytest.raises(JobError, match="cannot be weighed against the actor"):
+        checked_folders(mixed(local(folder)), model_folders["qwen3"])
+
+
+def test_a_model_that_ends_its_answers_otherwise_is_refused(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path
+):
+    shutil.copytree(folder, tmp_path / "copy")
+    end = tokenizer.eos_token_id
+    edit_json(tmp_path / "copy" / "generation_config.json", eos_token_id=[end, tokenizer.pad_token_id])
+    learner = learner_of(tokenizer)
+    with pytest.raises(
+        JobError, match=rf"ends its answers with the ids \[0, {end}\], the actor with \[{end}\]"
+    ):
+        FixedPolicies.of(learner.job, {"fixed": tmp_path / "copy"}, learner)
+
+
+def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path
+):
+    shutil.copytree(folder, tmp_path / "copy")
+    edit_json(tmp_path / "copy" / "config.json", max_position_embeddings=64)
+    learner = learner_of(tokenizer)
+    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*made for 64 positions"):
+        FixedPolicies.of(learner.job, {"fixed": tmp_path / "copy"}, learner)
+
+
+def test_ids_that_the_actor_does_not_embed_are_never_sampled(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    model = build_preset("tiny-0.3m", tokenizer, seed=8)
+    model.resize_token_embeddings(len(tokenizer) + 28, mean_resizing=False)
+    save_model_folder(tmp_path, model, tokenizer)
+    learner = learner_of(tokenizer)
+    found = FixedPolicies.of(learner.job, {"large": tmp_path}, learner)
+    (line,) = found.told()
+    assert line.endswith("; it never samples the 28 ids that no tokenizer has and the actor does not embed")
+    assert found.policies["large"].engine._vocabulary == len(tokenizer)
+    assert len(found.compared()) == 1
+
+
+async def test_weights_that_changed_while_they_served_are_told_and_published_ones_change_none(
+    tokenizer: PreTrainedTokenizerFast, folder: Path
+):
+    learner = learner_of(tokenizer)
+    found = FixedPolicies.of(mixed(local(folder)), {"fixed": folder}, learner)
+    async with serving(learner.job, learner, fixed=found.policies) as server:
+        await server.publish(1)
+    (line,) = found.compared()
+    assert line == (
+        "fixed policy 'fixed': its weights are as they were loaded, sha256 "
+        f"{found.weights['fixed'].sha256[:12]}"
+    )
+    with torch.no_grad():
+        next(found.policies["fixed"].engine._model.parameters())[0, 0] += 1e-3
+    with pytest.raises(
+        TrainerError, match=r"'fixed': its weights have changed since they were loaded: sha256"
+    ):
+        found.compared()
+
+
+def test_each_is_asked_by_its_own_name_and_in_the_words_of_its_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GPU_KEY", "sk-0123456789")
+    job = mixed(
+        local(folder, name="near"),
+        local(folder, name="cut", top_k=5),
+        {"name": "far", "api_key_env": "GPU_KEY", **SERVER},
+        {"name": "warm", "logprobs": "processed", "temperature": 0.7, **SERVER},
+        rollout__allow_truncated_sampling=True,
+    )
+    found = fixed_inferences(job, GATEWAY)
+    assert found["near"] == Inference(GATEWAY.url, "tiny/near", GATEWAY.key, 256)
+    assert found["cut"].asks == {"processed_logprobs": True}
+    assert found["far"] == Inference(
+        SERVER["inference_url"], SERVER["model"], SecretStr("sk-0123456789"), None,
+        {"exact_tokens": "vllm", "known_as": "tiny/far"},
+    )  # fmt: skip
+    assert found["warm"].asks == {
+        "exact_tokens": "vllm", "known_as": "tiny/warm", "processed_logprobs": True
+    }  # fmt: skip
+    spec = Planner(job, "run.1", GATEWAY, fixed=found).sampled_by("far", "probe")
+    assert spec.inference_key == SecretStr("sk-0123456789")
+    assert (spec.config["model"], spec.config["known_as"]) == (SERVER["model"], "tiny/far")
+
+
+def test_a_key_that_is_not_set_is_told_before_anything_is_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("GPU_KEY", raising=False)
+    job = mixed(local(folder), {"name": "far", "api_key_env": "GPU_KEY", **SERVER})
+    with pytest.raises(JobError, match=r"'far': api_key_env: the environment variable GPU_KEY is not set"):
+        checked_folders(job)
+
+
+@pytest.mark.parametrize(
+    ("threads", "unit", "engines", "each"),
+    [
+        (4, "group", 2, 2),
+        (4, "rollout", 3, 1),
+        (1, "group", 2, 1),
+        (4, "iteration", 2, 4),
+        (4, "group", 1, 4),
+    ],
+)
+def test_engines_that_may_sample_at_a_time_share_the_threads(
+    folder: Path, threads: int, unit: str, engines: int, each: int
+):
+    job = mixed(local(folder), unit=unit, inference__threads=threads)
+    assert engine_limits(job, engines=engines).torch_threads == each
+
+
+def test_an_engine_of_a_job_without_fixed_policies_has_all_threads():
+    assert engine_limits(tiny_job(inference__threads=3)).torch_threads == 3
+
+
+def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, folder: Path
+):
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
+    learner = learner_of(tokenizer)
+    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"):
+        FixedPolicies.of(learner.job, {"fixed": tmp_path / "copy"}, learner)

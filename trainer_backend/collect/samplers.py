@@ -1,0 +1,107 @@
+"""Who samples a rollout, and what its policy is told of server and sampling. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import SecretStr
+
+from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.trajectory import Sampling
+from trainer_backend.core.allocation import RolloutAllocationSchedule
+from trainer_backend.core.mixture_history import Past
+from trainer_backend.core.policies import ACTOR, policy_of
+from trainer_backend.core.selection import ByReward, Selection, Weighted
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.plugins import allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """Where a language-model policy asks, under which model name, with which key, if it needs one.
+
+    Attributes:
+        max_model_len: what the server's prompts and responses may have together, in tokens; None: not known.
+        asks: more of the policy's config, for a server that is asked in another way than a gateway for its
+            actor; `rollout.policy_config` goes over it.
+    """
+
+    url: str
+    model: str
+    key: SecretStr | None
+    max_model_len: int | None = None
+    asks: Mapping[str, Any] = field(default_factory=dict)
+
+
+def model_config(job: JobConfig, inference: Inference, sampling: Sampling, *, seed: int) -> dict[str, Any]:
+    """The config of a policy that asks a model."""
+    return {
+        "inference_url": inference.url,
+        "model": inference.model,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        **({"max_model_length": min(_lengths(job, inference))} if job.multi_turn.enable else {}),
+        **inference.asks,
+        "seed": seed,
+    }
+
+
+def _lengths(job: JobConfig, inference: Inference) -> list[int]:
+    """That bound prompt and response; the model plans with the lower one, where it may ask."""
+    found = (job.multi_turn.max_model_length, inference.max_model_len)
+    return [length for length in found if length is not None]
+
+
+def sampler_of(request: RolloutRequest) -> str:
+    """The policy that a request is to be sampled by."""
+    config = request.policy.config
+    return policy_of(config.get("known_as") or config.get("model"))
+
+
+def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> RolloutAllocationSchedule | None:
+    """The schedule of a job; None where it has no fixed policy, and so no choice.
+
+    Args:
+        history: iterations that are over, for what looks back on them.
+    """
+    table, active = job.rollout_allocation_schedule, job.fixed_policies
+    if table is None or not active:
+        return None
+    plug = allocation(table.type)
+    given = {key: getattr(table, key) for key in plug.needs | plug.takes}
+    keys = {key: value for key, value in given.items() if value is not None}
+    selection: Selection = Weighted({item.name: item.weight for item in active})
+    if table.selection == "reward":
+        selection = ByReward([item.name for item in active], history)
+    past = {"history": history} if plug.looks_back else {}
+    return plug.make(seed=job.job.seed, selection=selection, **keys, **past)
+
+
+def looks_back(job: JobConfig) -> bool:
+    """Whether its choices depend on what earlier iterations told."""
+    table = job.rollout_allocation_schedule
+    return table is not None and (allocation(table.type).looks_back or table.selection == "reward")
+
+
+def samplers(
+    job: JobConfig, history: Sequence[Past], stage: str, iteration: int, *, groups: int
+) -> list[list[str]]:
+    """[groups][siblings] who samples each rollout of a stage of an iteration, by the job's mixing unit.
+
+    All of an iteration includes its refills; otherwise each group, or rollout, of a refill draws for itself.
+    """
+    size, table = job.training.group_size, job.rollout_allocation_schedule
+    schedule = schedule_of(job, history)
+    if schedule is None or table is None:
+        return [[ACTOR] * size for _ in range(groups)]
+    if table.unit == "iteration":
+        return [schedule.choices(iteration, [()]) * size for _ in range(groups)]
+    if table.unit == "group":
+        chosen = schedule.choices(iteration, [(stage, group) for group in range(groups)])
+        return [[policy] * size for policy in chosen]
+    chosen = schedule.choices(
+        iteration, [(stage, group, sibling) for group in range(groups) for sibling in range(size)]
+    )
+    return [chosen[group * size : (group + 1) * size] for group in range(groups)]

@@ -1,0 +1,83 @@
+"""The schedule that goes by what earlier iterations told of the actor and of the fixed policies. Pure."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trainer_backend.core.allocation import RolloutAllocationSchedule, refuse_no_share
+from trainer_backend.core.mixture_history import COUNTED, OUTCOME, Past, mean_over
+from trainer_backend.core.policies import ACTOR
+
+MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # what a job gets that does not say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptiveSchedule(RolloutAllocationSchedule):
+    """As many fixed samples as can be learned from, and as are worth it:
+
+        alpha = clip(1 - (1 - min_alpha) * counted * gap_share, min_alpha, max_alpha)
+        gap_share = clip(gap / largest gap so far, 0, 1);  0 where no gap was ever above 0
+
+    `counted` is what a fixed sample was worth in its update beside one of the actor's, a share in [0, 1]
+    (`core.behaviour.counted_share`): it falls as the actor moves away from what it is shown. `gap` is their
+    mean outcome less that of the actor's: it falls as the actor catches up. Both look back on the last
+    `window` iterations that have such samples, so a fixed policy that is no better than the actor is left
+    (alpha = max_alpha), and what was known of it stands: it comes back when the actor falls behind, or is
+    looked at again by chance where max_alpha is below 1. Before both have outcomes alpha is alpha_0; what no
+    update has told yet counts as 1.
+
+    A schedule of our own: source 4 has it in its list of extensions, without a formula.
+
+    Attributes:
+        history: iterations that are over; only those before a step are looked at.
+    """
+
+    alpha_0: float
+    min_alpha: float = MIN_ALPHA
+    max_alpha: float = MAX_ALPHA
+    window: int = WINDOW
+    history: Sequence[Past] = ()
+
+    def __post_init__(self) -> None:
+        refuse_no_share(alpha_0=self.alpha_0, min_alpha=self.min_alpha, max_alpha=self.max_alpha)
+        if not self.min_alpha <= self.alpha_0 <= self.max_alpha or self.window < 1:
+            raise ValueError(
+                "alpha_0 must lie within min_alpha and max_alpha, and window must be 1 at least; got "
+                f"{self.alpha_0}, {self.min_alpha}, {self.max_alpha} and {self.window}"
+            )
+
+    def alpha(self, step: int) -> float:
+        known = [past for past in self.history if past.iteration < step]
+        gaps = _gaps(known, self.window)
+        if not gaps:
+            return self.alpha_0
+        largest = max(gaps)
+        gap_share = min(max(gaps[-1] / largest, 0.0), 1.0) if largest > 0.0 else 0.0
+        wanted = 1.0 - (1.0 - self.min_alpha) * _counted(known, self.window) * gap_share
+        return min(max(wanted, self.min_alpha), self.max_alpha)
+
+
+def _gaps(known: Sequence[Past], window: int) -> list[float]:
+    """After each iteration that told of both: mean outcome of the fixed policies less the actor's."""
+    of_actor, of_fixed = deque[Past](maxlen=window), deque[Past](maxlen=window)
+    gaps = []
+    for past in known:
+        if ACTOR in past.episodes:
+            of_actor.append(past)
+        if past.episodes.keys() - {ACTOR}:
+            of_fixed.append(past)
+        actor = mean_over(of_actor, [ACTOR], of=OUTCOME)
+        fixed = mean_over(of_fixed, _fixed(of_fixed), of=OUTCOME)
+        if actor is not None and fixed is not None:
+            gaps.append(fixed - actor)
+    return gaps
+
+
+def _counted(known: Sequence[Past], window: int) -> float:
+    told = [past for past in known if past.counted.keys() - {ACTOR}][-window:]
+    found = mean_over(told, _fixed(told), of=COUNTED)
+    return 1.0 if found is None else min(max(found, 0.0), 1.0)
+
+
+def _fixed(past: Iterable[Past]) -> set[str]:
+    return {policy for item in past for policy in item.episodes} - {ACTOR}

@@ -1,0 +1,129 @@
+"""Behaviour weights: how much a token counts that another policy sampled than the one that is trained.
+
+    log w_u = sum over the tokens of unit u of (logprob - behaviour logprob)
+
+A unit is a token, a decision or an episode (`core.units`): with all of an episode, and before any truncation,
+the weighted gradient is the policy gradient; a token's weight alone is not, for what came before and after it
+was sampled by the other policy too (tests/trainer_backend/core/test_off_policy.py enumerates a small case).
+Only sampled tokens stand in these columns, so what prompts, tools and users said enters no weight.
+
+Tensor methods only: see `core.losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from trainer_backend.core.losses import LOG_RATIO_LIMIT, RatioLevel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WeightMode = Literal["truncate", "mask"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightConfig:
+    """What becomes of weights that are far from 1: a bias that bounds their variance.
+
+    cap: the largest weight.
+    level: whose weight a token has: its own, its decision's or its episode's.
+    mode: "truncate" holds a weight above the cap at it; "mask" makes weights outside [floor, cap] 0.
+    floor: of mode "mask".
+
+    Raises:
+        ValueError: cap is not finite and above 0, or floor is negative or above it.
+    """
+
+    cap: float = 2.0
+    level: RatioLevel = "token"
+    mode: WeightMode = "truncate"
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.cap < math.inf:
+            raise ValueError(f"cap must be finite and above 0, got {self.cap}")
+        if not 0.0 <= self.floor <= self.cap:
+            raise ValueError(f"floor must lie in [0, cap], got {self.floor} with a cap of {self.cap}")
+
+
+def behaviour_weights(
+    logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, config: WeightConfig
+) -> Tensor:
+    """How much likelier a policy finds each token's unit than its sampler did, truncated; no gradient.
+
+    It multiplies the weights of a loss, whether the sampler is an older version of the policy or another
+    model. A token whose weight is 0 is padding to every loss.
+
+    Args:
+        logprobs: [N] of the policy that the samples are to stand for (nats).
+        behaviour_logprobs: [N] of the policy that sampled them, as it sampled.
+        units: int64, [N], see `log_weights`.
+        config: the truncation.
+
+    Returns:
+        [N], in [0, cap].
+
+    Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi";
+    DESIGN.md 4.9, 4.10.
+    """
+    return truncated(log_weights(logprobs, behaviour_logprobs, units), config)
+
+
+def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None) -> Tensor:
+    """[N] log w of each token's unit, before truncation, LOG_RATIO_LIMIT at most; no gradient.
+
+    Nothing holds it from below: units that are far away would all get the same small weight, and pass for
+    samples that count alike.
+
+    Args:
+        logprobs, behaviour_logprobs: as in `behaviour_weights`.
+        units: equal for tokens of one unit, whose tokens have to be here all together; None: each by itself.
+    """
+    difference = (logprobs - behaviour_logprobs).detach()
+    if units is not None:
+        # In float64: thousands of tokens are summed, and in whichever order they were packed.
+        sums = difference.new_zeros(int(units.max()) + 1).double()
+        difference = sums.index_add(0, units, difference.double())[units].to(difference.dtype)
+    return difference.clamp(max=LOG_RATIO_LIMIT)
+
+
+def truncated(logs: Tensor, config: WeightConfig) -> Tensor:
+    """[N] weights from their logs, in [0, cap]."""
+    weights = logs.exp()
+    if config.mode == "mask":
+        return weights.where((weights >= config.floor) & (weights <= config.cap), 0.0)
+    return weights.clamp(max=config.cap)
+
+
+def effective_share(weights: Sequence[float]) -> float:
+    """The effective sample size as a share of the samples.
+
+        (sum w)^2 / (n * sum w^2)
+
+    1 where all weigh the same, however little; 1/n where one alone counts, 0 where none does. It tells how
+    unequal weights are, and `counted_share` how much they are.
+
+    Args:
+        weights: [n] of the samples, at least 0; n >= 1.
+
+    Source: Kish, Survey Sampling, 1965.
+    """
+    squares = math.fsum(weight * weight for weight in weights)
+    return math.fsum(weights) ** 2 / (len(weights) * squares) if squares else 0.0
+
+
+def counted_share(weights: Sequence[float]) -> float:
+    """How many samples of weight 1, the actor's own, these are worth, as a share of their number.
+
+        min(effective_share, mean w) = (sum w)^2 / (n * max(sum w^2, sum w))
+
+    Of equal weights w it is min(w, 1): samples that all weigh 0.001 count as a thousandth.
+
+    Args:
+        weights: as in `effective_share`.
+    """
+    return min(effective_share(weights), math.fsum(weights) / len(weights))

@@ -1,0 +1,73 @@
+"""What earlier iterations of a mixture told, in their rows of metrics: all that a later choice may know.
+
+So a choice needs nothing but the rows, and a resumed run, which has them, chooses as it would have. Pure.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_backend.core.policies import ACTOR
+
+# Rows of metrics have them by policy, as `mixture/{policy}/{name}`.
+EPISODES, OUTCOME, COUNTED = "episodes", "outcome_reward", "counted_share"
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An iteration that is over.
+
+    Attributes:
+        iteration: which, from 1.
+        episodes: by policy, how many it sampled; only those that sampled any.
+        outcomes: by policy, the mean outcome of these.
+        counted: by policy, how much its samples counted in the update (`behaviour.counted_share`).
+    """
+
+    iteration: int
+    episodes: Mapping[str, float]
+    outcomes: Mapping[str, float]
+    counted: Mapping[str, float] = field(default_factory=dict)
+
+
+def metric_of(policy: str, name: str) -> str:
+    """What a row of metrics calls a figure of one policy."""
+    return f"mixture/{policy}/{name}"
+
+
+def past_of(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
+    """The iterations of a metrics file, in its order.
+
+    Args:
+        rows: of any kind.
+        fixed: names of the policies beside the actor.
+    """
+    return tuple(_past(row, (ACTOR, *fixed)) for row in rows if row.get("kind") == "iteration")
+
+
+def _past(row: Mapping[str, Any], policies: Sequence[str]) -> Past:
+    def of_each(name: str) -> dict[str, float]:
+        found = {policy: row.get(metric_of(policy, name)) for policy in policies}
+        return {policy: value for policy, value in found.items() if value is not None}
+
+    episodes = {policy: count for policy, count in of_each(EPISODES).items() if count}
+    return Past(row["iteration"], episodes, of_each(OUTCOME), of_each(COUNTED))
+
+
+def mean_over(past: Iterable[Past], policies: Collection[str], *, of: str) -> float | None:
+    """Mean of an outcome or of how much samples counted, an episode counting once; None where none is known.
+
+    Args:
+        policies: whose, together.
+        of: OUTCOME or COUNTED.
+    """
+    known = [
+        (item.episodes[policy], values[policy])
+        for item in past
+        for values in (item.outcomes if of == OUTCOME else item.counted,)
+        for policy in policies
+        if policy in values and policy in item.episodes
+    ]
+    count = math.fsum(episodes for episodes, _ in known)
+    return math.fsum(episodes * value for episodes, value in known) / count if count else None

@@ -1,0 +1,133 @@
+"""How the samples of one behaviour policy train: the three objectives of a mixture (DESIGN.md 4.10).
+
+With pi the policy in training, p the proximal one (the learner's before the step) and mu who sampled:
+
+    decoupled     the job's loss, its ratio pi/p, times the truncated weight p/mu    three policies
+    single_ratio  the job's loss, its ratio pi/mu                                    as source 4 publishes it
+    reinforce     -sum(w * truncated(pi/mu) * A * log pi)                            no clip
+
+The actor's own samples are `decoupled`: mu is then the version that sampled them, and its weight that of
+staleness. `single_ratio` ties the trust region to a model that never moves: as the actor leaves it, its
+tokens are held one by one. `reinforce` has no trust region beside truncation.
+
+Tensor methods only: see `core.losses`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+from trainer_backend.core.behaviour import WeightConfig, behaviour_weights, log_weights, truncated
+from trainer_backend.core.losses import (
+    LossConfig,
+    PolicyLoss,
+    RatioLevel,
+    at_level_of,
+    log_ratio,
+    policy_gradient_loss,
+    unit_means,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ObjectiveKind = Literal["decoupled", "single_ratio", "reinforce"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """[N] columns of tokens that one policy sampled.
+
+    logprobs: of the policy in training (nats), with gradient.
+    proximal_logprobs: of the learner before the step.
+    behaviour_logprobs: as their sampler drew them.
+    advantages: in reward units.
+    weights: of `core.aggregation`.
+    behaviour_weights: truncated proximal/behaviour, made before the first step.
+    units: int64, equal for tokens of one unit of the objective's `unit_level`.
+    """
+
+    logprobs: Tensor
+    proximal_logprobs: Tensor
+    behaviour_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    behaviour_weights: Tensor
+    units: Tensor
+
+    def at(self, chosen: Tensor | slice) -> Tokens:
+        """Some of them."""
+        return Tokens(**{column.name: getattr(self, column.name)[chosen] for column in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the samples of one behaviour policy are trained by.
+
+    kind: see the head of this file.
+    loss, clip: of the job.
+    ratio_level: whose ratio a token has, of those that clip one.
+    weighting: of the weight to who sampled.
+    trains_head: whether a critic learns from them.
+    samples_truncated: whether their sampler never says some of the tokens (top_p, top_k).
+    """
+
+    kind: ObjectiveKind
+    loss: PolicyLoss
+    clip: LossConfig
+    ratio_level: RatioLevel
+    weighting: WeightConfig
+    trains_head: bool = True
+    samples_truncated: bool = False
+
+    @property
+    def clips(self) -> bool:
+        """Whether a ratio is held within a range."""
+        return self.kind != "reinforce"
+
+    @property
+    def unit_level(self) -> RatioLevel:
+        """What has to be known as a whole before any of its tokens can train."""
+        return self.ratio_level if self.clips else self.weighting.level
+
+    def denominators(self, tokens: Tokens) -> Tensor:
+        """[N] log-probs that the ratio of the policy in training is taken to."""
+        return tokens.proximal_logprobs if self.kind == "decoupled" else tokens.behaviour_logprobs
+
+    def unit_logs(self, tokens: Tokens) -> Tensor | None:
+        """[N] what the tokens of a unit share, None where each has its own: the log of their ratio, a mean,
+        or for `reinforce` of their weight, a sum.
+
+        Args:
+            tokens: with all tokens of each unit that has one here.
+        """
+        if self.unit_level == "token":
+            return None
+        units = tokens.units - tokens.units.min()
+        if not self.clips:
+            return log_weights(tokens.logprobs, tokens.behaviour_logprobs, units)
+        ratios = log_ratio(tokens.logprobs, self.denominators(tokens), tokens.weights)
+        return unit_means(units, ratios, tokens.weights)
+
+    def levelled(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
+        """[N] log-probs whose ratio to the denominators is that of the token's unit."""
+        if unit_logs is None or not self.clips:
+            return tokens.logprobs
+        return at_level_of(unit_logs, tokens.logprobs, self.denominators(tokens))
+
+    def surrogate(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
+        """The loss of these tokens, in reward units; those of the cuts of a step add up."""
+        levelled, denominators = self.levelled(tokens, unit_logs), self.denominators(tokens)
+        weights, loss = tokens.weights, self.loss
+        if self.kind == "decoupled":
+            weights = weights * tokens.behaviour_weights
+        elif self.kind == "reinforce":
+            weights, loss = weights * self._weights_now(tokens, unit_logs), policy_gradient_loss
+        return loss(levelled, denominators, tokens.advantages, weights, self.clip)
+
+    def _weights_now(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
+        """[N] truncated pi/mu, of the policy as it is after the steps so far."""
+        if unit_logs is None:
+            return behaviour_weights(tokens.logprobs, tokens.behaviour_logprobs, None, self.weighting)
+        return truncated(unit_logs, self.weighting)

@@ -1,0 +1,178 @@
+"""The loss of a piece of an optimizer step, policy by policy: each by its objective, all of one sum."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainer_backend.core.collate import Batch
+from trainer_backend.core.kl import k3, kl_loss
+from trainer_backend.core.loss_metrics import clip_metrics
+from trainer_backend.core.losses import RatioLevel, entropy_loss, log_ratio, weighted_sum
+from trainer_backend.core.mixture_history import metric_of
+from trainer_backend.core.objective import Tokens
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.learner.behaviour import objectives_of
+
+# What is told of the samples of a fixed policy, of all that is told of the actor's as `loss/…`.
+_TOLD = ("ratio_mean", "entropy")
+_TOLD_OF_A_CLIP = ("clip_low_share", "clip_high_share")
+# How far the step lies from the proximal policy (nats a token), by all samples: what target_kl bounds.
+DRIFT = "loss/kl_to_proximal"
+# Where a step's shares have the critic's: no policy can be called so.
+CRITIC = "/critic"
+
+
+class PolicyTerms:
+    """The objectives of a job, and its loss over tokens of any of its policies."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self.objectives = objectives_of(job)
+        self._table = job.training
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Each policy's number in `Batch.policy_N`."""
+        return {policy: number for number, policy in enumerate(self.objectives)}
+
+    @property
+    def unit_levels(self) -> dict[str, RatioLevel]:
+        """Whose tokens belong together, by policy."""
+        return {policy: objective.unit_level for policy, objective in self.objectives.items()}
+
+    def trusted(self, batch: Batch) -> Batch:
+        """A whole step as a critic learns from it: of a fixed policy's samples nothing, or by their weights.
+
+        Where nothing is left to learn from, its head is not touched: moments alone would move it.
+        """
+        if batch.critic is None or len(self.objectives) == 1:
+            return batch
+        factors_N = torch.ones_like(batch.weight_N)
+        for policy, chosen in self._chosen(batch):
+            if policy != ACTOR:
+                learns = self.objectives[policy].trains_head
+                factors_N[chosen] = batch.behaviour_weight_N[chosen] if learns else 0.0
+        weight_N = batch.critic.weight_N * factors_N
+        return replace(batch, critic=replace(batch.critic, weight_N=weight_N) if weight_N.any() else None)
+
+    def shares(self, batch: Batch) -> dict[str, float]:
+        """Of the weights of a whole step, each policy's, and under CRITIC what is left of the value loss's:
+        a mean that is told is over its own samples."""
+        if len(self.objectives) == 1:
+            return {ACTOR: 1.0, CRITIC: 1.0}
+        shares = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
+        return shares if batch.critic is None else {**shares, CRITIC: float(batch.critic.weight_N.sum())}
+
+    def spans_pieces(self, batch: Batch) -> bool:
+        """Whether tokens of one unit may lie in several pieces of this step."""
+        return any(self.objectives[policy].unit_level == "episode" for policy, _ in self._chosen(batch))
+
+    def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
+        """A whole step with what the tokens of each episode share, by the log-probs of now."""
+        there, found_N = batch.to(logprobs_N.device), torch.zeros_like(logprobs_N)
+        for policy, chosen in self._chosen(there):
+            unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))
+            if unit_logs is not None:
+                found_N[chosen] = unit_logs
+        return replace(batch, unit_log_N=found_N)
+
+    def of(
+        self,
+        batch: Batch,
+        logprobs_N: Tensor,
+        entropies_N: Tensor,
+        reference_N: Tensor | None,
+        shares: Mapping[str, float],
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The policy's loss over a piece: surrogate, entropy bonus and KL term; and the piece's metrics.
+
+        Args:
+            batch: the piece, on the device of the columns beside it.
+            logprobs_N, entropies_N: of the policy in training.
+            reference_N: log-probs of what a KL term pulls towards; None: there is no such term.
+            shares: of the step.
+        """
+        loss, metrics = logprobs_N.new_zeros(()), {DRIFT: 0.0}
+        for policy, chosen in self._chosen(batch):
+            tokens = _tokens(batch, logprobs_N).at(chosen)
+            unit_logs = self._unit_logs(policy, tokens, batch, chosen)
+            surrogate, found, drift = self._surrogate(policy, tokens, unit_logs)
+            found["policy"] = surrogate.item()
+            found["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
+            loss = (
+                loss
+                + surrogate
+                + self._table.entropy_coef * entropy_loss(entropies_N[chosen], _trust(policy, tokens))
+            )
+            if reference_N is not None:
+                distance = kl_loss(
+                    tokens.logprobs, reference_N[chosen], _trust(policy, tokens), name=self._table.kl_kind
+                )
+                loss = loss + self._table.kl_coef * distance
+                found["kl"] = distance.item()
+            metrics[DRIFT] += drift
+            metrics |= self._told(policy, found, shares[policy])
+        return loss, metrics
+
+    def _surrogate(
+        self, policy: str, tokens: Tokens, unit_logs: Tensor | None
+    ) -> tuple[Tensor, dict[str, float], float]:
+        """The loss of a policy's samples, how their ratios lie, and how far that is from the proximal one."""
+        objective = self.objectives[policy]
+        ratios = clip_metrics(
+            objective.levelled(tokens, unit_logs),
+            objective.denominators(tokens),
+            tokens.advantages,
+            tokens.weights,
+            objective.clip,
+        )
+        found = {name.removeprefix("loss/"): value for name, value in ratios.items()}
+        if policy == ACTOR:
+            drift = found["approx_kl"]
+        else:
+            moved = log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.weights).detach()
+            drift = float(weighted_sum(k3(-moved), _trust(policy, tokens)))
+        return objective.surrogate(tokens, unit_logs), found, drift
+
+    def _told(self, policy: str, found: Mapping[str, float], share: float) -> dict[str, float]:
+        """Metrics of a piece as means over the policy's own samples, once those of all pieces are added."""
+        of_step = {
+            name: value if name.endswith(("_min", "_max")) else value / share for name, value in found.items()
+        }
+        if policy == ACTOR:
+            return {f"loss/{name}": value for name, value in of_step.items()}
+        told = _TOLD + (_TOLD_OF_A_CLIP if self.objectives[policy].clips else ())
+        return {metric_of(policy, name): of_step[name] for name in told}
+
+    def _unit_logs(self, policy: str, tokens: Tokens, batch: Batch, chosen: Tensor | slice) -> Tensor | None:
+        objective = self.objectives[policy]
+        if objective.unit_level != "episode" or batch.unit_log_N is None:
+            return objective.unit_logs(tokens)
+        return batch.unit_log_N[chosen]
+
+    def _chosen(self, batch: Batch) -> Iterator[tuple[str, Tensor | slice]]:
+        """The policies that sampled some of these tokens, with where they are."""
+        for policy, number in self.numbers.items():
+            if len(self.objectives) == 1:
+                yield policy, slice(None)
+            elif len(chosen := (batch.policy_N == number).nonzero().squeeze(1)):
+                yield policy, chosen
+
+
+def _tokens(batch: Batch, logprobs_N: Tensor) -> Tokens:
+    return Tokens(
+        logprobs=logprobs_N,
+        proximal_logprobs=batch.proximal_logprob_N,
+        behaviour_logprobs=batch.packed.behaviour_logprob_N,
+        advantages=batch.advantage_N,
+        weights=batch.weight_N,
+        behaviour_weights=batch.behaviour_weight_N,
+        units=batch.unit_N,
+    )
+
+
+def _trust(policy: str, tokens: Tokens) -> Tensor:
+    """[N] weights by which a mean over these samples is one over the proximal policy's."""
+    return tokens.weights if policy == ACTOR else tokens.weights * tokens.behaviour_weights

@@ -1,0 +1,141 @@
+"""Who sampled the rollouts of an iteration, and whether a fixed policy no longer does. Pure."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from trainer_backend.collect.collection import Collection
+from trainer_backend.collect.samplers import sampler_of, schedule_of
+from trainer_backend.core.errors import SegmentError, place
+from trainer_backend.core.mixture_history import EPISODES, OUTCOME, Past, metric_of
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.statistics import have_achievements, unique_achievements
+from trainer_backend.errors import NothingToLearnFrom
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.rundir.rollout_files import Credit
+from trainer_backend.sampled_by import policy_by
+
+# What a task app calls a model that does not answer, or no more as it must: without log-probs, say.
+_UNASKED = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
+
+
+def refuse_silent_policy(job: JobConfig, requests: Sequence[RolloutRequest], found: Collection) -> None:
+    """Nothing is played in place of a fixed policy that is gone, and without it the job would be another one.
+
+    Args:
+        requests: of a round; `found` is what came of them.
+
+    Raises:
+        NothingToLearnFrom: a fixed policy finished none of its rollouts, and did not answer as it must.
+    """
+    if not job.fixed_policies:
+        return
+    samplers = {_name(request.rollout_id): sampler_of(request) for request in requests}
+    finished = {samplers[_name(rollout.rollout_id)] for rollout in found.rollouts}
+    for table in job.fixed_policies:
+        lost = [item for item in found.failed if samplers[_name(item.rollout_id)] == table.name]
+        unasked = [item.failure for item in lost if item.failure and item.failure.code in _UNASKED]
+        if unasked and table.name not in finished:
+            raise NothingToLearnFrom(
+                f"none of its {len(lost)} rollouts was finished, {len(unasked)} x {unasked[0].code}: "
+                f"{unasked[0].detail}",
+                where=f"[rollout_only] {table.name!r} ({table.source})",
+                hint="Nothing is played in its place; a run that is resumed goes on where it ended.",
+            )
+
+
+def refuse_other_sampler(job: JobConfig, requests: Sequence[RolloutRequest], found: Collection) -> None:
+    """What a fixed policy sampled is trained on otherwise than what the actor did, so a rollout must tell who
+    it was, and that must be who was asked: by default it counts as the actor's.
+
+    Args:
+        requests: of a round; `found` is what came of them.
+
+    Raises:
+        SegmentError: another one told, or no policy where a fixed one was asked.
+    """
+    if not job.fixed_policies:
+        return
+    samplers = {_name(request.rollout_id): sampler_of(request) for request in requests}
+    for rollout in found.rollouts:
+        asked, told = samplers[_name(rollout.rollout_id)], policy_by(job, rollout)
+        if asked != told:
+            model = rollout.trajectory.model if rollout.trajectory is not None else None
+            raise SegmentError(
+                f"{asked!r} was asked to sample it, and its model is {model!r}, which is that of {told!r}",
+                where=place(rollout.rollout_id),
+                hint=f"The policy {job.rollout.policy_name!r} must tell the model that its request names.",
+            )
+
+
+def rollout_metrics(
+    job: JobConfig,
+    history: Sequence[Past],
+    iteration: int,
+    *,
+    asked: Iterable[RolloutRequest],
+    rollouts: Sequence[Rollout],
+    credits: Sequence[Credit],
+) -> dict[str, float]:
+    """Who sampled an iteration, and what each policy's episodes were worth; empty without fixed policies.
+
+        rollout/policy_choice           share of the rollouts that the actor was to sample
+        rollout/using_actor, …_fixed    1 where any was
+        mixture/alpha                   P(actor), as the schedule had it
+        mixture/{policy}/episodes       finished rollouts; 0 too
+        mixture/{policy}/failed         of those that it was to sample, the others
+        mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
+                                        mean of an episode; `reward` is the sum of r_t
+
+    Args:
+        history: iterations before this one, that its schedule looked back on.
+        asked: the requests of all its rounds.
+        credits: of the rollouts, in their order.
+
+    Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
+    """
+    schedule = schedule_of(job, history)
+    if schedule is None:
+        return {}
+    planned = Counter(map(sampler_of, asked))
+    by_policy: dict[str, list[tuple[Rollout, Credit]]] = {
+        ACTOR: [],
+        **{table.name: [] for table in job.fixed_policies},
+    }
+    for rollout, credit in zip(rollouts, credits, strict=True):
+        by_policy[policy_by(job, rollout)].append((rollout, credit))
+    told = {
+        "rollout/policy_choice": planned[ACTOR] / planned.total(),
+        "rollout/using_actor": float(planned[ACTOR] > 0),
+        "rollout/using_fixed": float(planned[ACTOR] < planned.total()),
+        "mixture/alpha": schedule.alpha(iteration),
+    }
+    for policy, played in by_policy.items():
+        told |= {
+            metric_of(policy, EPISODES): float(len(played)),
+            metric_of(policy, "failed"): float(planned[policy] - len(played)),
+            **{metric_of(policy, name): value for name, value in _means(played).items()},
+        }
+    return told
+
+
+def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
+    """Of one policy's episodes; nothing where it has none."""
+    episodes = [rollout.trajectory for rollout, _ in played if rollout.trajectory is not None]
+    if not episodes:
+        return {}
+    count = len(episodes)
+    told = {
+        "decisions": sum(len(item.steps) for item in episodes) / count,
+        OUTCOME: math.fsum(item.outcome_reward for item in episodes) / count,
+        "reward": math.fsum(math.fsum(credit.rewards_T) for _, credit in played) / count,
+    }
+    if have_achievements(episodes):
+        told["unique_achievements"] = sum(map(unique_achievements, episodes)) / count
+    return told
+
+
+def _name(rollout_id: str) -> str:
+    """Whatever the attempt."""
+    return rollout_id.partition(":")[0]

@@ -1,0 +1,51 @@
+"""Which policy of a job sampled a rollout, and the token sequences that it is trained on. Pure."""
+
+from collections.abc import Sequence
+
+from shared_schemas.rollouts import Rollout
+from trainer_backend.core.errors import SegmentError, place
+from trainer_backend.core.policies import ACTOR, policy_in
+from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.jobfile.schema import JobConfig
+
+
+def policy_by(job: JobConfig, rollout: Rollout) -> str:
+    """ACTOR, or the name of the fixed policy that sampled it, as its trajectory tells.
+
+    A remote one's tells it too, by the name that the job has it record (`known_as`): what a server calls its
+    model may be any name, also that of this job's actor.
+
+    Raises:
+        SegmentError: a policy that the job does not have. As the actor's own its samples would be trained on
+            without weights, and nothing would tell.
+    """
+    model = None if rollout.trajectory is None else rollout.trajectory.model
+    policy = policy_in(job.job.name, model)
+    known = [ACTOR, *(table.name for table in job.fixed_policies)]
+    if policy not in known:
+        raise SegmentError(
+            f"sampled by {policy!r} (model {model!r}); the policies of this job are {', '.join(known)}",
+            where=place(rollout.rollout_id),
+            hint="Was [rollout_only] taken out of the job, or its name changed?",
+        )
+    return policy
+
+
+def segments_by(job: JobConfig, rollout: Rollout) -> list[Segment]:
+    """Stop 7 for a finished rollout; none for another.
+
+    What a fixed policy sampled is scored at the actor's temperature: the policy that is trained is
+    softmax(logits / rollout.temperature), whoever sampled at whichever other (DESIGN.md 4.9).
+
+    Raises:
+        SegmentError: see `policy_by` and `segments_of`.
+    """
+    if rollout.trajectory is None:
+        return []
+    own = None if policy_by(job, rollout) == ACTOR else job.rollout.temperature
+    return segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
+
+
+def by_actor(job: JobConfig, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those that the policy in training sampled: what its own curves are made of."""
+    return [rollout for rollout in rollouts if policy_by(job, rollout) == ACTOR]

@@ -1,0 +1,117 @@
+"""Where the fixed policies of a job lie, and whether they fit its actor: told before anything is started.
+
+What is read is config.json and the tokenizer; weights are not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from trainer_backend.errors import JobError, ModelFolderError, RunDirectoryError
+from trainer_backend.inference.chat_check import refuse_without_tools
+from trainer_backend.inference.same_tokens import Tokenizer, first_difference
+from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
+from trainer_backend.models.sources import model_folder, remember_chat_settings
+from trainer_backend.rundir.checkpoint_paths import model_in
+from trainer_backend.services.endpoints import key_from
+
+
+def checked_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
+    """By name, the model folder of each fixed policy that is served from here.
+
+    Args:
+        checkpoint: of the actor, where its run goes on; absent: what [model] names.
+
+    Raises:
+        JobError: a folder or run is not there; its model speaks with other tokens than the actor, and the
+            first difference is named; a remote one's key is not set.
+        ModelFolderError: a folder holds no model that can be played.
+    """
+    folders = {table.name: _folder(table) for table in job.fixed_policies if not table.is_remote}
+    for table in job.fixed_policies:
+        server_key(table)
+    reference = _actors(job, checkpoint) if folders else None
+    for name, folder in folders.items():
+        with naming(name):
+            refuse_incomplete(folder)
+            refuse_untrainable(folder)
+            tokenizer = tokenizer_in(folder, job)
+            refuse_without_tools(tokenizer)
+        if reference is not None:
+            refuse_other_tokens(name, reference, tokenizer)
+        reference = reference or tokenizer  # of a preset, whose tokenizer is that of the first of them
+    return folders
+
+
+def tokenizer_in(folder: Path, job: JobConfig) -> Tokenizer:
+    """The tokenizer of a folder, told of the chat what [model] tells the actor's."""
+    tokenizer = load_tokenizer(folder)
+    remember_chat_settings(tokenizer, job.model)
+    return tokenizer
+
+
+def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
+    """
+    Raises:
+        JobError: what the fixed policy samples cannot be weighed by the actor; with the first difference.
+    """
+    difference = first_difference(actors, own)
+    if difference is not None:
+        raise JobError(
+            f"it cannot be weighed against the actor: {difference}",
+            where=place(name),
+            hint="Both must have the same tokenizer and chat template: take models of one family, or let a "
+            "preset be the actor, which takes this one's.",
+        )
+
+
+def server_key(table: RolloutOnlyTable) -> SecretStr | None:
+    """The key of the server that a fixed policy answers at, if the job names a variable for it.
+
+    Raises:
+        JobError: the variable holds no key.
+    """
+    if table.api_key_env is None:
+        return None
+    return key_from(table.api_key_env, where=f"{place(table.name)}: api_key_env")
+
+
+def place(name: str) -> str:
+    """Where an error about a fixed policy is, for who wrote the job."""
+    return f"[rollout_only] {name!r}"
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """What is wrong with a folder inside is told as that of this fixed policy."""
+    try:
+        yield
+    except ModelFolderError as error:
+        raise ModelFolderError(str(error), where=place(name)) from error
+
+
+def _folder(table: RolloutOnlyTable) -> Path:
+    path = table.model_path
+    assert path is not None, "asked for those served from here alone"
+    try:
+        return model_in(path)
+    except RunDirectoryError as error:
+        raise JobError(f"model_path is a run directory, and {error}", where=place(table.name)) from error
+
+
+def _actors(job: JobConfig, checkpoint: Path | None) -> Tokenizer | None:
+    """None for a preset, and for a model of the hub that is yet to be fetched."""
+    if checkpoint is not None:
+        return tokenizer_in(checkpoint, job)
+    if job.model.preset is not None:
+        return None
+    try:
+        folder = model_folder(job.model, cached_only=True)
+    except ModelFolderError:
+        return None
+    return tokenizer_in(folder, job)
