@@ -1,4 +1,4 @@
-# Two images from one file: `task-app` (environments; no torch) and `trainer` (torch, the model, the job).
+# Two images from one file: `task-app` (environments; no torch) and `trainer` (torch, jobs, the dashboard).
 #
 #   docker build --target task-app -t turnwise-task-app .
 #   docker build --target trainer  -t turnwise-trainer  .
@@ -6,11 +6,13 @@
 # Without a GPU, pass PyTorch's CPU index, or pip takes the CUDA build (gigabytes):
 #   docker build --build-arg PIP_EXTRA_INDEX_URL=... --target trainer -t turnwise-trainer .
 
-FROM python:3.12-slim AS base
-ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE
+FROM python:3.12-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE MPLCONFIGDIR=/tmp
 WORKDIR /app
 # The user owns the mount points: a new named volume takes over the owner of the folder that it covers.
-RUN useradd --uid 10001 --create-home turnwise && mkdir -p /keys /app/runs && chown turnwise /keys /app/runs
+RUN useradd --uid 10001 --create-home turnwise \
+  && mkdir -p /keys/task-app /keys/trainer /keys/database /app/runs \
+  && chown -R turnwise /keys /app/runs
 ARG PIP_EXTRA_INDEX_URL
 
 FROM base AS task-app
@@ -19,6 +21,7 @@ COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
 RUN pip install --no-cache-dir .
+COPY docker/make-keys.sh /usr/local/bin/make-keys
 USER turnwise
 EXPOSE 8001
 HEALTHCHECK --interval=5s --timeout=3s --start-period=30s \
@@ -31,10 +34,10 @@ COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
 RUN pip install --no-cache-dir '.[trainer]'
-COPY docker/train.sh /usr/local/bin/turnwise-train
+COPY docker/trainer.sh /usr/local/bin/turnwise-trainer
+COPY docker/demo.sh /usr/local/bin/post-demo
 USER turnwise
 EXPOSE 8100
-# The gateway answers once the policy is served: after the warm-up of the job, so be patient at first.
-HEALTHCHECK --interval=10s --timeout=3s --start-period=15m \
-  CMD ["python", "-c", "import socket, urllib.request; urllib.request.urlopen(f'http://{socket.gethostname()}:8100/health')"]
-CMD ["sh", "/usr/local/bin/turnwise-train"]
+HEALTHCHECK --interval=5s --timeout=3s --start-period=60s \
+  CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8100/health')"]
+CMD ["sh", "/usr/local/bin/turnwise-trainer"]

@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 # Without it OpenMP's spinning makes torch 10 to 100 times slower beside a busy process.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help demo test check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak bench
+.PHONY: help demo test check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak study-faults bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
 
 demo: $(VENV)/.ready ## a small language model learns Crafter on this machine; ends with a report
-	$(BIN)/turnwise train configs/crafter_cpu.toml
+	$(BIN)/turnwise train configs/crafter_cpu.toml --dashboard
 
 test: $(VENV)/.ready ## the whole test suite
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
@@ -49,10 +49,13 @@ study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, be
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
 	PYTHONPATH=. $(BIN)/python bench/study_soak.py
 
+study-faults: $(VENV)/.ready ## trainer and task app of 20 short jobs killed at random points: each must end as if not (resumable)
+	PYTHONPATH=. $(BIN)/python bench/study_faults.py
+
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
 	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste gpu \
 		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch task_app_cpu \
-		idle_sessions many_apps teacher_baseline; do \
+		idle_sessions many_apps recovery_cost store_cost run_page dashboard_pages teacher_baseline; do \
 		PYTHONPATH=. $(BIN)/python bench/$$script.py || exit 1; done
 
 # A half-finished install leaves no .ready behind, so the next make does it again.

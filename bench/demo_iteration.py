@@ -55,11 +55,15 @@ class Watching:
 
 def played(settings: Sequence[str] = ()) -> Played:
     """Collected, credited and updated with by its own job, in a folder that is gone afterwards."""
-    job = load_job(JOB, (*SETTINGS, *settings)).config
     with tempfile.TemporaryDirectory() as folder:
-        directory = create_run(job, Path(folder) / "run")
-        watching = Watching()
-        asyncio.run(run_job(job, directory, watching, resume=False))
-        (row,) = (row for row in directory.metrics() if row["kind"] == "iteration")
-        rollouts = read_rollouts(directory.rollouts_file("iteration_1"))
-        return Played(job, rollouts, row, watching.took_s)
+        return played_in(Path(folder) / "run", settings)
+
+
+def played_in(folder: Path, settings: Sequence[str] = ()) -> Played:
+    """The same in a folder that stays."""
+    job = load_job(JOB, (*SETTINGS, *settings)).config
+    directory, watching = create_run(job, folder), Watching()
+    asyncio.run(run_job(job, directory, watching, resume=False))
+    (row,) = (row for row in directory.metrics() if row["kind"] == "iteration")
+    rollouts = read_rollouts(directory.rollouts_file("iteration_1"))
+    return Played(job, rollouts, row, watching.took_s)

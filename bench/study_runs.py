@@ -25,7 +25,8 @@ from trainer_backend.job import dump_job, load_job
 from trainer_backend.jobfile.schema import JobConfig, ModelTable
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.running.start import Stopped, run_job
+from trainer_backend.running.beginning import Stopped
+from trainer_backend.running.start import run_job
 from trainer_backend.terminal.progress import ConsoleReporter
 
 ROOT = Path(__file__).resolve().parent.parent

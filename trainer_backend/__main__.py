@@ -1,8 +1,7 @@
 """The `turnwise` command. Each command is a thin shell; torch is imported only by those that need it."""
 
 import asyncio
-import os
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,9 @@ from trainer_backend.job import dump_job, load_new_job
 from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.running.planned_runs import run_of_each_seed, single_run
+from trainer_backend.terminal import jobs_commands, service_commands
 from trainer_backend.terminal import shell_completion as completion
+from trainer_backend.terminal.options import JOB_HELP, JobPaths, Overrides
 from trainer_backend.terminal.telling import tell, warn
 
 app = typer.Typer(
@@ -23,24 +24,15 @@ app = typer.Typer(
 )
 new = typer.Typer(no_args_is_help=True, help="Make something of your own from a template that works.")
 app.add_typer(new, name="new")
+app.add_typer(jobs_commands.jobs, name="jobs")
+service_commands.add_to(app)
 _out = Console()
 _err = Console(stderr=True)
-
-_JOB_HELP = "a job TOML, such as configs/crafter_cpu.toml; of several, later ones go over earlier ones"
-JobPaths = Annotated[list[Path], typer.Argument(help=_JOB_HELP)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="table.key=value, the value in TOML; may be repeated",
-        autocompletion=completion.settings,
-    ),
-]
 
 
 @app.command()
 def train(
-    job: Annotated[list[Path] | None, typer.Argument(help=_JOB_HELP + "; not with --resume")] = None,
+    job: Annotated[list[Path] | None, typer.Argument(help=JOB_HELP + "; not with --resume")] = None,
     run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
     resume: Annotated[
         Path | None,
@@ -53,16 +45,22 @@ def train(
         typer.Option(help="such as 0,1,2: a run for each value of job.seed; again: those that are left"),
     ] = None,
     report: Annotated[bool, typer.Option(help="write the report at the end")] = True,
+    dashboard: Annotated[bool, typer.Option(help="show it on a page of this machine meanwhile")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Train as the job says, then write the report; Ctrl-C saves the last finished iteration."""
     from trainer_backend.running.train_command import train_one
+    from trainer_backend.services.dashboard import dashboard_beside
 
     given = (job, run, resume, overrides or ())
-    for planned in run_of_each_seed(*given, seeds=seeds) if seeds is not None else [single_run(*given)]:
-        warn(_err, planned.loaded)
-        if not train_one(_out, planned, report=report):
-            raise typer.Exit(130)
+    with ExitStack() as shown:
+        for planned in run_of_each_seed(*given, seeds=seeds) if seeds is not None else [single_run(*given)]:
+            warn(_err, planned.loaded)
+            if dashboard:
+                shown.enter_context(dashboard_beside(planned.folder, lambda line: tell(_out, line)))
+                dashboard = False  # one shows them all
+            if not train_one(_out, planned, report=report):
+                raise typer.Exit(130)
 
 
 @app.command()
@@ -190,6 +188,28 @@ def inspect_rollout(
     _out.print(episode_view(found, credits, full=full, tokens=tokens), soft_wrap=True)
 
 
+@app.command("export")
+def export_rollouts(
+    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=completion.run_directories)],
+    to: Annotated[Path, typer.Option(help="x.jsonl, x.parquet, or a folder to make, which `datasets` loads")],
+    min_reward: Annotated[float | None, typer.Option(help="least outcome reward of an episode")] = None,
+    achievement: Annotated[
+        list[str] | None, typer.Option(help="that the episode unlocked; may be repeated: all of them")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="that played it, such as actor")] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="train, warmup, branches, evaluation; may be repeated; absent: train and warmup"),
+    ] = None,
+) -> None:
+    """Write stored episodes as rows of messages, for supervised training elsewhere."""
+    from trainer_backend.export.choose import DEFAULT_STAGES, Choice
+    from trainer_backend.export.write import export_run
+
+    choice = Choice(tuple(stage or DEFAULT_STAGES), min_reward, tuple(achievement or ()), policy)
+    tell(_out, f"{to}: {export_run(open_run(run), to, choice)}")
+
+
 @app.command("eval")
 def evaluate_policy(
     folder: Annotated[
@@ -242,45 +262,6 @@ def evaluate_policy(
     if json_file is not None:
         with writing(json_file):
             json_file.write_text(as_json(result), encoding="utf-8")
-
-
-@app.command("serve")
-def serve_model(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            help="a run (its best checkpoint), a checkpoint, or a model folder",
-            autocompletion=completion.run_directories,
-        ),
-    ],
-    job: Annotated[
-        Path | None, typer.Option(help="a job TOML; absent: that of the run, or every default")
-    ] = None,
-    host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
-    api_key_env: Annotated[
-        str, typer.Option(help="environment variable with the key that callers must send")
-    ] = "TURNWISE_API_KEY",
-    overrides: Overrides = None,
-) -> None:
-    """Serve a model to any OpenAI client: chat completions with tools; Ctrl-C ends it."""
-    from trainer_backend.services.endpoints import key_from
-    from trainer_backend.services.serve import serve, what_to_serve
-
-    address = [f"services.gateway_host='{host}'", f"services.gateway_port={port}"]
-    key = key_from(api_key_env, where="--api-key-env")
-    loaded, model = what_to_serve(folder, job, [*(overrides or ()), *address])
-    warn(_err, loaded)
-    asyncio.run(serve(loaded.config, model, key, lambda line: tell(_out, line)))
-
-
-@app.command(
-    "task-app",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
-def task_app(context: typer.Context) -> None:
-    """Serve a task app alone: `turnwise task-app --host 127.0.0.1 --port 8001`."""
-    os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
     ├── DataError                  a file, split or row of [data] is not as it must be
     ├── ModelFolderError           a model or tokenizer cannot be loaded or built
     ├── CheckpointError            a checkpoint cannot be written or read
-    ├── RunDirectoryError          a run's folder cannot be made, or is not one
+    ├── RunDirectoryError          a run's folder cannot be made, is not one, or is somebody else's now
+    │   └── RunNotWritten          the disk is full, or refuses
     ├── NothingToLearnFrom         no rollout of a stage was finished
     ├── CreditError                a trajectory cannot be credited (leaves in core/errors.py)
     ├── UpdateStopped              an update could not go on; says how many of its steps were taken
@@ -15,6 +16,16 @@
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/answers.py)
     │   └── Refused                it finds something wrong in a request (collect/answers.py)
     ├── PortTaken                  a server's port is in use
+    ├── BadAddress, UnknownTurn, OnlyShows   what an address of the dashboard asks for (dashboard/errors.py)
+    ├── ApiError                   a request to the service cannot be carried out (leaves in api/errors.py)
+    ├── SettingsError              what that service was started with cannot be used (api/key.py)
+    ├── ServiceRefused, ServiceUnreachable   what it said to a terminal, or that nobody answers (terminal/)
+    ├── StoreError                 the database of jobs and runs cannot be used (leaves in store/errors.py)
+    │   ├── StoreUnavailable       it does not answer, or refuses to write
+    │   ├── UnknownJob, UnknownRollout   there is none of that id
+    │   ├── IdempotencyConflict    the key was used with another body
+    │   └── JobConflict            the job's state does not allow it
+    │       └── JobChanged         somebody else changed it since it was read
     └── InferenceError             the engine or the gateway could not answer
         ├── BadChatRequest         the request itself is wrong
         │   ├── ContextLengthExceeded   prompt + max_tokens do not fit the model
@@ -95,6 +106,12 @@ class RunDirectoryError(TrainerError):
     code = "run_directory_invalid"
     status = 400
     title = "Run directory cannot be used"
+
+
+class RunNotWritten(RunDirectoryError):
+    code = "run_not_written"
+    status = 507
+    title = "Run directory cannot be written"
 
 
 class NothingToLearnFrom(TrainerError):

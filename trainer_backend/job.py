@@ -64,6 +64,16 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
     return loaded
 
 
+def refuse_what_is_missing(config: JobConfig, *, where: str) -> None:
+    """What `load_new_job` refuses beside what is wrong in the text, for a job that came as a document.
+
+    Raises:
+        JobError: a folder that it names holds no model, or the library of a sink is not installed.
+    """
+    refuse_no_model(config, Places(Files([where])))
+    refuse_missing(config.sinks)
+
+
 def _load(paths: Path | Sequence[Path], overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
     """The job, and where each of its keys comes from."""
     document, files = read_layers([paths] if isinstance(paths, Path) else paths)

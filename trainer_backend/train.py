@@ -7,11 +7,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, joined
 from trainer_backend.core.branching import by_parent
+from trainer_backend.core.statistics import staleness_metrics
 from trainer_backend.credit import NOTHING, Credited, Measured, credit, segments_by_rollout
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation.metrics import (
@@ -22,12 +22,14 @@ from trainer_backend.evaluation.metrics import (
 )
 from trainer_backend.plugins import estimator
 from trainer_backend.protocols import Progress
-from trainer_backend.rundir.checkpoint_paths import mark_best, prune_checkpoints
+from trainer_backend.rundir.ledger import Consumed, append_consumed
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
+from trainer_backend.rundir.spool import Spool
+from trainer_backend.running.collecting import collected
 from trainer_backend.running.gathered import Gathered, gathered_metrics, inference_metrics
 from trainer_backend.running.mixture import refuse_other_sampler, refuse_silent_policy, rollout_metrics
 from trainer_backend.running.run import Run
-from trainer_backend.running.stopping import until
+from trainer_backend.running.saving import Saving
 
 __all__ = ["Run", "train", "work_left"]
 
@@ -38,52 +40,43 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
     so what is saved is always the end of an iteration. That holds for errors of rollouts and updates too.
     """
+    saving = Saving(run.job, run.directory, run.learner)
     await run.server.publish(progress.policy_version)
-    _mark_best(run)  # a kill may have come between an evaluation and this
+    saving.mark_best()  # a kill may have come between an evaluation and this
     while True:
-        evaluation_due = _evaluation_due(run, progress)
-        if evaluation_due or progress.iteration % run.job.training.checkpoint_every == 0:
-            await _save(run, progress)
+        if saving.due(progress.iteration):
+            await saving.save(progress)
         try:
-            if evaluation_due:
-                await _evaluate(run, progress, stop)
+            if saving.evaluation_due(progress):
+                await _evaluate(run, saving, progress, stop)
             ends = progress.iteration >= run.job.training.iterations or stop.is_set()
-            gathered = None if ends else await _gather(run, progress.iteration + 1, stop)
+            gathered = None if ends else await _gather(run, saving, progress, stop)
         except TrainerError:
-            await _save(run, progress)
+            await saving.save(progress)
             raise
         if gathered is None:
-            await _save(run, progress)
+            await saving.save(progress)
             return progress
         try:
-            progress = await _learn(run, progress, gathered)
+            progress = await _learn(run, saving, progress, gathered)
         except UpdateStopped as error:
             if not error.steps_taken:  # else the weights are those of no iteration's end
-                await _save(run, progress)
+                await saving.save(progress)
             raise
 
 
 def work_left(run: Run, progress: Progress) -> bool:
     """Whether a resumed run would have something to do."""
-    return progress.iteration < run.job.training.iterations or _evaluation_due(run, progress)
+    saving = Saving(run.job, run.directory, run.learner)
+    return progress.iteration < run.job.training.iterations or saving.evaluation_due(progress)
 
 
-def _evaluation_due(run: Run, progress: Progress) -> bool:
-    """At both ends and every so often; also when a stop came before an evaluation that was due."""
-    iteration = progress.iteration
-    last = iteration == run.job.training.iterations
-    if iteration % run.job.evaluation.every_n_iters and not last:
-        return False
-    rows = run.directory.metrics()
-    return not any(row["kind"] == "evaluation" and row["iteration"] == iteration for row in rows)
-
-
-async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | None:
+async def _gather(run: Run, saving: Saving, progress: Progress, stop: asyncio.Event) -> Gathered | None:
     """Stops 2 to 10; None when it was stopped while it collected.
 
     What a round brought is stored before the task apps forget it and before another round is asked for.
     """
-    started = time.monotonic()
+    started, iteration = time.monotonic(), progress.iteration + 1
     rounds: list[Collection] = []
     branched: list[Collection] = []
     measured = NOTHING
@@ -91,16 +84,21 @@ async def _gather(run: Run, iteration: int, stop: asyncio.Event) -> Gathered | N
     refilled, planner = 0, run.planner
     requests = planner.training(iteration)  # 2, 3
     wanted: list[RolloutRequest] = []
+    spool = None
+    if saving.is_saved(progress.iteration):  # else no start would have these weights again
+        spool = run.spool(f"iteration_{iteration}", requests, progress.policy_version)
     while True:
         wanted += requests
         asked = time.monotonic()
-        found = await _collect(run, requests, _stage("collect", iteration, len(rounds)), stop)  # 4 to 6
+        found = await _collect(
+            run, requests, _stage("collect", iteration, len(rounds)), spool, stop
+        )  # 4 to 6
         if found is None:
             return None
         new = planner.branches(found.rollouts)  # 3; none, but for an estimator that asks for them
         if new:  # what goes wrong with them loses no parent
             _store(run, f"iteration_{iteration}", joined([*rounds, found]), None, measured)
-        beside = await _collect(run, new, _stage("branches", iteration, len(rounds)), stop)  # 4 to 6
+        beside = await _collect(run, new, _stage("branches", iteration, len(rounds)), spool, stop)  # 4 to 6
         if beside is None:
             return None
         collect_s += time.monotonic() - asked
@@ -172,13 +170,16 @@ async def _measured(run: Run, collection: Collection, branches: Collection, know
     return Measured(values, by_parent(branches.rollouts), scored)
 
 
-async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
-    """Stops 11 to 13: the update, the new weights served, the row of metrics."""
+async def _learn(run: Run, saving: Saving, progress: Progress, gathered: Gathered) -> Progress:
+    """Stops 11 to 13: the update, the new weights served, what it consumed, the row of metrics."""
     iteration = progress.iteration + 1
     started = time.monotonic()
+    run.reporter.stage(f"update {iteration}", 0, 1)
     update = await _updated(run, gathered, iteration)  # 8 (log-probs), 11
     updated = time.monotonic()
     steps = int(update["optim/steps"])
+    own = [item for item in gathered.trajectories if item.model == run.server.inference.model]
+    staleness = staleness_metrics(own, progress.policy_version)
     progress = replace(
         progress,
         iteration=iteration,
@@ -193,9 +194,14 @@ async def _learn(run: Run, progress: Progress, gathered: Gathered) -> Progress:
         **gathered_metrics(run.job, gathered, ended=time.monotonic()),
         **update,
         "policy/version": progress.policy_version,
+        **staleness,
         "time/update_s": updated - started,
         "time/publish_s": time.monotonic() - updated,
+        "time/checkpoint_s": saving.take_seconds(),
+        "recovery/resumes": float(run.resumes),
     }
+    consumed = tuple(episode.rollout_id for episode in gathered.credited.episodes)
+    append_consumed(run.directory.path, Consumed(iteration, progress.policy_version, consumed))
     run.directory.append_metrics(row)
     run.reporter.metrics(row)
     return progress
@@ -210,11 +216,12 @@ async def _updated(run: Run, gathered: Gathered, iteration: int) -> dict[str, fl
     return await asyncio.to_thread(run.learner.update, episodes, iteration=iteration)
 
 
-async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
+async def _evaluate(run: Run, saving: Saving, progress: Progress, stop: asyncio.Event) -> None:
     """Play the held-out worlds; this checkpoint, saved before, becomes the best if none was better."""
     started = time.monotonic()
     requests = run.planner.evaluation(str(progress.iteration))
-    collection = await _collect(run, requests, f"evaluate {progress.iteration}", stop)
+    spool = run.spool(f"evaluation_{progress.iteration}", requests, progress.policy_version)
+    collection = await _collect(run, requests, f"evaluate {progress.iteration}", spool, stop)
     if collection is None:
         return
     _store(run, f"evaluation_{progress.iteration}", collection, None)
@@ -229,27 +236,12 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     }
     run.directory.append_metrics(row)
     run.reporter.metrics(row)
-    _mark_best(run)
-
-
-def _mark_best(run: Run) -> None:
-    """Point at the checkpoint with the best evaluation, the first of equals.
-
-    Derived from the rows and the folders, so that a kill between any two writes is made good by the next
-    start. An evaluation that lost worlds to failures is not comparable, and never the best.
-    """
-    found = [
-        (row["eval/outcome_reward"], _folder(run, row["iteration"]))
-        for row in run.directory.metrics()
-        if row["kind"] == "evaluation" and row["rollout/failed"] == 0
-    ]
-    kept = [(score, folder) for score, folder in found if folder.exists()]
-    if kept:
-        mark_best(max(kept, key=lambda item: item[0])[1])
+    spool.remove()
+    saving.mark_best()
 
 
 async def _collect(
-    run: Run, requests: Sequence[RolloutRequest], name: str, stop: asyncio.Event
+    run: Run, requests: Sequence[RolloutRequest], name: str, spool: Spool | None, stop: asyncio.Event
 ) -> Collection | None:
     if not requests:
         return Collection(())
@@ -257,23 +249,11 @@ async def _collect(
     def tell(done: int, total: int) -> None:
         run.reporter.stage(name, done, total)
 
-    return await until(stop, run.collector.collect(requests, tell))
+    return await collected(requests, run.collector, spool, tell, stop)
 
 
 def _stage(what: str, iteration: int, refills: int) -> str:
     return f"{what} {iteration}" + (f", refill {refills}" if refills else "")
-
-
-def _folder(run: Run, iteration: int) -> Path:
-    return run.directory.checkpoints / f"iteration_{iteration}"
-
-
-async def _save(run: Run, progress: Progress) -> None:
-    """A checkpoint of this iteration, unless it is on disk."""
-    folder = _folder(run, progress.iteration)
-    if not folder.exists():
-        await asyncio.to_thread(run.learner.save, folder, progress)
-        prune_checkpoints(run.directory.checkpoints, run.job.training.keep_checkpoints)
 
 
 def _store(

@@ -44,6 +44,27 @@ def test_credit_is_held_against_an_iteration_that_was_really_played():
     assert "at most 0.00%): MISSED" in done.stdout
 
 
+def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played():
+    done = bench("recovery_cost.py", "--quick", "--limit", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert {"spool", "checkpoint", "records"} <= set(done.stdout.split())
+    assert "at most 0.00%): MISSED" in done.stdout
+
+
+def test_the_store_is_held_against_an_iteration_that_was_really_played():
+    done = bench("store_cost.py", "--quick", "--limit", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "an iteration of 40 decisions took" in done.stdout
+    assert "at most 0.00%): MISSED" in done.stdout
+
+
+@pytest.mark.parametrize(("limit", "code", "told"), [("1e6", 0, "ok"), ("0", 1, "TOO SLOW")])
+def test_a_page_of_a_run_that_reads_too_long_fails(limit: str, code: int, told: str):
+    done = bench("run_page.py", "--iterations", "12", "--decisions", "240", "--limit-ms", limit)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert len(re.findall(rf"run, every curve, 400 points .* {told}", done.stdout)) == 1
+
+
 @pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])
 def test_the_engine_must_reach_both_of_its_ratios(step: float, world: float, met: bool):
     code = (

@@ -21,7 +21,10 @@ from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.credit import credit
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
+from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.run_log import read_log
+from trainer_backend.rundir.state import watch
 from trainer_backend.running.stopping import STOPPING
 
 
@@ -39,6 +42,21 @@ def test_the_warm_up_teaches_something(trained):
     (row,) = rows_of(directory, "warmup")[-1:]
     vocabulary = json.loads((directory.checkpoints / "iteration_0" / "config.json").read_text())["vocab_size"]
     assert row["warmup/loss"] < 0.6 * math.log(vocabulary)  # of a uniform guess
+
+
+def test_what_it_told_and_how_it_ended_stand_in_its_directory(trained):
+    directory, reporter, _ = trained
+    lines, _ = read_log(directory.path)
+    assert [line.text for line in lines] == reporter.lines
+    seen = watch(directory.path)
+    assert (seen.holder, seen.interrupted) == (None, False)
+    assert (seen.state.state, seen.state.iteration, seen.state.starts) == ("ended", 2, 1)
+    ledger = read_ledger(directory.path)
+    for line in ledger:
+        stored = read_rollouts(directory.rollouts_file(f"iteration_{line.iteration}"))
+        assert line.rollout_ids == tuple(rollout.rollout_id for rollout in stored)
+    assert [line.iteration for line in ledger] == [1, 2]
+    assert not list(directory.rollouts.glob("*.jsonl")), "what is stored for good needs no spool"
 
 
 def test_every_iteration_leaves_its_row_and_its_rollouts(trained):
@@ -140,17 +158,24 @@ def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tmp
     path.write_text(dump_job(tiny_job(training__iterations=500, evaluation__instances=1)))
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run)],
+        [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run), "--dashboard"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    child_url = ""
+    child_url = page_url = ""
+    two_done = False
     with process:
         assert process.stdout is not None
-        for line in process.stdout:  # wait, by its own output, until an iteration is done
+        for (
+            line
+        ) in process.stdout:  # wait, by its own output, until an iteration is done and can be looked at
             if "task app: " in line:
                 child_url = line.split("task app: ")[1].strip()
-            if "iteration 2 " in line:
+            if line.startswith("dashboard: "):
+                page_url = line.split("dashboard: ")[1].strip()
+            two_done = two_done or "iteration 2 " in line
+            if two_done and page_url:
                 break
+        assert _listening(page_url)
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
     assert process.returncode == 130
@@ -160,6 +185,7 @@ def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tmp
     assert latest is not None
     assert json.loads((latest / "state.json").read_text())["iteration"] >= 2
     assert not _listening(child_url)
+    assert not _listening(page_url)
 
 
 @pytest.mark.timeout(120)

@@ -1,4 +1,4 @@
-"""The containers, as far as they can be held without a Docker engine: files, flags, keys, health."""
+"""The containers, as far as they can be held without a Docker engine: files, scripts, keys, health."""
 
 import json
 import os
@@ -6,71 +6,158 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 from fastapi.testclient import TestClient
 
 from task_app.app import create_app
 from task_app.settings import settings_from_environ
+from trainer_backend.api.settings import Flags, settings_from
 from trainer_backend.job import load_job
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()
+COMPOSE = yaml.safe_load(COMPOSE_TEXT)
+GPU = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
+SERVICES = COMPOSE["services"]
 
 
-def trained_with(folder: Path, **environment: str) -> list[str]:
-    """The arguments that docker/train.sh gives to a `turnwise` that only prints them."""
-    folder.joinpath("turnwise").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+def printed_by(script: str, folder: Path, **environment: str) -> list[str]:
+    """The environment that a script gives to a `turnwise` that only prints it, and its arguments."""
+    folder.joinpath("turnwise").write_text(
+        '#!/bin/sh\necho "$TURNWISE_DATABASE_URL|$TRAINER_API_KEY"\nfor word in "$@"; do echo "$word"; done\n'
+    )
     folder.joinpath("turnwise").chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    printed = subprocess.run(
-        ["sh", str(ROOT / "docker" / "train.sh")],
+    run = subprocess.run(
+        ["sh", str(ROOT / "docker" / script)],
         cwd=folder, env={"PATH": path, **environment}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return printed.stdout.splitlines()
+    return run.stdout.splitlines()
 
 
-def test_the_trainers_flags_make_a_job_that_uses_the_other_container(tmp_path):
-    environment = COMPOSE["services"]["trainer"]["environment"]
-    given = {name: value for name, value in environment.items() if name in ("TASK_URL", "GATEWAY_HOST")}
-    words = trained_with(tmp_path, **given)
-    assert words[:4] == ["train", "configs/crafter_cpu.toml", "--run", "runs/crafter_cpu"]
-    overrides = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-    services = load_job(ROOT / words[1], overrides).config.services
-    assert services.task_url == ("dns+http://task-app:8001",)
-    assert (services.gateway_host, services.gateway_port) == ("trainer", 8100)
+def key_made(folder: Path) -> dict[str, str]:
+    """What make-keys.sh leaves in the three volumes of a first start."""
+    for name in ("task-app", "trainer", "database"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "python").write_text('#!/bin/sh\nexec python3 "$@"\n')
+    (folder / "python").chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    script = ["sh", str(ROOT / "docker" / "make-keys.sh")]
+    subprocess.run(script, env={"KEYS": str(folder), "PATH": path}, check=True)
+    return {file.parent.name: file.read_text().strip() for file in folder.glob("*/key")}
 
 
-def test_a_run_that_exists_is_resumed(tmp_path):
-    run = tmp_path / "runs" / "mine"
-    run.mkdir(parents=True)
-    (run / "run.json").write_text("{}")
-    assert trained_with(tmp_path, RUN="mine")[:3] == ["train", "--resume", "runs/mine"]
+def test_the_first_start_makes_three_keys_and_the_second_keeps_them(tmp_path):
+    made = key_made(tmp_path)
+    assert made.keys() == {"task-app", "trainer", "database"}
+    assert len(set(made.values())) == 3
+    assert all(re.fullmatch(r"[\w-]{43}", key) for key in made.values())  # 32 random bytes in base64
+    assert key_made(tmp_path) == made
+    for name in ("task-app", "trainer"):
+        assert (tmp_path / name / "key").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "database" / "key").stat().st_mode & 0o044, "PostgreSQL is another user"
+
+
+def test_each_volume_of_a_key_is_mounted_by_those_who_read_it_alone():
+    readers = {
+        name: {
+            volume.partition(":")[0]
+            for volume in service.get("volumes", ())
+            if volume.partition(":")[0].endswith("-key")
+        }
+        for name, service in SERVICES.items()
+        if name != "keys"
+    }
+    assert readers == {
+        "task-app": {"task-app-key"},
+        "database": {"database-key"},
+        "trainer-backend": {"task-app-key", "trainer-key", "database-key"},
+        "demo": {"trainer-key"},
+    }
+    for name in readers:
+        mounted = [volume for volume in SERVICES[name]["volumes"] if "-key:" in volume]
+        assert all(volume.endswith(":ro") for volume in mounted), name
+
+
+def test_no_key_and_no_password_has_a_default():
+    written = [*SERVICES.values(), *GPU["services"].values()]
+    given = [item for service in written for item in service.get("environment", {}).items()]
+    for name, value in given:
+        if re.search("KEY|PASSWORD", name):
+            assert name.endswith("_FILE"), name
+            assert value.startswith("/keys/"), name
+
+
+def test_the_trainer_is_started_with_its_database_and_the_flags_that_it_knows(tmp_path):
+    (tmp_path / "password").write_text("p-w_1\n")
+    given = {
+        name: value
+        for name, value in SERVICES["trainer-backend"]["environment"].items()
+        if name.startswith(("DATABASE_H", "GATEWAY", "TASK_URL"))
+    }
+    given |= {"DATABASE_PASSWORD_FILE": str(tmp_path / "password"), "MAX_JOBS": "2"}
+    environment, *words = printed_by("trainer.sh", tmp_path, **given)
+    assert environment == "postgresql://turnwise:p-w_1@database/turnwise|"
+    assert words[0] == "trainer"
+    flags = dict(zip(words[1::2], words[2::2], strict=True))
+    assert flags == {
+        "--host": "0.0.0.0",
+        "--port": "8100",
+        "--data-dir": "runs",
+        "--allow-root": "configs",
+        "--max-jobs": "2",
+    }
+    key = {"TRAINER_API_KEY": "a-key", "TASK_URL": given["TASK_URL"]}
+    settings = settings_from(Flags(host=flags["--host"], gateway_host=given["GATEWAY_HOST"]), key)
+    assert settings.bounds.given_urls == ("dns+http://task-app:8001",)
+
+
+def test_the_demo_posts_the_demo_s_job_with_a_key_of_its_own(tmp_path):
+    (tmp_path / "key").write_text("secret\n")
+    environment, *words = printed_by("demo.sh", tmp_path, TRAINER_API_KEY_FILE=str(tmp_path / "key"))
+    assert environment == "|secret"
+    assert words == ["jobs", "submit", "configs/crafter_cpu.toml", "--idempotency-key", "compose-demo"]
+    load_job(ROOT / words[2])
 
 
 def test_the_task_app_lets_itself_be_sent_to_the_trainers_gateway(tmp_path):
     key = tmp_path / "key"
     key.write_text("a-key\n")
-    services = COMPOSE["services"]
     settings = settings_from_environ(
-        {**services["task-app"]["environment"], "ENVIRONMENT_API_KEY_FILE": str(key)}
+        {**SERVICES["task-app"]["environment"], "ENVIRONMENT_API_KEY_FILE": str(key)}
     )
-    assert settings.allowed_inference_hosts == (services["trainer"]["hostname"],)
+    assert settings.allowed_inference_hosts == (SERVICES["trainer-backend"]["hostname"],)
     client = TestClient(create_app(settings))
     assert client.get("/info", headers={"X-API-Key": "a-key"}).status_code == 200
     assert client.get("/info", headers={"X-API-Key": "a-kex"}).status_code == 401
 
 
-def test_the_first_start_makes_a_key_and_the_second_keeps_it(tmp_path):
-    shell, flag, script = COMPOSE["services"]["keys"]["command"]
-    here = script.replace("/keys/", f"{tmp_path}/").replace("python -c", "python3 -c")
-    subprocess.run([shell, flag, here], check=True)
-    made = (tmp_path / "environment_api_key").read_text().strip()
-    assert len(made) == 43  # 32 random bytes in base64
-    assert (tmp_path / "environment_api_key").stat().st_mode & 0o077 == 0
-    subprocess.run([shell, flag, here], check=True)
-    assert (tmp_path / "environment_api_key").read_text().strip() == made
-    assert sorted(os.listdir(tmp_path)) == ["environment_api_key"]
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_container_writes_beside_its_volumes_or_gains_rights(name):
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert name == "database" or service["image"].startswith("turnwise-"), "whose user is set in the image"
+    if name == "database":
+        assert service["user"] == "postgres"
+
+
+def test_ports_are_published_on_this_machine_alone():
+    ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert len(ports) == 2
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_compose_1_29_reads_it_too():
+    assert not {"name", "version"} & COMPOSE.keys()
+    assert "# syntax=" not in DOCKERFILE
+    for service in (*SERVICES.values(), *GPU["services"].values()):
+        assert "develop" not in service
+        assert not isinstance(service.get("env_file"), dict)
+    assert "RUN --mount" not in DOCKERFILE, "BuildKit is no default there"
 
 
 def test_every_copied_path_exists_and_reaches_the_build():
@@ -79,6 +166,12 @@ def test_every_copied_path_exists_and_reaches_the_build():
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), source
             assert source.split("/")[0] in ignored_but, source
+
+
+def test_every_script_that_is_started_is_copied_to_where_it_is_started_from():
+    copied = set(re.findall(r"^COPY docker/\S+ (\S+)$", DOCKERFILE, re.M))
+    started = set(re.findall(r'\["sh", "(\S+?)"\]', DOCKERFILE + COMPOSE_TEXT))
+    assert started == copied
 
 
 def test_health_checks_are_programs_that_parse_and_ask_a_route_that_exists():
@@ -90,3 +183,8 @@ def test_health_checks_are_programs_that_parse_and_ask_a_route_that_exists():
         compile(program, "health check", "exec")
     app = create_app(settings_from_environ({"ENVIRONMENT_API_KEY": "a-key"}))
     assert TestClient(app).get("/health").status_code == 200
+
+
+def test_base_images_are_pinned_to_minor_versions():
+    images = [*re.findall(r"^FROM (\S+:\S+)", DOCKERFILE, re.M), SERVICES["database"]["image"]]
+    assert images == ["python:3.12-slim-bookworm", "postgres:17.6-alpine"]

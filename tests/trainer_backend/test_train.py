@@ -13,12 +13,14 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.report.hand_made import COW, WOOD, rollout
+from trainer_backend.collect.collection import Keep
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.running.gathered import inference_metrics
 from trainer_backend.train import Run, train, work_left
@@ -71,12 +73,18 @@ class Collector:
         self._train, self._evaluation = train, evaluation
         self.acked: list[str] = []
 
-    async def collect(self, requests: Sequence[RolloutRequest], progress: object = None) -> Collection:
+    async def collect(
+        self, requests: Sequence[RolloutRequest], progress: object = None, keep: Keep | None = None
+    ) -> Collection:
+        if not requests:
+            return Collection(())
         is_training = "/train/" in requests[0].rollout_id
         found = (self._train if is_training else self._evaluation)(requests)
         if found is None:
             await asyncio.Event().wait()
         assert found is not None
+        for item in found.rollouts if keep is not None else ():
+            keep(item)
         return found
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
@@ -147,7 +155,7 @@ def run_of(
     learner: Learner | None = None,
     **overrides: Any,
 ) -> Run:
-    settings = {"checkpoint_every": 100, "iterations": 4, "step_rewards_mode": "off"}
+    settings = {"checkpoint_every": 100, "recovery_every": 0, "iterations": 4, "step_rewards_mode": "off"}
     job = tiny_job(**{f"training__{key}": value for key, value in settings.items()} | overrides)
     directory: RunDirectory = create_run(job, tmp_path / "run")
     collector: Any = Collector(train, evaluation)
@@ -227,6 +235,48 @@ async def test_an_update_that_broke_half_way_is_not_saved_and_what_came_before_i
     with pytest.raises(NonFiniteLoss):
         await train(run, Progress(), asyncio.Event())
     assert saved(run) == kept
+
+
+async def test_a_checkpoint_for_a_resume_alone_stays_until_the_next_one_is_there(tmp_path: Path):
+    seen: list[list[str]] = []
+
+    def watched(requests: Sequence[RolloutRequest]) -> Collection:
+        seen.append([name.removeprefix("iteration_") for name in saved(run)])
+        return all_finished(requests)
+
+    run = run_of(
+        tmp_path, train=watched, training__iterations=6, training__recovery_every=1,
+        training__checkpoint_every=3, training__keep_checkpoints=1, evaluation__every_n_iters=100,
+    )  # fmt: skip
+    await train(run, Progress(), asyncio.Event())
+    assert seen == [["0"], ["0", "1"], ["0", "2"], ["0", "3"], ["0", "3", "4"], ["0", "3", "5"]]
+    assert saved(run) == ["iteration_0", "iteration_6"]
+
+
+async def test_rollouts_are_only_kept_for_a_start_that_would_have_their_weights_again(tmp_path: Path):
+    spools: list[list[str]] = []
+
+    def watched(requests: Sequence[RolloutRequest]) -> Collection:
+        spools.append(sorted(path.name for path in run.directory.rollouts.glob("iteration_*.spool.jsonl")))
+        return all_finished(requests)
+
+    run = run_of(tmp_path, train=watched, training__recovery_every=2, evaluation__every_n_iters=100)
+    await train(run, Progress(), asyncio.Event())
+    first, third = "iteration_1.spool.jsonl", "iteration_3.spool.jsonl"
+    assert spools == [[first], [first], [third], [third]]  # after 0 and 2 there is a checkpoint
+    assert not list(run.directory.rollouts.glob("*.spool.jsonl"))
+
+
+async def test_the_ledger_says_what_each_update_learned_from(tmp_path: Path):
+    run = run_of(tmp_path, training__iterations=2)
+    await train(run, Progress(), asyncio.Event())
+    assert [(line.iteration, line.policy_version) for line in read_ledger(run.directory.path)] == [
+        (1, 1),
+        (2, 2),
+    ]
+    for line in read_ledger(run.directory.path):
+        planned = run.planner.training(line.iteration)
+        assert line.rollout_ids == tuple(item.rollout_id for item in planned)
 
 
 async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told(tmp_path: Path):

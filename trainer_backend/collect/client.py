@@ -164,6 +164,10 @@ class TaskAppClient:
         """End a rollout that has not ended."""
         await self._call("DELETE", f"/rollouts/{rollout_id}")
 
+    async def abort(self, run_id: str) -> None:
+        """End what a run has unfinished, and let nothing more of it start; an unknown one is harmless."""
+        await self._call("POST", "/run/abort", body={"run_id": run_id})
+
     async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Created:
         """Make an environment or a policy that no rollout uses, until `terminate`.
 

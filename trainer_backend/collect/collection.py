@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared_schemas.rollouts import Rollout
 
 # Called with how many rollouts have ended, and of how many.
 Progress = Callable[[int, int], None]
+# Called with each rollout that has finished, before its task app is told to forget it.
+Keep = Callable[[Rollout], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,14 @@ class Collection:
         failed: those that failed for good.
         failures: how often each failure code was met, retried ones included.
         apps: by host and port.
+        reused: ids of those that an earlier start of the run has collected.
     """
 
     rollouts: tuple[Rollout, ...]
     failed: tuple[Rollout, ...] = ()
     failures: Counter[str] = field(default_factory=Counter)
     apps: Mapping[str, AppFigures] = field(default_factory=dict)
+    reused: frozenset[str] = frozenset()
 
     @property
     def all(self) -> tuple[Rollout, ...]:
@@ -54,8 +58,8 @@ class Collection:
 class Tally:
     """What has ended so far, over all task apps."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._progress = total, progress
+    def __init__(self, total: int, progress: Progress | None, keep: Keep | None = None) -> None:
+        self._total, self._progress, self._keep = total, progress, keep
         self._finished: list[Rollout] = []
         self._failed: list[Rollout] = []
         self._failures: Counter[str] = Counter()
@@ -69,6 +73,8 @@ class Tally:
         return f"{self._total - self.ended} of {self._total} rollouts were not finished"
 
     def finished(self, rollout: Rollout) -> None:
+        if self._keep is not None:
+            self._keep(rollout)
         self._finished.append(rollout)
         self._tell()
 
@@ -80,12 +86,9 @@ class Tally:
         self._tell()
 
     def collection(self, apps: Mapping[str, AppFigures]) -> Collection:
-        def place(rollout: Rollout) -> tuple[str, int, str]:
-            return rollout.group_id, rollout.sibling, rollout.rollout_id
-
         return Collection(
-            tuple(sorted(self._finished, key=place)),
-            tuple(sorted(self._failed, key=place)),
+            tuple(sorted(self._finished, key=_place)),
+            tuple(sorted(self._failed, key=_place)),
             self._failures,
             apps,
         )
@@ -93,6 +96,12 @@ class Tally:
     def _tell(self) -> None:
         if self._progress is not None:
             self._progress(self.ended, self._total)
+
+
+def with_reused(found: Collection, left: Sequence[Rollout]) -> Collection:
+    """What was collected, beside finished rollouts that an earlier start of the run has left."""
+    rollouts = tuple(sorted((*left, *found.rollouts), key=_place))
+    return replace(found, rollouts=rollouts, reused=frozenset(item.rollout_id for item in left))
 
 
 def joined(rounds: Sequence[Collection]) -> Collection:
@@ -105,7 +114,12 @@ def joined(rounds: Sequence[Collection]) -> Collection:
         tuple(rollout for part in rounds for rollout in part.failed),
         sum((part.failures for part in rounds), Counter()),
         apps,
+        frozenset().union(*(part.reused for part in rounds)),
     )
+
+
+def _place(rollout: Rollout) -> tuple[str, int, str]:
+    return rollout.group_id, rollout.sibling, rollout.rollout_id
 
 
 def _added(before: AppFigures | None, after: AppFigures) -> AppFigures:

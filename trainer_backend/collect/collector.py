@@ -13,8 +13,8 @@ from contextlib import suppress
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.apps import App, TaskApps
-from trainer_backend.collect.collection import Collection, Progress, Tally, joined
-from trainer_backend.collect.lane import Lane, first_of
+from trainer_backend.collect.collection import Collection, Keep, Progress, Tally, joined
+from trainer_backend.collect.lane import Lane, first_of, tolerantly
 from trainer_backend.collect.work import Desk, Work
 from trainer_backend.errors import TaskAppError
 
@@ -44,11 +44,19 @@ class Collector:
         self._timeout_s, self._max_running = timeout_s, max_running
 
     async def collect(
-        self, requests: Sequence[RolloutRequest], progress: Progress | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        progress: Progress | None = None,
+        keep: Keep | None = None,
     ) -> Collection:
         """Run all requests, which are of one run, to their end.
 
         Whatever ends it early, a cancellation too: what still runs at the task apps is cancelled there.
+
+        Args:
+            progress: is told how many have ended.
+            keep: is given each that has finished, before any task app is told to forget it; what it raises
+                ends the collection.
 
         Raises:
             TaskAppLost: none of the task apps answers, and none has come back in time.
@@ -56,7 +64,7 @@ class Collector:
         """
         if not requests:
             return Collection(())
-        tally = Tally(len(requests), progress)
+        tally = Tally(len(requests), progress, keep)
         work = Work(requests, places=self._max_running or len(requests), tally=tally, clock=self._clock)
         crew = _Crew(self._apps, work)
         try:
@@ -77,6 +85,16 @@ class Collector:
         ids = [rollout.rollout_id for rollout in rollouts]
         if ids:
             await asyncio.gather(*(self._ack(app, run_id, ids) for app in self._apps.members))
+
+    async def abort(self, run_id: str) -> None:
+        """End what a start of the run that was killed has left at the task apps; they work for nobody.
+
+        Errors are passed over: what asks a gateway that is gone ends by itself, if later.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                clients = [app.client for app in self._apps.members if app.lost is None]
+                await asyncio.gather(*(tolerantly(client.abort(run_id)) for client in clients))
 
     async def _ack(self, app: App, run_id: str, ids: Sequence[str]) -> None:
         if app.lost is not None:

@@ -41,7 +41,8 @@ class Lane:
 
         The last results are acknowledged by the collector's caller, when they are stored. Earlier ones are
         let go here, so that a task app never holds more than it runs and _MOST_UNACKED. Nothing is lost by
-        that: a trainer that died would ask under another run id (start.run_job), and never for these again.
+        that: what has finished was kept before (`Collector.collect`), and a trainer that died would ask
+        under another run id (start.run_job), and never for these again.
 
         Raises:
             TaskAppError: the task app refuses what it is asked. One that does not answer raises nothing.
@@ -60,15 +61,15 @@ class Lane:
         """After the last rollout has ended: stop and let go of what nobody wants from this app any more."""
         if self._app.lost is None:
             names = [*self.desk.unwanted, *self.desk.settled]
-            await asyncio.gather(*(_tolerantly(self._client.cancel(name)) for name in self.desk.unwanted))
-            await _tolerantly(self._client.ack(self._work.run_id, names))
+            await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in self.desk.unwanted))
+            await tolerantly(self._client.ack(self._work.run_id, names))
 
     async def abandon(self) -> None:
         """Cancel what is unfinished, let go of all results. Errors are passed over: one is under way."""
         ids = [*self.desk.asked, *self.desk.unwanted]
-        await asyncio.gather(*(_tolerantly(self._client.cancel(name)) for name in ids))
+        await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in ids))
         done = [*ids, *self.desk.settled, *self.desk.unacked]
-        await _tolerantly(self._client.ack(self._work.run_id, done))
+        await tolerantly(self._client.ack(self._work.run_id, done))
 
     async def _serve(self) -> NoReturn:
         async with asyncio.TaskGroup() as both:
@@ -231,7 +232,8 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
-async def _tolerantly(call: Coroutine[None, None, None]) -> None:
+async def tolerantly(call: Coroutine[None, None, None]) -> None:
+    """Make a call to a task app whose error changes nothing."""
     try:
         await call
     except TaskAppError:

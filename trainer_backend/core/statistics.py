@@ -4,8 +4,8 @@ Metric names are `room/what`; docs/route.md lists them.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared_schemas.rewards import DecisionRewards, decision_rewards
@@ -45,6 +45,19 @@ def mean_interval(values: Sequence[float]) -> Interval:
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = t_quantile_975(count - 1) * math.sqrt(variance / count)
     return Interval(mean, mean - half, mean + half, count)
+
+
+def group_interval(outcomes: Iterable[tuple[str, float]]) -> Interval | None:
+    """Mean outcome of (group id, outcome) pairs, with the interval over groups; None without any.
+
+    Siblings of a group share their start, so groups are the independent values, not episodes. Each counts the
+    same, so the mean is that of the episodes where groups are of one size.
+    """
+    by_group: defaultdict[str, list[float]] = defaultdict(list)
+    for group_id, outcome in outcomes:
+        by_group[group_id].append(outcome)
+    means = [sum(values) / len(values) for values in by_group.values()]
+    return mean_interval(means) if means else None
 
 
 def t_quantile_975(freedom: int) -> float:
@@ -176,6 +189,29 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics["episode/unique_achievements"] = sum(map(unique_achievements, trajectories)) / count
     metrics |= user_reward_metrics(trajectories)
     return metrics | {f"stop/{reason}": number / count for reason, number in sorted(reasons.items())}
+
+
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How many versions those that sampled the tokens lay behind the policy that learns from them.
+
+    Args:
+        version: of the policy before it learns.
+
+    Returns:
+        policy/staleness_max and policy/staleness_mean (a token); empty where no versions are known.
+    """
+    behind: Counter[int] = Counter()
+    for step in (step for item in trajectories for step in item.steps):
+        call = step.policy_logprobs
+        if call is None:
+            continue
+        ends = [first for first, _ in call.versions[1:]] + [len(call.token_ids)]
+        for (first, sampler), end in zip(call.versions, ends, strict=True):
+            behind[version - sampler] += end - first
+    if not behind.total():
+        return {}
+    mean = sum(distance * tokens for distance, tokens in behind.items()) / behind.total()
+    return {"policy/staleness_max": float(max(behind)), "policy/staleness_mean": mean}
 
 
 def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

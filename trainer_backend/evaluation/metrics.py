@@ -61,6 +61,7 @@ def collection_metrics(collection: Collection) -> dict[str, Any]:
     return {
         "rollout/finished": float(len(collection.rollouts)),
         "rollout/failed": float(len(collection.failed)),
+        "recovery/rollouts_reused": float(len(collection.reused)),
         **causes,
         **_app_metrics(collection.apps),
     }

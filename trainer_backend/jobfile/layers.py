@@ -66,10 +66,13 @@ class Files:
         return " + ".join(name for name in dict.fromkeys(self.names) if name in found)
 
 
-def read_layers(paths: Sequence[Path]) -> tuple[dict[str, Any], Files]:
+def read_layers(paths: Sequence[Path], *, anchored: bool = True) -> tuple[dict[str, Any], Files]:
     """Read files left to right into one document.
 
     Tables are joined key by key, to any depth; every other value, a list too, replaces the one before.
+
+    Args:
+        anchored: paths in a file are seen from its folder; False leaves them as they are written.
 
     Raises:
         JobError: no file, one that cannot be read, bad TOML.
@@ -80,7 +83,8 @@ def read_layers(paths: Sequence[Path]) -> tuple[dict[str, Any], Files]:
     owners: dict[str, str] = {}
     for path in paths:
         layer = _read(path)
-        anchor(layer, path.parent)
+        if anchored:
+            anchor(layer, path.parent)
         for gone in make_way(document, layer):
             owners.pop(gone, None)
         _lay_over(document, layer, owners, file=str(path), inside="")

@@ -12,9 +12,11 @@ from shared_schemas.rollouts import Seed
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.jobfile.data_table import DataTable
+from trainer_backend.jobfile.inference_table import InferenceTable
 from trainer_backend.jobfile.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.multi_turn_table import MultiTurnTable
+from trainer_backend.jobfile.retention_table import RetentionTable
 from trainer_backend.jobfile.rollout_table import SET_BY_ROWS, RolloutTable, WarmupTable, without_twins
 from trainer_backend.jobfile.services_table import ServicesTable
 from trainer_backend.jobfile.sinks_table import SinksTable
@@ -34,21 +36,6 @@ class JobTable(Table):
         default=0, ge=0, lt=2**31, description="every world, sampling and shuffle seed follows from it"
     )
     runs_dir: Path = Field(default=Path("runs"), description="where run directories are made")
-
-
-class InferenceTable(Table):
-    """[inference]"""
-
-    threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
-    max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded together")
-    max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
-    kept_prefixes: int | None = Field(
-        default=None,
-        ge=0,
-        le=4096,
-        description="ended prompts + responses whose keys and values stay for prompts that begin like them; "
-        "absent: as many as max_running; 0: every prompt is computed anew",
-    )
 
 
 class EvaluationTable(Table):
@@ -92,6 +79,7 @@ class JobConfig(Table):
     warmup: WarmupTable | None = None
     evaluation: EvaluationTable = EvaluationTable()
     sinks: SinksTable = SinksTable()
+    retention: RetentionTable = RetentionTable()
 
     @property
     def evaluation_temperature(self) -> float:

@@ -136,6 +136,12 @@ class TrainingTable(Table):
     threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
     checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints kept beside the best one")
+    recovery_every: int = Field(
+        default=1,
+        ge=0,
+        description="iterations between further checkpoints, each removed when the next one is there: what a "
+        "killed run loses at most; 0: none",
+    )
     step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
     step_rewards_mode: StepRewardsMode = Field(default="off", description="where r_t comes from")
     event_rewards_kind: EventRewardsKind = Field(

@@ -99,15 +99,14 @@ def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> Memor
     """The job's limits as `core.memory` counts with them."""
     training, inference = job.training, job.inference
     row = max(training.row_tokens, inference.max_model_len)
-    kept = inference.max_running if inference.kept_prefixes is None else inference.kept_prefixes
     return MemoryUse(
         low=placement.low is not None,
         masked=isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask),
         row_tokens=row,
         micro_batch_tokens=max(training.micro_batch_tokens, row),
         logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
-        running=inference.max_running,
-        kept=kept,
+        running=inference.slots,
+        kept=inference.kept,
         cached_tokens=inference.max_model_len,
         reference=training.needs_reference,
         checkpointing=training.gradient_checkpointing,

@@ -97,6 +97,8 @@ class LocalLearner:
         A preset takes the `tokenizer` of the fixed policy that it is to be weighed against; where there is
         none, one is trained on the texts of `prompts`.
         """
+        # The dropout of adapters draws from it; a checkpoint holds where it is.
+        torch.manual_seed(derived_seed(job.job.seed, "torch"))
         if job.model.preset is None:
             return cls(job, *load_named(job.model))
         if tokenizer is None:

@@ -12,6 +12,7 @@ from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.aggregation import token_mean
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.errors import place
+from trainer_backend.core.imitation import worth_imitating
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
@@ -48,7 +49,7 @@ def demonstrations(
     for number, trajectory in enumerate(kept):
         tools = [tool.model_dump(mode="json") for tool in trajectory.tools]
         for step, seen in zip(trajectory.steps, prompts(trajectory.steps), strict=True):
-            if _worth_imitating(step):
+            if worth_imitating(step):
                 prompt, target = _rendered(step, seen, tools, renderer)
                 segments.append(_segment(f"demonstration {number}", step.turn - 1, prompt, target))
     if not segments:
@@ -124,13 +125,6 @@ def _step(
         )
     optimizer.step()
     return total
-
-
-def _worth_imitating(step: StepData) -> bool:
-    """Not what was refused, nor an end without words, and not a detour that a policy marked `exploratory`."""
-    refused = step.step_info.invalid_reason is not None
-    says_something = bool(step.tool_calls or step.action_taken.get("content"))
-    return says_something and not refused and not step.action_taken.get("exploratory", False)
 
 
 def _rendered(

@@ -8,21 +8,15 @@ from typing import Any
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.sources import row_of
 from trainer_backend.core.policies import ACTOR, policy_in
-from trainer_backend.core.statistics import Interval, mean_interval
+from trainer_backend.core.statistics import Interval, group_interval, mean_interval
 from trainer_backend.report.story import Story
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
 
 
 def outcome_of_groups(path: Path, job_name: str) -> Interval | None:
-    """Mean outcome of the actor's episodes of a training file, with the interval over groups.
-
-    Siblings of a group share their start, so groups are the independent values, not episodes.
-    """
-    by_group: defaultdict[str, list[float]] = defaultdict(list)
-    for row in _of_the_actor(path, job_name, ["group_id", "outcome_reward"]):
-        by_group[row["group_id"]].append(row["outcome_reward"])
-    means = [sum(values) / len(values) for values in by_group.values()]
-    return mean_interval(means) if means else None
+    """Mean outcome of the actor's episodes of a training file, with the interval over groups."""
+    rows = _of_the_actor(path, job_name, ["group_id", "outcome_reward"])
+    return group_interval((row["group_id"], row["outcome_reward"]) for row in rows)
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer_backend.errors import RunDirectoryError
+from trainer_backend.errors import RunNotWritten
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
         also: error classes of a library that stand for a full disk, beside OSError.
 
     Raises:
-        RunDirectoryError: the disk is full, or refuses.
+        RunNotWritten: the disk is full, or refuses.
     """
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
@@ -24,6 +24,6 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
     except kinds as error:
         of_run = any((folder / "run.json").exists() for folder in path.parents)
         going_on = " With space or permission, the run goes on with --resume." if of_run else ""
-        raise RunDirectoryError(
+        raise RunNotWritten(
             f"{path} cannot be written: {error}", hint=f"What was there before is untouched.{going_on}"
         ) from error

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer_backend.errors import RunDirectoryError
@@ -12,8 +13,13 @@ STATE_FILE = "state.json"
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
     """The finished checkpoint with the highest iteration; folders still aside do not count."""
-    found = [path for path in _folders(checkpoints) if (path / STATE_FILE).exists()]
+    found = [path for path in _folders(checkpoints) if is_whole(path)]
     return found[-1] if found else None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether there is a checkpoint in this folder."""
+    return (checkpoint / STATE_FILE).exists()
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
@@ -54,13 +60,24 @@ def mark_best(folder: Path) -> None:
         os.replace(aside, pointer)
 
 
-def prune_checkpoints(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, the best one, and iteration_0 (what RL started from)."""
-    best = best_checkpoint(checkpoints)
-    for folder in _folders(checkpoints)[:-keep]:
-        if folder != best and _iteration(folder) > 0:
+def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
+    """Remove all but the newest, the best one, iteration_0 (what RL started from), and the last `keep` of
+    those that stay.
+
+    Args:
+        stays: whether the checkpoint of an iteration is one to keep, or was only made for a resume.
+    """
+    folders = _folders(checkpoints)
+    kept = [folder for folder in folders if stays(_iteration(folder))][-keep:]
+    kept += [folder for folder in (best_checkpoint(checkpoints), latest_checkpoint(checkpoints)) if folder]
+    for folder in folders:
+        if folder not in kept and _iteration(folder) > 0:
             with writing(folder):
-                shutil.rmtree(folder)
+                # A kill in the middle must not leave half of it under a name that counts.
+                os.replace(folder, folder.with_name(f".{folder.name}.gone"))
+    for folder in checkpoints.glob(".iteration_*.gone"):
+        with writing(folder):
+            shutil.rmtree(folder)
 
 
 def _folders(checkpoints: Path) -> list[Path]:

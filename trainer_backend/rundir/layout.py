@@ -1,8 +1,8 @@
 """Where everything of a run lies."""
 
 import json
-import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -12,11 +12,16 @@ from uuid import uuid4
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job import dump_job, load_job
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.rundir import lock, run_log, state
 from trainer_backend.rundir.boundary import writing
+from trainer_backend.rundir.json_lines import append_line, read_lines, replace_lines
+from trainer_backend.rundir.ledger import forget_consumed_after
+from trainer_backend.rundir.spool import tidy_spools
 
 _FOLDERS = ("rollouts", "checkpoints")
 # Of fixed policies (rundir.fixed_record); not there in a run without.
 FIXED_RECORD = "fixed_policies.json"
+_OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, lock.FILE, state.FILE, run_log.FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,56 +53,59 @@ class RunDirectory:
     def report(self) -> Path:
         return self.path / "report"
 
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
     def rollouts_file(self, name: str) -> Path:
-        return self.path / "rollouts" / f"{name}.parquet"
+        return self.rollouts / f"{name}.parquet"
 
     def iteration_files(self) -> list[Path]:
         """The stored rollouts of training iterations, in no order."""
-        return list((self.path / "rollouts").glob("iteration_*.parquet"))
+        return list(self.rollouts.glob("iteration_*.parquet"))
+
+    def spool_file(self, name: str) -> Path:
+        """What has come of a stage that is not finished; see `rundir.spool`."""
+        return self.rollouts / f"{name}.spool.jsonl"
 
     def job(self) -> JobConfig:
         """The resolved job that this run was started with."""
         return load_job(self.path / "job.toml").config
 
     def replace_job(self, job: JobConfig) -> None:
-        """Write the job that the run goes on with; aside first, then renamed."""
-        path = self.path / "job.toml"
-        with writing(path):
-            aside = path.with_suffix(".tmp")
-            aside.write_text(dump_job(job), encoding="utf-8")
-            aside.replace(path)
+        """Write the job that the run goes on with."""
+        _write(self.path / "job.toml", dump_job(job))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """One JSON line, on disk before this returns.
 
         Raises:
-            RunDirectoryError: the disk is full, or refuses.
+            RunNotWritten: the disk is full, or refuses.
         """
-        with writing(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.metrics_file, row, durable=True)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All rows, oldest first. A line cut short by a crash is left out."""
-        if not self.metrics_file.exists():
-            return []
-        rows = []
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        return read_lines(self.metrics_file)[0]
 
-    def forget_metrics_after(self, iteration: int) -> None:
-        """Drop rows of iterations that a resumed run will do again (those beyond its checkpoint)."""
-        kept = [row for row in self.metrics() if row.get("iteration", 0) <= iteration]
-        lines = "".join(json.dumps(row, sort_keys=True) + "\n" for row in kept)
-        with writing(self.metrics_file):
-            aside = self.metrics_file.with_suffix(".tmp")
-            aside.write_text(lines, encoding="utf-8")
-            aside.replace(self.metrics_file)
+    def go_back_to(self, iteration: int, tell: Callable[[str], None]) -> None:
+        """What a run that goes on from the end of an iteration will do again, is not done; -1: all of it.
+
+        Args:
+            tell: is given a sentence about rollouts that are there and cannot be used.
+
+        Raises:
+            RunNotWritten: the disk is full, or refuses.
+        """
+        self.forget_after(iteration)
+        tidy_spools(self.rollouts, iteration, tell)
+
+    def forget_after(self, iteration: int) -> None:
+        """Drop what metrics and ledger say of later iterations."""
+        replace_lines(
+            self.metrics_file, [row for row in self.metrics() if row.get("iteration", 0) <= iteration]
+        )
+        forget_consumed_after(self.path, iteration)
 
     def remove_if_unused(self, *, with_log: bool) -> bool:
         """Remove the folder if it holds no more than `create_run` made; whether it is gone.
@@ -107,19 +115,23 @@ class RunDirectory:
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False
+        if lock.holder(self.path) is not None:
+            return False  # somebody else goes on with it
         shutil.rmtree(self.path, ignore_errors=True)
         return not self.path.exists()
 
     def _is_unused(self, path: Path, *, with_log: bool) -> bool:
         if path.name in _FOLDERS:
             return path.is_dir() and not any(path.iterdir())
-        if path.name in ("job.toml", "run.json", FIXED_RECORD) or (with_log and path == self.task_app_log):
+        if path.name in _OF_EVERY_START or (with_log and path == self.task_app_log):
             return True
         return path in (self.metrics_file, self.task_app_log) and path.stat().st_size == 0
 
 
 def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
     """Make a fresh folder: `path`, or runs_dir/name (name-2, name-3 ... when taken).
+
+    What a killed process has left of a run that it was about to make is no run, and is made anew.
 
     Raises:
         RunDirectoryError: `path` holds a run already, or cannot be written.
@@ -130,16 +142,22 @@ def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
     with writing(path):
         for folder in (path, *(path / name for name in _FOLDERS)):
             folder.mkdir(parents=True, exist_ok=True)
-        try:
-            file = (path / "job.toml").open("x", encoding="utf-8")
-        except FileExistsError as error:
+    with lock.locked(path):
+        if (path / "run.json").exists():
             raise RunDirectoryError(
                 f"{path} holds a run already; `turnwise train --resume {path}` continues it"
-            ) from error
-        with file:
-            file.write(dump_job(job))
-        (path / "run.json").write_text(json.dumps({"run_id": run.run_id, "format": 1}), encoding="utf-8")
+            )
+        run.replace_job(job)
+        _write(path / "run.json", json.dumps({"run_id": run.run_id, "format": 1}))  # last: now it is one
     return run
+
+
+def _write(path: Path, text: str) -> None:
+    """Aside first, then renamed."""
+    with writing(path):
+        aside = path.with_suffix(".tmp")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
 
 
 def _free_folder(base: Path) -> Path:

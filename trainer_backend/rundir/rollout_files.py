@@ -122,7 +122,7 @@ def write_rollouts(
         scored: by rollout id, what policy and reference said of its tokens, of those that were asked.
 
     Raises:
-        RunDirectoryError: the disk is full, or refuses.
+        RunNotWritten: the disk is full, or refuses.
     """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)

@@ -15,7 +15,13 @@ from trainer_backend.core.conversations import (
     segment_metrics,
 )
 from trainer_backend.core.segments import segments_of
-from trainer_backend.core.statistics import ach_by_turn, episode_metrics, outcome_definition, unique_by_turn
+from trainer_backend.core.statistics import (
+    ach_by_turn,
+    episode_metrics,
+    group_interval,
+    outcome_definition,
+    unique_by_turn,
+)
 from trainer_backend.credit import Credited
 from trainer_backend.evaluation.metrics import collection_metrics
 from trainer_backend.jobfile.schema import JobConfig
@@ -55,13 +61,15 @@ def gathered_metrics(job: JobConfig, gathered: Gathered, *, ended: float) -> dic
     episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
     steps = [step.step_info for item in gathered.trajectories for step in item.steps]
     played_on = branch_metrics(gathered.branches)
-    decisions = len(steps) + played_on.get("branch/decisions", 0.0)
+    decisions = len(steps) + played_on.get("branch/decisions", 0.0) - _reused_decisions(gathered)
     return {
         **(episode_metrics(episodes) if episodes else {}),
+        **outcome_bounds(own),
         "episode/outcome_definition": outcome_definition(gathered.trajectories),
         **gathered.credited.metrics,
         **conversation_metrics(own, gathered.collection.failures),
         **collection_metrics(gathered.collection),
+        "recovery/rollouts_reused": float(len(gathered.collection.reused) + len(gathered.branches.reused)),
         **played_on,
         **gathered.mixture,
         **gathered.inference,
@@ -81,6 +89,26 @@ def _by_turn(episodes: Sequence[Trajectory]) -> dict[str, list[float]]:
         "decision/unique_by_turn": unique_by_turn(episodes),
         "decision/ach_by_turn": ach_by_turn(episodes),
     }
+
+
+def _reused_decisions(gathered: Gathered) -> int:
+    """Of an earlier start: no work of this one, whose speed is told."""
+    return sum(
+        len(item.trajectory.steps)
+        for part in (gathered.collection, gathered.branches)
+        for item in part.rollouts
+        if item.rollout_id in part.reused and item.trajectory is not None
+    )
+
+
+def outcome_bounds(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """95 % interval of the mean outcome, over groups; nothing where there is only one."""
+    found = group_interval(
+        (item.group_id, item.trajectory.outcome_reward) for item in rollouts if item.trajectory is not None
+    )
+    if found is None or found.low is None or found.high is None:
+        return {}
+    return {"episode/outcome_reward_low": found.low, "episode/outcome_reward_high": found.high}
 
 
 def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) -> dict[str, Any]:

@@ -19,6 +19,12 @@ class Planned(NamedTuple):
     directory: RunDirectory
     resume: bool
 
+    @property
+    def folder(self) -> Path:
+        """Where it lies among others: the job's runs_dir, or else what it lies in."""
+        path, runs = self.directory.path.resolve(), self.loaded.config.job.runs_dir.resolve()
+        return runs if path.is_relative_to(runs) else path.parent
+
 
 def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str]) -> Planned:
     """A new run of a job, or one that exists; `start.run_job` writes down what that one goes on with.

@@ -1,8 +1,9 @@
 """What a run works with, joined once at its start."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.samplers import looks_back
@@ -11,6 +12,7 @@ from trainer_backend.data.dataset import DataSet
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.spool import Spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Run:
         run_id: names this start of the run at the task apps (start.run_job).
         data: the rows of [data], where the job has that table.
         fixed: by name, where the fixed policies of the job are asked.
+        resumes: how often the run was continued so far.
     """
 
     job: JobConfig
@@ -32,6 +35,7 @@ class Run:
     reporter: Reporter
     data: DataSet | None = None
     fixed: Mapping[str, Inference] = field(default_factory=dict)
+    resumes: int = 0
 
     @property
     def planner(self) -> Planner:
@@ -41,3 +45,10 @@ class Run:
         return Planner(
             self.job, self.run_id, self.server.inference, self.data, fixed=self.fixed, history=past
         )
+
+    def spool(self, stage: str, requests: Sequence[RolloutRequest], policy_version: int) -> Spool:
+        """What an earlier start has left of a stage that begins with these, and what comes of it now."""
+        return Spool.begun(
+            self.directory.spool_file(stage), requests,
+            policy_version=policy_version, gateway_url=self.server.inference.url, tell=self.reporter.say,
+        )  # fmt: skip

@@ -2,63 +2,29 @@
 
 import asyncio
 import secrets
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import SecretStr
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
-from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import data_of
-from trainer_backend.evaluation.metrics import (
-    collection_metrics,
-    evaluation_metrics,
-    finished_trajectories,
-    refuse_empty,
-)
-from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.learner.capacity import memory_plan, refuse_too_large
 from trainer_backend.learner.device import place
-from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.value_head import told_on_resume
 from trainer_backend.logs import configure_logs
 from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
-from trainer_backend.rundir.fixed_record import begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
-from trainer_backend.running.joining import joined_policies
-from trainer_backend.running.stopping import stop_on_signals, until, until_on_thread
-from trainer_backend.services.endpoints import warmup_key
-from trainer_backend.services.fixed_folders import checked_folders, tokenizer_in
-from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences, fixed_models
+from trainer_backend.rundir.lock import locked
+from trainer_backend.running.beginning import Beginning, Stopped
+from trainer_backend.running.recording import RecordingReporter
+from trainer_backend.running.stopping import stop_on_signals, until
+from trainer_backend.services.fixed_folders import checked_folders
+from trainer_backend.services.fixed_policies import fixed_inferences
 from trainer_backend.services.policy_server import gateway_listener, model_name, serving
 from trainer_backend.services.task_apps import task_apps, told_of
 from trainer_backend.train import Run, train, work_left
-
-# Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
-_PROMPT_EPISODES = 64
-# Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
-_FILES = {"teacher": "warmup", "prompts": "prompts"}
-
-
-class Stopped(Exception):
-    """Somebody asked to stop before there was anything to save."""
-
-
-class Begun(NamedTuple):
-    """What training goes on with."""
-
-    learner: LocalLearner
-    progress: Progress
-    fixed: FixedPolicies
 
 
 class Ended(NamedTuple):
@@ -77,9 +43,23 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     """Start everything, train, and end everything again, also after an error or Ctrl-C.
 
     Raises:
+        RunDirectoryError: somebody else trains in this directory.
         TrainerError: with a sentence for the user.
         Stopped: a stop was asked for before the first checkpoint.
     """
+    with locked(directory.path), RecordingReporter.opened(directory, reporter) as recording:
+        try:
+            ended = await _run(job, directory, recording, resume=resume)
+        except Stopped as stopped:
+            recording.end("stopped", detail=str(stopped))
+            raise
+        recording.end("stopped" if ended.stopped else "ended")
+        return ended
+
+
+async def _run(
+    job: JobConfig, directory: RunDirectory, reporter: RecordingReporter, *, resume: bool
+) -> Ended:
     configure_logs()
     place(job.model.device)  # a GPU that is not there is told before anything is started
     data = await asyncio.to_thread(data_of, job)  # and so is a row that cannot be used
@@ -96,6 +76,9 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
                 timeout_s=job.services.iteration_timeout_s,
                 max_running=job.rollout.max_concurrent_rollouts,
             )
+            reporter.runs_as(run_id)
+            if reporter.left_behind:
+                await collector.abort(reporter.left_behind)
             reporter.say(told_of(apps))
             reporter.say(echo_of_switches(job))
             for line in data.told if data is not None else ():
@@ -106,12 +89,16 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
             await until(stop, try_job(planner, apps, from_scratch=checkpoint is None))
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
-            beginning = _Beginning(directory, planner, folders, collector, reporter, stop)
+            beginning = Beginning(directory, planner, folders, collector, reporter, stop)
             learner, progress, fixed = await (beginning.resumed() if resume else beginning.fresh())
+            reporter.goes_on_from(progress.iteration)
             async with serving(job, learner, listener, fixed=fixed.policies) as server:
                 reporter.say(f"gateway: {server.inference.url} serves {server.inference.model}")
                 others = fixed_inferences(job, server.inference)
-                run = Run(job, directory, run_id, collector, learner, server, reporter, data, fixed=others)
+                run = Run(
+                    job, directory, run_id, collector, learner, server, reporter, data,
+                    fixed=others, resumes=reporter.resumes,
+                )  # fmt: skip
                 progress = await train(run, progress, stop)
             for line in await asyncio.to_thread(fixed.compared):
                 reporter.say(line)
@@ -128,156 +115,3 @@ def echo_of_switches(job: JobConfig) -> str:
         f"step_rewards_indicator_lambda={table.step_rewards_indicator_lambda:g} "
         f"advantage={job.algorithm.advantage} gamma={job.algorithm.gamma:g}"
     )
-
-
-class _Beginning:
-    """The policy that RL starts from: a checkpoint's, or a fresh one after its warm-up.
-
-    Args:
-        folders: of the fixed policies that are served from here.
-    """
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        planner: Planner,
-        folders: Mapping[str, Path],
-        collector: Collector,
-        reporter: Reporter,
-        stop: asyncio.Event,
-    ) -> None:
-        self._job, self._run_id = planner.job, planner.run_id
-        self._directory, self._planner, self._folders = directory, planner, folders
-        self._collector, self._reporter, self._stop = collector, reporter, stop
-
-    async def resumed(self) -> Begun:
-        """The newest checkpoint; a run that was stopped before its first one begins anew."""
-        checkpoint = latest_checkpoint(self._directory.checkpoints)
-        if checkpoint is None:
-            self._reporter.say("no checkpoint yet: the run begins anew")
-            return await self.fresh()
-        await self._plan_memory(checkpoint)
-        learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._job, checkpoint)
-        fixed = await self._fixed(learner)
-        for line in continue_record(self._directory, fixed_models(self._job, fixed)):
-            self._reporter.say(line)
-        # The next resume, the report and eval read it, so it is what the run goes on with; and not sooner: a
-        # job that was refused must not stay.
-        self._directory.replace_job(self._job)
-        self._directory.forget_metrics_after(progress.iteration)
-        self._reporter.say(f"resumed from {checkpoint}")
-        critic = told_on_resume(self._job, checkpoint)
-        if critic is not None:
-            self._reporter.say(critic)
-        return Begun(learner, progress, fixed)
-
-    async def fresh(self) -> Begun:
-        """Rollouts to begin with, the model that the job names, and its warm-up."""
-        self._directory.forget_metrics_after(-1)
-        await self._plan_memory(None)
-        # What is wrong with a named model, or a fixed one, shows when it is loaded: before minutes of
-        # rollouts, not after. A preset waits for the prompts that its tokenizer is trained on, if it needs
-        # them.
-        learner = await self._learner([]) if self._job.model.preset is None or self._folders else None
-        fixed = FixedPolicies() if learner is None else await self._fixed(learner)
-        begin_record(self._directory, fixed_models(self._job, fixed))
-        self._directory.replace_job(self._job)
-        if self._job.warmup is None:
-            plan = self._planner.prompts(_PROMPT_EPISODES) if learner is None else []
-            prompts = await self._played("prompts", plan)
-            return Begun(learner or await self._learner(prompts), Progress(), fixed)
-        episodes = await self._played("teacher", self._planner.warmup(warmup_key(self._job)))
-        learner = learner or await self._learner(episodes)
-        await self._warm_up(learner, episodes)
-        return Begun(learner, Progress(), fixed)
-
-    async def _fixed(self, learner: LocalLearner) -> FixedPolicies:
-        joining = joined_policies(self._folders, learner, self._planner, self._collector, self._reporter)
-        found = await until(self._stop, joining)
-        if found is None:
-            raise Stopped("stopped before anything was played; nothing new to save")
-        return found
-
-    async def _plan_memory(self, checkpoint: Path | None) -> None:
-        """Tell what the run will need; one that cannot fit ends here, before the weights are read."""
-        folders = list(self._folders.values())
-        plan = await asyncio.to_thread(memory_plan, self._job, checkpoint, fixed=folders)
-        self._reporter.say(str(plan))
-        refuse_too_large(plan, self._job)
-
-    async def _learner(self, prompts: Sequence[Trajectory]) -> LocalLearner:
-        self._reporter.say(f"model: {self._job.model.source}")
-        shared = next(iter(self._folders.values()), None)
-        tokenizer = None if shared is None else tokenizer_in(shared, self._job)
-        return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts, tokenizer)
-
-    async def _warm_up(self, learner: LocalLearner, episodes: Sequence[Trajectory]) -> None:
-        started = time.monotonic()
-
-        def work(check: Callable[[], None]) -> dict[str, float]:
-            def tell(done: int, total: int) -> None:
-                check()
-                self._reporter.stage("warm-up", done, total)
-
-            return learner.warm_up(episodes, tell)
-
-        metrics = await until_on_thread(self._stop, work)
-        if metrics is None:
-            raise Stopped("stopped in the warm-up; nothing to save yet")
-        # Minutes of work: on disk before anything else can fail.
-        folder = self._directory.checkpoints / "iteration_0"
-        await asyncio.to_thread(learner.save, folder, Progress())
-        row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
-        self._directory.append_metrics(row)
-        self._reporter.say(
-            f"warm-up: {metrics['warmup/examples']:.0f} decisions of the teacher, "
-            f"loss {metrics['warmup/loss']:.3f} nats a token, {row['time/warmup_s']:.0f} s"
-        )
-
-    async def _played(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        """Finished episodes of a plan, and their row; those of an interrupted start are used again."""
-        if not requests:
-            return []
-        path = self._directory.rollouts_file(_FILES[kind])
-        stored = read_rollouts(path) if path.exists() else []
-        started = time.monotonic()
-        if any(rollout.trajectory is not None for rollout in stored):
-            collection, time_taken, told = _collection_of(stored), {}, "as stored before"
-        else:
-            collection = await self._collected(kind, path, requests)
-            time_taken = {"time/collect_s": time.monotonic() - started}
-            told = f"{time_taken['time/collect_s']:.0f} s"
-        row = {
-            "kind": kind,
-            "iteration": 0,
-            **evaluation_metrics(collection.rollouts),
-            **collection_metrics(collection),
-            **time_taken,
-        }
-        self._directory.append_metrics(row)
-        self._reporter.say(
-            f"{kind}: {row['eval/episodes']} episodes with {row['eval/outcome_reward']:.2f} "
-            f"{outcome_name(row)} on average, {told}"
-        )
-        return finished_trajectories(collection.rollouts, kind)
-
-    async def _collected(self, kind: str, path: Path, requests: Sequence[RolloutRequest]) -> Collection:
-        """Collect, store, and only then look whether anything was finished."""
-
-        def tell(done: int, total: int) -> None:
-            self._reporter.stage(f"collect {kind}", done, total)
-
-        collection = await until(self._stop, self._collector.collect(requests, tell))
-        if collection is None:
-            raise Stopped(f"stopped while collecting ({kind}); nothing to save yet")
-        write_rollouts(path, collection.all)
-        refuse_empty(collection, kind)
-        await self._collector.ack(self._run_id, collection.all)
-        return collection
-
-
-def _collection_of(stored: Sequence[Rollout]) -> Collection:
-    """A stored stage as it was collected; failures that a second attempt made good are not stored."""
-    failed = tuple(rollout for rollout in stored if rollout.trajectory is None)
-    codes = Counter(rollout.failure.code for rollout in failed if rollout.failure is not None)
-    return Collection(tuple(item for item in stored if item.trajectory is not None), failed, codes)

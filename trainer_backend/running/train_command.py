@@ -6,9 +6,10 @@ from rich.console import Console
 
 from trainer_backend.errors import TrainerError
 from trainer_backend.report.story import read_story
-from trainer_backend.report.write import write_report
+from trainer_backend.rundir.lock import refuse_taken
+from trainer_backend.running.beginning import Stopped
 from trainer_backend.running.planned_runs import Planned
-from trainer_backend.running.start import Ended, Stopped, run_job
+from trainer_backend.running.start import Ended, run_job
 from trainer_backend.sinks.reporter import SinkReporter
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
 from trainer_backend.terminal.telling import tell
@@ -27,6 +28,8 @@ def train_one(out: Console, planned: Planned, *, report: bool) -> bool:
     for line in closing_lines(read_story(directory)):
         tell(out, line)
     if report:
+        from trainer_backend.report.write import write_report  # its plots: a second that no start waits for
+
         tell(out, f"report: {write_report(directory).resolve()}")
     if ended.stopped:
         tell(out, f"stopped early; continue with: turnwise train --resume {directory.path}")
@@ -39,6 +42,7 @@ def _trained(out: Console, planned: Planned) -> Ended | None:
     with ConsoleReporter(out) as console:
         console.say(f"run directory: {directory.path}")
         try:
+            refuse_taken(directory.path)  # `run_job` would, when sinks have told theirs that the run begins
             with SinkReporter(config, directory, console) as reporter:
                 ended = asyncio.run(run_job(config, directory, reporter, resume=resume))
         except Stopped as stopped:

@@ -157,8 +157,8 @@ def engine_limits(job: JobConfig, *, engines: int = 1) -> EngineLimits:
     table, schedule = job.inference, job.rollout_allocation_schedule
     sharing = 1 if schedule is None or schedule.unit == "iteration" else engines
     return EngineLimits(
-        slots=table.max_running,
-        kept_prefixes=table.kept_prefixes,
+        slots=table.slots,
+        kept_prefixes=table.kept,
         max_model_len=table.max_model_len,
         torch_threads=max(1, table.threads // sharing),
     )

@@ -1,8 +1,9 @@
 """A task app's rollout routes on a real port, that can be told to misbehave."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 from aiohttp import web
 from pydantic import SecretStr
@@ -112,9 +113,18 @@ class ScriptedTaskApp:
 
 @asynccontextmanager
 async def served(
-    task_app: ScriptedTaskApp, *, timeout_s: float = 10.0, host: str = "127.0.0.1", port: int = 0
+    task_app: ScriptedTaskApp,
+    *,
+    timeout_s: float = 10.0,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    routes: Mapping[str, Handler] = MappingProxyType({}),
 ) -> AsyncIterator[TaskAppClient]:
-    runner = web.AppRunner(task_app.app(), shutdown_timeout=0.1)
+    """`routes` are further ones, that are posted to."""
+    app = task_app.app()
+    for path, handler in routes.items():
+        app.router.add_post(path, handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     await site.start()

@@ -7,12 +7,12 @@ import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
-from shared_schemas.rollouts import EnvSpec, RolloutRequest, Start
+from shared_schemas.rollouts import EnvSpec, Rollout, RolloutRequest, Start
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.collector import Collector
-from trainer_backend.errors import JobError, TaskAppError
+from trainer_backend.errors import JobError, RunNotWritten, TaskAppError
 
 
 async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
@@ -34,6 +34,44 @@ async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
     assert [rollout.rollout_id for rollout in found.rollouts] == ["run/train/1/0/0", "run/train/1/0/1:1"]
     assert [rollout.rollout_id for rollout in found.failed] == ["run/train/1/0/2:1"]
     assert found.failures == {"inference_unavailable": 3}
+
+
+async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_what_failed_is_not():
+    task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
+    kept: list[str] = []
+
+    def keep(rollout: Rollout) -> None:
+        assert rollout.rollout_id not in task_app.acked
+        kept.append(rollout.rollout_id)
+
+    async with served(task_app) as client:
+        collector = Collector(TaskApps.of([client]), timeout_s=30)
+        found = await collector.collect([request_of(number) for number in range(300)], keep=keep)
+    assert sorted(kept) == sorted(rollout.rollout_id for rollout in found.rollouts)
+    assert (len(kept), len(found.failed)) == (299, 1)
+    assert len(task_app.acked) > 200, "long before the end it was told to forget some"
+
+
+async def test_what_cannot_be_kept_ends_the_collection():
+    def full(rollout: Rollout) -> None:
+        raise RunNotWritten("no space left")
+
+    async with served(ScriptedTaskApp()) as client:
+        with pytest.raises(RunNotWritten, match="no space left"):
+            await Collector(TaskApps.of([client]), timeout_s=30).collect([request_of(0)], keep=full)
+
+
+async def test_what_a_killed_start_left_is_ended_wherever_somebody_answers():
+    told: list[str] = []
+
+    async def abort(request: web.Request) -> web.Response:
+        told.append((await request.json())["run_id"])
+        return web.json_response({"ok": True})
+
+    first, second = ScriptedTaskApp(), ScriptedTaskApp()
+    async with served(first, routes={"/run/abort": abort}) as a, served(second) as b:
+        await Collector(TaskApps.of([a, b]), timeout_s=30).abort("run.1")  # b does not know the route
+    assert told == ["run.1"]
 
 
 async def test_two_task_apps_share_the_work():

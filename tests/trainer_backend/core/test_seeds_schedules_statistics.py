@@ -6,14 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
+from shared_schemas.trajectory import (
+    ObservationData,
+    PolicyLogprobs,
+    StepData,
+    StepInfo,
+    StopReason,
+    Trajectory,
+)
 from trainer_backend.core.schedules import constant, cosine, learning_rate, linear
 from trainer_backend.core.statistics import (
     ach_by_turn,
     crafter_score,
     decision_metrics,
     episode_metrics,
+    group_interval,
     mean_interval,
+    staleness_metrics,
     success_rates,
     t_quantile_975,
     unique_by_turn,
@@ -157,3 +166,30 @@ def test_every_schedule_rises_the_same(fall):
 def test_shares_outside_their_range_are_refused():
     with pytest.raises(ValueError, match="progress=2"):
         learning_rate(1.0, progress=2, rise=0, final=0)
+
+
+def test_the_interval_of_a_batch_is_over_groups_whose_siblings_share_their_start():
+    # group means 1 and 3: mean 2, standard error 1, one degree of freedom
+    found = group_interval([("a", 0.0), ("a", 2.0), ("b", 3.0), ("b", 3.0)])
+    assert found is not None and found.low is not None
+    assert (found.mean, found.count, round(found.low, 3)) == (2.0, 2, round(2 - t_quantile_975(1), 3))
+    assert group_interval([]) is None
+    assert group_interval([("a", 1.0), ("a", 2.0)]).low is None  # one group has no interval
+
+
+def test_staleness_counts_how_far_behind_each_sampled_token_was():
+    def of(*calls):
+        logged = [
+            PolicyLogprobs(
+                prompt_token_ids=(1,), token_ids=(2,) * tokens, logprobs=(-1.0,) * tokens,
+                finish_reason="stop", versions=versions,
+            )
+            for tokens, versions in calls
+        ]  # fmt: skip
+        steps = [NOTHING.steps[0].model_copy(update={"policy_logprobs": call}) for call in logged]
+        return NOTHING.model_copy(update={"steps": tuple(steps)})
+
+    # 2 tokens of version 5, then 1 of 4 and 3 of 5; version 5 learns: one token of six lies one behind
+    episode = of((2, ((0, 5),)), (4, ((0, 4), (1, 5))))
+    assert staleness_metrics([episode], 5) == {"policy/staleness_max": 1.0, "policy/staleness_mean": 1 / 6}
+    assert staleness_metrics([NOTHING], 5) == {}  # nobody said what it was sampled by

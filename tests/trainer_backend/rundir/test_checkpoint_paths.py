@@ -1,5 +1,6 @@
 """Which checkpoint is the latest, which the best, and which may go."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def always(iteration: int) -> bool:
+    return True
+
+
 def names(checkpoints: Path) -> set[str]:
     return {path.name for path in checkpoints.glob("iteration_*")}
 
@@ -49,8 +54,29 @@ def test_the_best_is_what_was_marked_and_else_the_latest(checkpoints: Path):
 
 def test_pruning_keeps_the_newest_the_best_the_first_and_what_is_not_ours(checkpoints: Path):
     mark_best(checkpoints / "iteration_5")
-    prune_checkpoints(checkpoints, 1)
+    prune_checkpoints(checkpoints, 1, stays=always)
     assert names(checkpoints) == {"iteration_0", "iteration_5", "iteration_20", "iteration_5_backup"}
+
+
+def test_what_was_only_made_for_a_resume_goes_when_a_newer_one_is_there_and_is_not_counted(tmp_path: Path):
+    for number in range(13):
+        (tmp_path / f"iteration_{number}").mkdir()
+        (tmp_path / f"iteration_{number}" / STATE_FILE).write_text("{}")
+    prune_checkpoints(tmp_path, 2, stays=lambda iteration: iteration % 5 == 0)
+    assert names(tmp_path) == {"iteration_0", "iteration_5", "iteration_10", "iteration_12"}
+
+
+def test_a_removal_that_was_killed_leaves_no_checkpoint_behind_and_is_finished_by_the_next(checkpoints: Path):
+    os.rename(checkpoints / "iteration_10", checkpoints / ".iteration_10.gone")
+    prune_checkpoints(checkpoints, 9, stays=always)
+    assert not list(checkpoints.glob(".*.gone"))
+    assert names(checkpoints) == {
+        "iteration_0",
+        "iteration_5",
+        "iteration_15",
+        "iteration_20",
+        "iteration_5_backup",
+    }
 
 
 def test_a_full_disk_leaves_the_best_as_it_was(checkpoints: Path):
@@ -62,5 +88,5 @@ def test_a_full_disk_leaves_the_best_as_it_was(checkpoints: Path):
 
 def test_a_folder_that_cannot_be_removed_is_named(checkpoints: Path):
     (checkpoints / "iteration_1").write_text("a file, which rmtree refuses")
-    with pytest.raises(RunDirectoryError, match="iteration_1 cannot be written"):
-        prune_checkpoints(checkpoints, 1)
+    with pytest.raises(RunDirectoryError, match=r"iteration_1\.gone cannot be written"):
+        prune_checkpoints(checkpoints, 1, stays=always)

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import tiny_job
+from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.init_job.choices import Choices
 from trainer_backend.init_job.write import write_job
 from trainer_backend.rundir.layout import create_run, open_run
+from trainer_backend.rundir.lock import locked
+from trainer_backend.running.recording import RecordingReporter
 
 
 def job_in(folder: Path):
@@ -25,7 +27,7 @@ def test_a_run_is_opened_as_it_was_made(tmp_path: Path):
     assert opened.job() == tiny_job()
     assert opened.run_id.startswith("tiny.")
     assert {path.name for path in opened.path.iterdir()} == {
-        "job.toml", "run.json", "rollouts", "checkpoints",
+        "job.toml", "run.json", "rollouts", "checkpoints", "lock",
     }  # fmt: skip
 
 
@@ -48,6 +50,12 @@ def test_a_folder_that_holds_a_run_is_not_taken_again(tmp_path: Path):
     assert run.job().job.seed == 1
 
 
+def test_what_a_killed_process_left_of_a_run_that_it_was_making_is_made_anew(tmp_path: Path):
+    create_run(tiny_job(job__seed=9), tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()
+    assert create_run(tiny_job(), tmp_path / "run").job() == tiny_job()
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -67,9 +75,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path, text: str | None, told: str):
 
 def test_a_run_in_which_nothing_was_done_can_be_removed(tmp_path: Path):
     run = create_run(tiny_job(), tmp_path / "runs" / "run")
-    run.forget_metrics_after(-1)  # what every start does
+    run.forget_after(-1)  # what every start does
     run.task_app_log.write_text("starting\n")
+    RecordingReporter(run, ListReporter()).say("run directory: here")
     assert not run.remove_if_unused(with_log=False)
+    with locked(run.path):  # somebody goes on with it
+        assert not run.remove_if_unused(with_log=True)
     assert run.remove_if_unused(with_log=True)
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -116,7 +127,7 @@ def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path: Path):
     run = create_run(tiny_job(), tmp_path / "run")
     for iteration in (0, 1, 2, 3):
         run.append_metrics({"kind": "iteration", "iteration": iteration})
-    run.forget_metrics_after(1)
+    run.forget_after(1)
     run.append_metrics({"kind": "iteration", "iteration": 2, "again": True})
     assert [(row["iteration"], "again" in row) for row in run.metrics()] == [
         (0, False), (1, False), (2, True),
@@ -129,7 +140,7 @@ def test_a_full_disk_is_told_with_the_file_and_earlier_rows_stay(tmp_path: Path)
     with full_disk(), pytest.raises(RunDirectoryError, match=r"run/metrics\.jsonl cannot be written"):
         run.append_metrics({"kind": "iteration", "iteration": 2})
     with full_disk(), pytest.raises(RunDirectoryError, match=r"run/metrics\.jsonl cannot be written"):
-        run.forget_metrics_after(1)
+        run.forget_after(1)
     assert [row["iteration"] for row in run.metrics()] == [1]
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ import pytest
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.trainer_backend.report.hand_made import WOOD, rollout
+from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Planner
-from trainer_backend.errors import PortTaken
+from trainer_backend.errors import PortTaken, TaskAppError
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
-from trainer_backend.running.start import Stopped, _Beginning, run_job
+from trainer_backend.rundir.state import watch
+from trainer_backend.running.beginning import Beginning, Stopped
+from trainer_backend.running.start import run_job
 from trainer_backend.running.stopping import STOPPING
 
 
@@ -71,7 +74,9 @@ def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
 
 async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):
     class Collector:
-        async def collect(self, requests: Sequence[RolloutRequest], progress: object) -> Collection:
+        async def collect(
+            self, requests: Sequence[RolloutRequest], progress: object, keep: object
+        ) -> Collection:
             return Collection((rollout(1, [WOOD]),))
 
         async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
@@ -82,10 +87,47 @@ async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_
     write_rollouts(directory.rollouts_file("warmup"), [broken])
     collector: Any = Collector()
     planner = Planner(job, "run.1")
-    beginning = _Beginning(directory, planner, {}, collector, ListReporter(), asyncio.Event())
+    beginning = Beginning(directory, planner, {}, collector, ListReporter(), asyncio.Event())
     (played,) = await beginning._played("teacher", planner.warmup())
     assert played.outcome_reward == 1.0
     assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
+
+
+async def test_what_a_killed_start_had_of_the_teachers_episodes_is_not_played_again(tmp_path: Path):
+    asked: list[int] = []
+
+    class Collector:
+        def __init__(self, most: int) -> None:
+            self._most = most
+
+        async def collect(
+            self, requests: Sequence[RolloutRequest], progress: object, keep: Callable[[Rollout], None]
+        ) -> Collection:
+            asked.append(len(requests))
+            played = tuple(finished(request) for request in requests[: self._most])
+            for item in played:
+                keep(item)
+            if len(played) < len(requests):
+                raise TaskAppError("killed")
+            return Collection(played)
+
+        async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
+
+    job = tiny_job()
+    directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
+    for start, most in ((1, 10), (2, 24)):
+        collector: Any = Collector(most)
+        beginning = Beginning(job, directory, f"run.{start}", collector, reporter, asyncio.Event())
+        plan = Planner(job, f"run.{start}").warmup()
+        if start == 1:
+            with pytest.raises(TaskAppError):
+                await beginning._played("teacher", plan)
+        else:
+            assert len(await beginning._played("teacher", plan)) == 24
+    assert asked == [24, 14]
+    assert rows_of(directory, "teacher")[0]["recovery/rollouts_reused"] == 10.0
+    assert "10 rollouts of warmup.spool.jsonl were collected before, and are used" in reporter.lines
+    assert not directory.spool_file("warmup").exists()
 
 
 def test_every_start_has_ids_of_its_own_at_the_task_app(trained):
@@ -109,6 +151,12 @@ def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Pat
     with pytest.raises(Stopped, match="before anything was played"):
         asyncio.run(run_job(job, create_run(job, tmp_path / "run"), reporter, resume=False))
     assert (reporter.lines[-1], reporter.stages) == (STOPPING, [])
+    state = watch(tmp_path / "run").state
+    assert state is not None
+    assert (state.state, state.detail) == (
+        "stopped",
+        "stopped before anything was played; nothing new to save",
+    )
 
 
 def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path):

@@ -82,7 +82,7 @@ def test_an_iteration_that_a_resumed_run_does_again_is_there_once(tmp_path: Path
     job = tiny_job(sinks__tensorboard=True)
     directory = create_run(job, tmp_path / "run")
     written(directory, [FIRST, SECOND], job)
-    directory.forget_metrics_after(1)
+    directory.forget_after(1)
     written(directory, [{**SECOND, "loss/entropy": 0.5}], job)
     assert read_back(directory.path / "tensorboard") == {"loss/entropy": [(1, 2.0), (2, 0.5)]}
 

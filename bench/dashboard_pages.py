@@ -1,0 +1,101 @@
+"""What the dashboard's pages take for a long run, from the request to the last byte, over SQLite.
+
+    PYTHONPATH=. python bench/dashboard_pages.py [--iterations 1000] [--decisions 100000] [--limit-ms 200]
+
+The run is that of run_page.py, which measures the reads alone, with the metrics that the panels draw. Each
+page is asked for in this process, without a socket, after it was asked for once: the least of five, of the
+clock on the wall and, beside it, of this process' CPU. Exit code 1 where a page is above the limit.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from bench.run_page import LIMIT_MS, least_ms, long_run
+from trainer_backend.dashboard import pages
+from trainer_backend.dashboard.panels import PANELS, metrics_of
+from trainer_backend.dashboard.services import Dashboard
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.store import jobs
+from trainer_backend.store.database import Store, open_store
+from trainer_backend.store.database import utc_now as now
+from trainer_backend.store.sync import sync_run
+
+ENDINGS = ("stop/environment_done", "stop/max_decisions", "stop/invalid_action")
+
+
+def drawn_metrics(run: RunDirectory, iterations: int) -> None:
+    """Beside the rows of run_page.py: a second run of the panels' own metrics, in place of those."""
+    names = [name for panel in PANELS for line in panel.lines for name in metrics_of(line)]
+    plain = [name for name in names if not name.endswith("*") and not name.startswith("eval/")]
+    run.metrics_file.unlink()
+    for iteration in range(1, iterations + 1):
+        numbers = {name: math.sin(iteration / 40) + iteration / 300 for name in (*plain, *ENDINGS)}
+        run.append_metrics({"kind": "iteration", "iteration": iteration, **numbers})
+        if iteration % 10 == 0:
+            rates = {f"achievement_{number}": 0.5 for number in range(22)}
+            held_out = {name: 3.0 for name in names if name.startswith("eval/")}
+            row = {"kind": "evaluation", "iteration": iteration, "eval/episodes": 128, **held_out}
+            run.append_metrics({**row, "eval/success_rates": rates})
+
+
+def addresses(job_id: str, other: str) -> dict[str, str]:
+    run = f"/runs/{job_id}"
+    return {
+        "runs": "/",
+        "run": run,
+        "its charts' values": f"{run}/charts",
+        "its head, which a live page asks for": f"{run}/head",
+        "two runs laid over one another": f"{run}?with={other}",
+        "their charts' values": f"{run}/charts?with={other}",
+        "one chart as a table": f"{run}/values?panel=outcome",
+        "rollouts": f"{run}/rollouts",
+        "rollouts by outcome, filtered": f"{run}/rollouts?stage=train&sort=outcome_reward&min_reward=3",
+        "a rollout": f"{run}/rollouts/train/{500}/0/1",
+        "the job": f"{run}/config",
+    }
+
+
+def synced(store: Store, run: RunDirectory, name: str) -> str:
+    config = (run.path / "job.toml").read_text(encoding="utf-8")
+    job, _ = jobs.create(store, jobs.NewJob(name, config=config, home="bench", run_dir=run.path))
+    sync_run(store, job.id, run)
+    return job.id
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--decisions", type=int, default=100_000, help="of all iterations together")
+    parser.add_argument("--limit-ms", type=float, default=LIMIT_MS, help="most of a page")
+    options = parser.parse_args(arguments)
+    slowest = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(f"sqlite:///{folder}/store.db")
+        ids = []
+        for name, decisions in (("long", options.decisions), ("other", 10 * options.iterations)):
+            run = long_run(Path(folder) / name, options.iterations, decisions)
+            drawn_metrics(run, options.iterations)
+            ids.append(synced(store, run, name))
+        app = FastAPI()
+        app.include_router(pages.router)
+        app.state.dashboard = Dashboard(store, None, now)
+        client = TestClient(app)
+        for name, address in addresses(*ids).items():
+            size = len(client.get(address).raise_for_status().content)
+            wall, cpu = least_ms(lambda address=address: client.get(address))
+            slowest = max(slowest, wall)
+            told = "ok" if wall <= options.limit_ms else "TOO SLOW"
+            print(f"{name:38s} {wall:7.1f} ms ({cpu:.1f} of CPU), {size / 1e3:.0f} kB  {told}")
+        store.close()
+    return 0 if slowest <= options.limit_ms else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What an iteration of the demo pays for being killed at any moment: its spool, its checkpoint, its records.
+
+    python bench/recovery_cost.py [--limit 0.01] [--quick]
+
+An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions). Then all
+that `training.recovery_every = 1` and the spool add to it is done again with its rollouts and its learner: a
+checkpoint with AdamW's moments, flushed to disk, and the removal of the one before; the digest of the plan,
+each rollout in the spool; the line of the ledger, state.json as often as it is written, run.log. The least
+time of some repeats is held against that iteration, as CPU time of the process (that of the task app is left
+out, so the share is rather too large) and as time on the wall, where a disk makes one wait.
+
+Exit code 1 where one of the two shares of the whole is above the limit.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from demo_iteration import Played, played_in
+
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.protocols import Progress
+from trainer_backend.rundir.layout import RunDirectory, open_run
+from trainer_backend.rundir.ledger import Consumed, append_consumed
+from trainer_backend.rundir.run_log import append_log
+from trainer_backend.rundir.spool import Spool
+from trainer_backend.rundir.state import RunState, write_state
+from trainer_backend.running.saving import Saving
+
+LIMIT = 0.01
+QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
+
+
+class Cost(NamedTuple):
+    """CPU seconds of this process, and seconds on the wall."""
+
+    cpu_s: float
+    wall_s: float
+
+
+def least(work: Callable[[], object], repeats: int = 7) -> Cost:
+    def once() -> Cost:
+        cpu, wall = time.process_time(), time.perf_counter()
+        work()
+        return Cost(time.process_time() - cpu, time.perf_counter() - wall)
+
+    costs = [once() for _ in range(repeats)]
+    return Cost(min(cost.cpu_s for cost in costs), min(cost.wall_s for cost in costs))
+
+
+def costs(found: Played, run: RunDirectory) -> dict[str, Cost]:
+    """By what it is, of one iteration."""
+    learner, _ = LocalLearner.resumed(found.job, run.checkpoints / "iteration_1")
+    requests = Planner(found.job, "run.1", Inference("http://here", "demo/actor", None)).training(1)
+
+    def spool() -> None:
+        begun = Spool.begun(
+            run.spool_file("iteration_1"), requests,
+            policy_version=0, gateway_url="http://here", tell=print,
+        )  # fmt: skip
+        for rollout in found.rollouts:
+            begun.keep(rollout)
+        begun.remove()
+
+    iterations = itertools.count(2)
+    saving = Saving(found.job, run, learner)
+
+    def checkpoint() -> None:
+        saving.write(Progress(next(iterations), 1, 13))
+
+    def records() -> None:
+        names = tuple(rollout.rollout_id for rollout in found.rollouts)
+        append_consumed(run.path, Consumed(1, 1, names))
+        for done in range(int(found.row["time/collect_s"]) + 4):  # stages at once, and each second
+            write_state(run.path, RunState("training", 1, 1, "collect 2", done, 64))
+        append_log(run.path, "a line, though most iterations say nothing")
+
+    return {"spool": least(spool), "checkpoint": least(checkpoint), "records": least(records)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration")
+    parser.add_argument("--quick", action="store_true", help="a small iteration, to see that it works")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = played_in(Path(folder) / "run", QUICK if options.quick else ())
+        took = costs(found, open_run(Path(folder) / "run"))
+    wall_s = sum(found.row[f"time/{stage}_s"] for stage in ("collect", "credit", "update", "publish"))
+    print(f"an iteration took {found.cpu_s:.2f} s of CPU time, {wall_s:.2f} s on the wall")
+    for name, cost in took.items():
+        cpu, wall = cost.cpu_s / found.cpu_s, cost.wall_s / wall_s
+        print(f"{name:12s} {1e3 * cost.cpu_s:6.1f} ms {cpu:.3%}  wall {1e3 * cost.wall_s:6.1f} ms {wall:.3%}")
+    share = max(
+        sum(cost.cpu_s for cost in took.values()) / found.cpu_s,
+        sum(cost.wall_s for cost in took.values()) / wall_s,
+    )
+    met = share <= options.limit
+    told = "ok" if met else "MISSED"
+    print(f"recovery costs {share:.3%} of an iteration (at most {options.limit:.2%}): {told}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

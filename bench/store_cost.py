@@ -1,0 +1,98 @@
+"""What the store costs of an iteration of the demo.
+
+    python bench/store_cost.py [--limit 0.02] [--quick] [--url postgresql://…]
+
+An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions), and its
+files are laid into a run directory that has the demo's forty iterations already. Then the sync that brings it
+into the store is taken, and one that finds nothing new: while an iteration goes on the service syncs a few
+times in vain. Least CPU time of some repeats, against the CPU time of that iteration in the trainer's process
+(which leaves out the task app's, so the share is rather too large); with --url the time on the wall, since
+the database is another process. Exit code 1 where the share is above the limit.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from demo_iteration import Played, played
+
+from trainer_backend.credit import credit
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.ledger import Consumed, append_consumed
+from trainer_backend.rundir.rollout_files import Credit, write_rollouts
+from trainer_backend.store import jobs
+from trainer_backend.store.database import Store, open_store
+from trainer_backend.store.sync import sync_run
+
+LIMIT = 0.02
+ITERATIONS = 40
+VAIN = 5  # syncs of an iteration that find nothing new
+QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
+
+
+def finish(run: RunDirectory, found: Played, iteration: int, credits: list[Credit]) -> None:
+    """Leave behind what an iteration does, under ids of its own."""
+    named = [
+        item.model_copy(update={"rollout_id": f"{item.rollout_id}.{iteration}", "iteration": iteration})
+        for item in found.rollouts
+    ]
+    write_rollouts(run.rollouts_file(f"iteration_{iteration}"), named, credits)
+    append_consumed(run.path, Consumed(iteration, iteration, tuple(item.rollout_id for item in named)))
+    run.append_metrics({**found.row, "iteration": iteration})
+
+
+def took_s(clock: Callable[[], float], work: Callable[[], object]) -> float:
+    start = clock()
+    work()
+    return clock() - start
+
+
+def measured(
+    store: Store, run: RunDirectory, found: Played, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Seconds of the sync that brings an iteration, and of one that finds nothing."""
+    job, _ = jobs.create(store, jobs.NewJob("demo", config="", home="bench", run_dir=run.path))
+    credits = list(credit(found.job, found.rollouts).credits)
+    for iteration in range(1, ITERATIONS + 1):
+        finish(run, found, iteration, credits)
+    sync_run(store, job.id, run)
+    news, vain = [], []
+    for iteration in range(ITERATIONS + 1, ITERATIONS + 6):
+        finish(run, found, iteration, credits)
+        news.append(took_s(clock, lambda: sync_run(store, job.id, run)))
+        vain.append(took_s(clock, lambda: sync_run(store, job.id, run)))
+    return min(news), min(vain)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration's time")
+    parser.add_argument("--quick", action="store_true", help="a small iteration, to see that it works")
+    parser.add_argument("--url", help="another database than a new SQLite file")
+    options = parser.parse_args()
+    found = played(QUICK if options.quick else ())
+    clock = time.perf_counter if options.url else time.process_time
+    with tempfile.TemporaryDirectory() as folder:
+        run = create_run(found.job, Path(folder) / "run")
+        store = open_store(options.url or f"sqlite:///{folder}/store.db")
+        news_s, vain_s = measured(store, run, found, clock)
+        store.close()
+    decisions = sum(len(item.trajectory.steps) for item in found.rollouts if item.trajectory is not None)
+    print(f"an iteration of {decisions} decisions took {found.cpu_s:.2f} s of CPU time")
+    print(f"its sync took {1e3 * news_s:.1f} ms, one that finds nothing new {1e3 * vain_s:.1f} ms")
+    share = (news_s + VAIN * vain_s) / found.cpu_s
+    met = share <= options.limit
+    told = "ok" if met else "MISSED"
+    print(f"with {VAIN} of those the store is {share:.2%} of it (at most {options.limit:.2%}): {told}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

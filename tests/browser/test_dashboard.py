@@ -1,0 +1,175 @@
+"""The dashboard in Chromium: every page, a run that goes on, an episode paged through, a job written."""
+
+import shutil
+
+import pytest
+
+from tests.browser.dashboards import CHROMIUM, DESKTOP, PHONE, Watched, dashboard
+from tests.trainer_backend.dashboard.shown import numbered_run
+from trainer_backend.store import jobs
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
+
+JOB = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n'
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        # Root in a container has no sandbox; the pages under test are our own.
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory, trained):
+    """A run that was trained for real, and one whose texts are attacks."""
+    folder = tmp_path_factory.mktemp("data")
+    shutil.copytree(trained[0].path, folder / "trained")
+    numbered_run(folder / "attacks")
+    with dashboard(folder) as (url, service):
+        service.watcher.look(everything=True)
+        yield url, service
+
+
+@pytest.fixture(scope="module")
+def ids(service):
+    found = jobs.find(service[1].store, origin="cli").items
+    return {job.run_dir.rpartition("/")[2]: job.id for job in found}
+
+
+def test_every_page_fits_its_window_and_complains_of_nothing_and_asks_nobody_else(browser, service, ids):
+    run = f"/runs/{ids['trained']}"
+    paths = [
+        "/", run, f"{run}/rollouts", f"{run}/rollouts/train/1/0/0?turn=2", f"{run}/config", f"{run}/log",
+        f"{run}?with={ids['attacks']}", "/new",
+    ]  # fmt: skip
+    for viewport, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
+        seen = Watched(browser, service[0], viewport=viewport, color_scheme=scheme)
+        for path in paths:
+            seen.go(path)
+            seen.page.wait_for_load_state("networkidle")
+            assert seen.fits(), path
+            assert seen.page.locator("h1").count() == 1, path
+        assert (seen.complaints, seen.elsewhere) == ([], [])
+
+
+def test_what_a_rollout_says_is_shown_and_never_run(browser, service, ids):
+    seen = Watched(browser, service[0])
+    seen.go(f"/runs/{ids['attacks']}/rollouts/train/1/0/0")
+    assert "<script>alert('saw')</script>" in seen.page.locator(".message pre").first.inner_text()
+    seen.page.locator(
+        ".frames .note, .frames img"
+    ).first.wait_for()  # a hand-made episode cannot be played again
+    assert seen.complaints == []
+
+
+def test_charts_are_drawn_and_can_be_read_with_the_keyboard_and_as_tables(browser, service, ids):
+    seen = Watched(browser, service[0])
+    seen.go(f"/runs/{ids['trained']}")
+    figure = seen.page.locator("[data-chart=outcome]")
+    figure.locator("canvas").wait_for()
+    plot = figure.locator(".plot")
+    assert plot.get_attribute("aria-label").startswith("Outcome an episode. training: ")
+    plot.focus()
+    plot.press("ArrowRight")
+    assert figure.locator("[aria-live]").inner_text().startswith("iteration 0: training")
+    plot.press("End")
+    assert figure.locator("[aria-live]").inner_text().startswith("iteration 2: training")
+    figure.locator("summary").click()
+    assert figure.locator("tbody tr").first.inner_text().startswith("2")
+    assert seen.complaints == []
+
+
+def test_an_episode_is_paged_through_with_its_pictures_and_tokens(browser, service, ids):
+    seen = Watched(browser, service[0])
+    seen.go(f"/runs/{ids['trained']}/rollouts?stage=train&iteration=1")
+    seen.page.locator("tbody a").first.click()
+    page = seen.page
+    page.locator(".frames img").nth(1).wait_for()  # the job's task app plays it again
+    widths = page.locator(".frames img").evaluate_all(
+        "all => all.map(image => image.complete && image.naturalWidth)"
+    )
+    assert widths == [144, 144]
+    page.keyboard.press("ArrowRight")
+    page.locator("[data-turn='2']").wait_for()
+    assert page.url.endswith("?turn=2")
+    assert page.locator("#turn-2").get_attribute("aria-current") == "true"
+    page.locator(".pager a[rel=prev]").click()
+    page.locator("[data-turn='1']").wait_for()
+    page.go_back()
+    page.locator("[data-turn='2']").wait_for()
+    colour = "token => getComputedStyle(token).backgroundColor"
+    token = page.locator(".tokens .m1").first
+    page.locator("input[value=mask]").check()
+    masked = token.evaluate(colour)
+    page.locator("input[value=logprob]").check()
+    assert masked != token.evaluate(colour)
+    page.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert "log-prob" in page.locator(".readout").inner_text()
+    assert page.url.endswith("?turn=2")  # the arrows walked through tokens
+    assert seen.complaints == []
+
+
+def test_rollouts_are_filtered_without_leaving_the_page(browser, service, ids):
+    seen = Watched(browser, service[0])
+    seen.go(f"/runs/{ids['trained']}/rollouts")
+    before = seen.page.locator("tbody tr").count()
+    with seen.page.expect_response("**/rollouts?*stage=evaluation*"):
+        seen.page.locator("select[name=stage]").select_option("evaluation")
+    seen.page.locator("caption", has_text="of 8 rollouts").wait_for()
+    assert seen.page.locator("tbody tr").count() < before
+    assert "stage=evaluation" in seen.page.url
+    seen.page.locator("th a", has_text="outcome").click()
+    seen.page.locator("th[aria-sort=descending]", has_text="outcome").wait_for()
+    assert seen.complaints == []
+
+
+def test_without_scripts_pages_can_be_read_and_paged(browser, service, ids):
+    seen = Watched(browser, service[0], java_script_enabled=False)
+    seen.go(f"/runs/{ids['trained']}/rollouts/train/1/0/0")
+    seen.page.locator(".pager a[rel=next]").click()
+    assert seen.page.locator("#decision-title").inner_text().startswith("Decision 2")
+
+
+def test_a_job_is_checked_while_it_is_written_begun_followed_and_cancelled(browser, service):
+    url, behind = service
+    seen = Watched(browser, url)
+    page = seen.page
+    seen.go("/new")
+    page.locator("textarea").fill(JOB + "[training]\niteration = 3\n")
+    page.locator("[data-line='6']").click()
+    chosen = "text => text.value.slice(text.selectionStart, text.selectionEnd)"
+    assert page.locator("textarea").evaluate(chosen) == "iteration = 3"
+    page.locator("textarea").fill(JOB + "[training]\niterations = 3\n")
+    page.locator("text=This job can start").wait_for()
+    page.locator("text=Start the job").click()
+    page.locator(".state.running").wait_for()
+    job = jobs.get(behind.store, page.url.rpartition("/")[2])
+    for number in (1, 2):  # nobody reloads: the page follows
+        with open(f"{job.run_dir}/iterate", "w"):
+            pass
+        page.locator("#head", has_text=f"{number} of 3 iterations").wait_for()
+        page.locator("[data-chart=outcome] .legend b", has_text=f"{number}.5").wait_for()
+    page.get_by_role("button", name="Cancel").click()  # the question whether to is answered with yes
+    page.locator(".state.cancelled").wait_for()
+    assert seen.complaints == ["Cancel this job? What it has trained so far stays."]
+    page.get_by_role("button", name="Resume").click()
+    page.locator(".state.running").wait_for()
+
+
+def test_where_there_is_a_key_a_person_logs_in_with_it(browser, tmp_path):
+    with dashboard(tmp_path, TRAINER_API_KEY="a-key-of-forty-characters-or-something") as (url, _):
+        seen = Watched(browser, url, refused=(401,))
+        seen.go("/?state=ended")
+        seen.page.locator("input[name=key]").fill("wrong")
+        seen.page.locator("button").click()
+        assert "not the key" in seen.page.locator("[role=alert]").inner_text()
+        seen.page.locator("input[name=key]").fill("a-key-of-forty-characters-or-something")
+        seen.page.locator("button").click()
+        seen.page.locator("h1", has_text="Runs").wait_for()
+        assert seen.page.url.endswith("/?state=ended")
+        assert seen.complaints == []

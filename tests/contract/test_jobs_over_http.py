@@ -1,0 +1,126 @@
+"""Real jobs through a real `turnwise trainer`: posted, watched, killed with it, finished after it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import tiny_job
+from trainer_backend.job import dump_job
+from trainer_backend.terminal.jobs_client import JobsClient
+
+ROOT = Path(__file__).parents[2]
+KEY = "a-key-of-the-contract-tests"
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "TRAINER_API_KEY": KEY, "ENVIRONMENT_API_KEY": "k"}
+
+
+class Trainer:
+    """`turnwise trainer` as a process."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        command = [sys.executable, "-m", "trainer_backend", "trainer", "--port", "0", "--data-dir", "runs"]
+        with (folder / "trainer.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *words], cwd=folder, env=ENVIRON, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        assert self.process.stdout is not None
+        lines = iter(self.process.stdout.readline, "")
+        self.url = next(line.split()[-1] for line in lines if line.startswith("listening on "))
+        self.client = JobsClient(self.url, ENVIRON)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait()
+
+
+@contextmanager
+def trainer(folder: Path, *words: str) -> Iterator[Trainer]:
+    started = Trainer(folder, *words)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def turnwise(url: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_backend", "jobs", *arguments, "--url", url],
+        env=ENVIRON, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics_rows(run_dir: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(600)
+def test_a_job_survives_the_service_that_runs_it(tmp_path: Path):
+    job = tmp_path / "job.toml"
+    job.write_text(dump_job(tiny_job(training__iterations=4, evaluation__every_n_iters=4)))
+    with trainer(tmp_path) as first:
+        job_id = turnwise(first.url, "submit", str(job), "--idempotency-key", "one").split()[0]
+        for name, data in first.client.events(f"/jobs/{job_id}/events"):
+            if name == "metrics" and data["kind"] == "iteration":
+                break
+        assert first.client.get(f"/jobs/{job_id}")["state"] == "running"
+        first.kill()
+    with trainer(tmp_path) as second:
+        again = turnwise(second.url, "submit", str(job), "--idempotency-key", "one").split()[0]
+        assert again == job_id, "the key is remembered over the restart"
+        told = [
+            data["text"] for name, data in second.client.events(f"/jobs/{job_id}/events") if name == "log"
+        ]
+        found = second.client.get(f"/jobs/{job_id}")
+        assert (found["state"], found["attempt"], found["progress"]["iteration"]) == ("succeeded", 2, 4)
+        assert any(line.startswith("resumed from") for line in told)
+        assert "tiny" in turnwise(second.url, "list")
+        assert "resumed from" in turnwise(second.url, "logs", job_id[:12])
+        curve = second.client.get(f"/jobs/{job_id}/metrics", names="reward/mean")["series"]["reward/mean"]
+        assert curve["iterations"] == [1, 2, 3, 4]
+        assert second.stop() == 0
+    rows = metrics_rows(found["run_dir"])
+    assert [row["iteration"] for row in rows if row["kind"] == "iteration"] == [1, 2, 3, 4]
+    ledger = [json.loads(line) for line in Path(found["run_dir"], "ledger.jsonl").read_text().splitlines()]
+    trained = Counter(name for line in ledger for name in line["rollout_ids"])
+    assert sum(trained.values()) == len(trained) == 4 * 8, "each rollout once"
+
+
+def test_a_stranger_gets_nothing(tmp_path: Path):
+    with trainer(tmp_path) as served:
+        assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
+        assert httpx.get(f"{served.url}/jobs").status_code == 401
+        page = httpx.get(f"{served.url}/", headers={"Accept": "text/html"})
+        assert (page.status_code, page.headers["location"]) == (303, "/login?next=/")
+        answer = httpx.post(f"{served.url}/login", data={"key": KEY, "next": "/jobs"})
+        assert answer.status_code == 303
+        cookies = {"turnwise_session": answer.cookies["turnwise_session"]}
+        assert httpx.get(f"{served.url}/jobs", cookies=cookies).json() == {"jobs": [], "next_cursor": None}
+    assert KEY not in (tmp_path / "trainer.log").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_a_job_whose_task_app_is_gone_fails_and_says_so(tmp_path: Path):
+    job = dump_job(tiny_job(services__task_url="http://127.0.0.1:1", services__request_timeout_s=0.2))
+    with trainer(tmp_path, "--restarts", "0") as served:
+        job_id = served.client.post("/jobs", body=job)["id"]
+        *_, (name, data) = served.client.events(f"/jobs/{job_id}/events")
+        assert (name, data) == ("end", {"state": "failed"})
+        found = served.client.get(f"/jobs/{job_id}")
+        assert found["code"] == "task_app_lost" and "http://127.0.0.1:1" in found["detail"]

@@ -1,0 +1,183 @@
+"""kill -9, and then --resume: real processes, real model, a task app that dies, a directory that is taken."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job
+from tests.trainer_backend.rundir.disk import make_read_only, mounted
+from trainer_backend.errors import RunDirectoryError, RunNotWritten, TaskAppError
+from trainer_backend.job import dump_job
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.rundir.ledger import FILE as LEDGER
+from trainer_backend.rundir.ledger import read_ledger
+from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.state import FILE as STATE
+from trainer_backend.rundir.state import read_state, watch
+from trainer_backend.running.start import run_job
+
+# Two of everything: threads of an update, its steps, siblings; and dropout, which draws.
+EXACT: dict[str, Any] = {
+    "inference__deterministic": True,
+    "training__iterations": 10,
+    "training__group_size": 2,
+    "training__threads": 2,
+    "training__batch_decisions": 4,
+    "training__checkpoint_every": 4,
+    "rollout__episodes_per_batch": 4,
+    "rollout__max_turns": 2,
+    "warmup__episodes": 4,
+    "warmup__epochs": 1,
+    "evaluation__instances": 1,
+    "evaluation__every_n_iters": 10,
+    "lora__rank": 2,
+    "lora__dropout": 0.1,
+}
+
+
+def exact_job(**overrides: Any):
+    return tiny_job(**EXACT | overrides)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return train_job(exact_job(), tmp_path_factory.mktemp("unbroken") / "run")[0]
+
+
+def killed(folder: Path, *, part: str, number: int, **overrides: Any) -> RunDirectory:
+    """A run of the job that was killed when it was about to write, see `tests.killed_turnwise`."""
+    (folder / "job.toml").write_text(dump_job(exact_job(**overrides)))
+    command = [sys.executable, "-m", "tests.killed_turnwise", part, str(number)]
+    command += ["train", str(folder / "job.toml"), "--run", str(folder / "run")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    run = open_run(folder / "run")
+    assert watch(run.path).interrupted
+    return run
+
+
+def plan_of(run: RunDirectory, iteration: int) -> list[tuple[Any, ...]]:
+    stored = read_rollouts(run.rollouts_file(f"iteration_{iteration}"))
+    return [
+        (item.group_id, item.sibling, item.trajectory.seed, item.trajectory.steps[0].sampling.seed)
+        for item in stored
+        if item.trajectory is not None and item.trajectory.steps[0].sampling is not None
+    ]
+
+
+def actions_of(run: RunDirectory, iteration: int) -> list[tuple[str, ...]]:
+    stored = read_rollouts(run.rollouts_file(f"iteration_{iteration}"))
+    return [
+        step.step_info.executed_actions
+        for item in stored
+        if item.trajectory
+        for step in item.trajectory.steps
+    ]
+
+
+def paths(names: Any) -> list[str]:
+    return sorted(name.partition("/")[2] for name in names)
+
+
+def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -> None:
+    for iteration in range(1, 11):
+        assert plan_of(run, iteration) == plan_of(whole, iteration)
+        assert actions_of(run, iteration) == actions_of(whole, iteration)
+    for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors"):
+        found, expected = (load_file(item.checkpoints / "iteration_10" / name) for item in (run, whole))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+    lines, others = read_ledger(run.path), read_ledger(whole.path)
+    assert [line.iteration for line in lines] == list(range(1, 11))
+    assert [paths(line.rollout_ids) for line in lines] == [paths(line.rollout_ids) for line in others]
+    names = [name for line in lines for name in line.rollout_ids]
+    assert len(names) == len(set(names)) == 40
+    kept = [path.name for path in sorted(run.checkpoints.glob("iteration_*"))]
+    assert kept == ["iteration_0", "iteration_10", "iteration_8"]  # 4 was one of the last two, once
+
+
+@pytest.mark.timeout(240)
+def test_ten_iterations_are_five_and_a_kill_and_five_bit_for_bit(unbroken: RunDirectory, tmp_path: Path):
+    run = killed(tmp_path, part="iteration_6.spool.jsonl", number=2)  # two of four are kept
+    resumed, reporter, progress = train_job(exact_job(), run.path, resume=run)
+    assert f"resumed from {run.checkpoints}/iteration_5" in reporter.lines
+    assert progress.iteration == 10
+    rows = rows_of(resumed, "iteration")
+    assert [row["iteration"] for row in rows] == list(range(1, 11))
+    assert [row["recovery/resumes"] for row in rows] == [0.0] * 5 + [1.0] * 5
+    assert [row["recovery/rollouts_reused"] for row in rows] == [0.0] * 5 + [2.0] + [0.0] * 4
+    is_the_run_that_it_would_have_been(resumed, unbroken)
+
+
+class KillsTheTaskApp(ListReporter):
+    """When the first rollouts of iteration 2 have come."""
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        if name == "collect 2" and 1 <= done < total and not self.stages:
+            self.stages.append((name, done, total))
+            (child,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            os.kill(int(child), signal.SIGKILL)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_whose_own_task_app_is_killed_says_so_and_goes_on_with_what_had_come(tmp_path: Path):
+    job, reporter = exact_job(training__iterations=2), KillsTheTaskApp()
+    run = create_run(job, tmp_path / "run")
+    with pytest.raises(TaskAppError, match="no task app answers"):
+        asyncio.run(run_job(job, run, reporter, resume=False))
+    state = read_state(run.path)
+    assert state is not None
+    assert (state.state, state.code, state.iteration) == ("failed", "task_app_lost", 1)
+    assert "no task app answers" in state.detail
+    ((_, done, _),) = reporter.stages
+    resumed, _, progress = train_job(job, run.path, resume=run)
+    assert progress.iteration == 2
+    assert rows_of(resumed, "iteration")[1]["recovery/rollouts_reused"] >= done
+    assert [len(line.rollout_ids) for line in read_ledger(run.path)] == [4, 4]
+
+
+def test_a_second_trainer_on_a_run_directory_is_refused_and_changes_nothing_in_it(tmp_path: Path):
+    run, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+
+    with locked(run.path):
+        before = files()
+        with pytest.raises(RunDirectoryError, match=f"being trained by process {os.getpid()} on "):
+            asyncio.run(run_job(tiny_job(), run, reporter, resume=True))
+        assert files() == before
+    assert reporter.lines == []
+
+
+def test_a_run_directory_that_cannot_be_written_is_told_before_anything_is_started(tmp_path: Path):
+    with mounted(tmp_path / "disk", kilobytes=500) as disk:
+        run, reporter = create_run(tiny_job(), disk / "run"), ListReporter()
+        make_read_only(disk)
+        with pytest.raises(RunNotWritten, match=r"run/lock cannot be written: .*Read-only file system"):
+            asyncio.run(run_job(tiny_job(), run, reporter, resume=False))
+    assert reporter.lines == []
+
+
+@pytest.mark.timeout(120)
+def test_a_run_of_a_version_without_lock_state_log_and_ledger_goes_on(unbroken: RunDirectory, tmp_path: Path):
+    shutil.copytree(unbroken.path, tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    for name in ("lock", STATE, "run.log", LEDGER):
+        (run.path / name).unlink()
+    resumed, _, progress = train_job(exact_job(training__iterations=11), run.path, resume=run)
+    assert progress.iteration == 11
+    assert [line.iteration for line in read_ledger(resumed.path)] == [11]
+    assert [row["iteration"] for row in rows_of(resumed, "iteration")] == list(range(1, 12))
+    state = read_state(run.path)
+    assert state is not None and (state.state, state.starts) == ("ended", 1)

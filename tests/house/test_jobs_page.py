@@ -1,0 +1,136 @@
+"""The commands of docs/jobs.md, sent as they stand, section by section, to a service whose jobs are played.
+
+The answers are those that the page shows, and every operation of /openapi.json has a request.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.house.test_http_page import Command, cut, documents, filled
+from tests.trainer_backend.api.served import Served, serving, settings_for
+from trainer_backend.api.app import create_app
+from trainer_backend.api.exposition import page as exposition
+from trainer_backend.api.known_names import OF_EVALUATIONS, OF_ITERATIONS
+from trainer_backend.api.server import open_service
+
+PAGE = (Path(__file__).parents[2] / "docs/jobs.md").read_text(encoding="utf-8")
+KEY = "choose-one"
+SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}
+
+
+def commands(text: str) -> list[Command]:
+    """In order. A block of answers belongs to the last commands of the block above it, one to one."""
+    found: list[Command] = []
+    for language, block in re.findall(r"```(console|json|text)\n(.*?)```", text, re.S):
+        if language == "console":
+            found += [one for line in block.removeprefix("$ ").split("\n$ ") if (one := command(line))]
+            continue
+        answers = list(documents(block)) if language == "json" else [block.splitlines()]
+        assert len(answers) <= len(found), f"more answers than commands: {block}"
+        for one, answer in zip(found[len(found) - len(answers) :], answers, strict=True):
+            assert one.shown is None, f"{one.path} has two answers"
+            one.shown = answer
+    return found
+
+
+def command(line: str) -> Command | None:
+    words = iter(shlex.split(line.replace("\\\n", "")))
+    first = next(words)
+    if first == "curl" and next(words) == "-s":
+        found = Command("GET", next(words).removeprefix("localhost:8100"))
+    elif first == "ask":
+        found = Command("GET", next(words), {"X-API-Key": KEY, "Content-Type": "application/toml"})
+    else:
+        return None
+    for option in words:
+        value = next(words)
+        if option == "-d":
+            found.body, found.method = value, "POST"
+        elif option == "-X":
+            found.method = value
+        else:
+            assert option == "-H", line
+            found.headers |= [value.split(": ", 1)]
+    return found
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(settings_for(tmp_path, environ={"TRAINER_API_KEY": KEY})) as found:
+        yield found
+
+
+async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, httpx.Response, Any]]:
+    """Every command of a section with its answer, and what the page says of it, ids filled in."""
+    told: dict[str, Any] = {}
+    found = []
+    for one in commands(text):
+        answer = await client.request(
+            one.method, filled(one.path, told), headers=one.headers, content=one.body
+        )
+        if answer.headers.get("content-type") == "application/json" and "id" in answer.json():
+            told["id"] = answer.json()["id"]
+        found.append((one, answer, json.loads(filled(json.dumps(one.shown), told))))
+    return found
+
+
+@pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if commands(text)])
+async def test_the_answers_are_those_that_the_page_shows(served, title):
+    for one, answer, shown in await played(served.client, SECTIONS[title]):
+        if shown is not None and "json" in answer.headers["content-type"]:
+            assert cut(shown, answer.json()) == shown, (one.method, one.path, answer.text)
+        elif shown is not None:
+            assert [line for line in shown if plain(line) not in plain(answer.text)] == [], answer.text
+        refusal = isinstance(shown, dict) and isinstance(shown.get("status"), int)
+        assert answer.status_code == shown["status"] if refusal else answer.is_success, answer.text
+
+
+def plain(text: str) -> str:
+    return text.replace(" ", "")
+
+
+def operations(folder: Path) -> list[tuple[str, str]]:
+    with open_service(settings_for(folder)) as service:
+        paths = create_app(service).openapi()["paths"]
+    return [(method.upper(), path) for path, item in paths.items() for method in item]
+
+
+def test_every_operation_has_a_request_and_a_line_of_the_table(tmp_path):
+    sent = [one for text in SECTIONS.values() for one in commands(text)]
+    table = PAGE.split("\n## ")[0]
+    for method, path in operations(tmp_path):
+        asked = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))
+        fitting = [one for one in sent if one.method == method and re.fullmatch(asked, one.template_path)]
+        assert any(one.shown is not None or one.method == "DELETE" for one in fitting), f"{method} {path}"
+        assert re.search(rf"\| {method} .*`{re.escape(path)}`", table), f"{method} {path} is in no table"
+
+
+async def test_every_key_of_a_job_is_named(served):
+    ((_, answer, _), *_) = await played(served.client, SECTIONS["Post one"])
+    keys = set(answer.json()) - {"id", "name", "tags", "created", "started", "ended", "warnings"}
+    assert keys <= set(re.findall(r"`(\w+)`", SECTIONS["States"]))
+
+
+async def test_every_metric_of_the_service_is_named(served):
+    body = exposition(served.service, version="1", accept="").body.decode()
+    names = set(re.findall(r"^(turnwise_trainer_\w+)", body, re.M)) - {"turnwise_trainer_info"}
+    assert {name for name in names if f"`{name}" not in PAGE and not name.endswith("_created")} == set()
+
+
+def test_every_known_name_is_in_the_table():
+    for name, ours in (*OF_ITERATIONS.items(), *OF_EVALUATIONS.items()):
+        assert f"| `{name}` | `{ours}` |" in PAGE
+
+
+def test_every_code_of_the_api_is_named():
+    root = Path(__file__).parents[2] / "trainer_backend"
+    files = (root / "api/errors.py", root / "store/errors.py")
+    codes = {code for file in files for code in re.findall(r'^    code = "(\w+)"', file.read_text(), re.M)}
+    assert {code for code in codes if f"`{code}`" not in PAGE} <= {"rollout_unknown", "store_invalid"}

@@ -1,0 +1,262 @@
+"""What a posted job may name, and what it may not: nothing of the operator's that it was not given."""
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from trainer_backend.api.posted import document_of, paths_of, posted_job
+from trainer_backend.api.settings import Bounds, Flags, settings_from
+from trainer_backend.errors import JobError
+from trainer_backend.job import dump_job, load_job
+from trainer_backend.jobfile.schema import JobConfig
+
+MODEL: dict[str, Any] = {"model": {"preset": "tiny-0.3m"}}
+
+
+@pytest.fixture
+def bounds(tmp_path: Path) -> Bounds:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "configs").mkdir()
+    return Bounds(data_dir=tmp_path / "runs", roots=(tmp_path / "configs",))
+
+
+def posted(bounds: Bounds, **tables: Any):
+    return posted_job({**MODEL, **tables}, bounds)
+
+
+def refused(bounds: Bounds, **tables: Any) -> str:
+    with pytest.raises(JobError) as error:
+        posted(bounds, **tables)
+    return str(error.value)
+
+
+def test_a_job_that_names_nothing_gets_the_operators_addresses_and_folder(bounds):
+    given = Bounds(
+        data_dir=bounds.data_dir,
+        given_urls=("dns+http://task-app:8001",),
+        task_urls=frozenset({"dns+http://task-app:8001"}),
+        gateway_host="trainer",
+    )
+    config = posted(given).loaded.config
+    assert config.services.task_url == ("dns+http://task-app:8001",)
+    assert config.services.gateway_host == "trainer"
+    assert config.job.runs_dir == bounds.data_dir
+
+
+def test_what_the_service_resolved_can_be_posted_again(bounds):
+    first = posted(bounds, rollout={"max_turns": 7}).loaded.config
+    assert posted_job(document_of(dump_job(first)), bounds).loaded.config == first
+
+
+def test_every_job_of_configs_can_be_posted(tmp_path):
+    bounds = settings_from(Flags(data_dir=tmp_path), {}).bounds
+    texts = {path: path.read_text() for path in sorted(Path("configs").glob("*.toml"))}
+    needy = re.compile(r'path = "(models|runs)/')  # a model that somebody has to fetch, or to train first
+    plain = {path: text for path, text in texts.items() if not needy.search(text)}
+    assert len(plain) >= 4
+    for path, text in plain.items():
+        found, own = posted_job(document_of(text), bounds).loaded.config, load_job(path).config
+        assert (found.model, found.data, found.multi_turn) == (own.model, own.data, own.multi_turn)
+
+
+def test_a_relative_path_is_one_from_the_root_that_has_it(bounds):
+    root = files(bounds)["root"]
+    data = posted(bounds, data={"path": "file", "evaluation_split": "test"}).loaded.config.data
+    assert data is not None and data.path == root / "file"
+    assert "outside" in refused(bounds, data={"path": "../outside/file", "evaluation_split": "test"})
+
+
+# ---- paths
+
+
+def files(bounds: Bounds) -> dict[str, Path]:
+    """A model folder, or a file, of each kind: in a root, in the data directory, and outside."""
+    found = {"root": bounds.roots[0], "data": bounds.data_dir, "outside": bounds.data_dir.parent / "outside"}
+    for folder in found.values():
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text("{}")
+        (folder / "file").write_text("")
+    return found
+
+
+def naming(key: str, path: Path) -> dict[str, Any]:
+    model = path.parent / "model"
+    return {
+        "model.path": {"model": {"path": str(model)}},
+        "data.path": {"data": {"path": str(path), "evaluation_split": "test"}},
+        "data.evaluation_path": {"data": {"path": str(path), "evaluation_path": str(path)}},
+        "services.task_plugins": {"services": {"task_plugins": [str(path)]}},
+        "multi_turn.interaction_config_path": {
+            "multi_turn": {"enable": True, "interaction_config_path": str(path)}
+        },
+    }.get(key, {})
+
+
+CODE = ("services.task_plugins", "multi_turn.interaction_config_path")
+PATHS = ("model.path", "data.path", "data.evaluation_path", *CODE)
+
+
+def path_keys(model: type[BaseModel], inside: str = "") -> set[str]:
+    """Every key of the schema whose type holds a Path."""
+    found = set()
+    for name, field in model.model_fields.items():
+        parts = [field.annotation, *get_args(field.annotation)]
+        parts += [inner for part in parts for inner in get_args(part)]
+        tables = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+        found |= {f"{inside}{name}"} if Path in parts else set()
+        for table in tables:
+            found |= path_keys(table, f"{inside}{name}.")
+    return found
+
+
+def test_every_path_of_the_schema_is_judged(bounds):
+    known = path_keys(JobConfig) - {"job.runs_dir"}
+    judged = set()
+    for key in known:
+        table, _, name = key.partition(".")
+        assert "." not in name, "paths_of looks into tables, not below"
+        judged.add(f"{table}.{name}")
+    assert judged == known
+    assert known >= set(PATHS)
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_file_of_a_root_may_be_named_and_no_other(bounds, key):
+    folders = files(bounds)
+    assert dict(paths_of(posted(bounds, **naming(key, folders["root"] / "file")).loaded.config))
+    told = refused(bounds, **naming(key, folders["outside"] / "file"))
+    assert f"{key} names a file outside of what posted jobs may read" in told
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_what_runs_have_written_may_be_trained_on_and_not_be_run(bounds, key):
+    tables = naming(key, files(bounds)["data"] / "file")
+    if key in CODE:
+        assert f"{key} names a file outside" in refused(bounds, **tables)
+    else:
+        posted(bounds, **tables)
+
+
+def test_code_in_the_data_directory_is_not_run_even_where_a_root_holds_that(bounds):
+    wide = Bounds(data_dir=bounds.data_dir, roots=(bounds.data_dir.parent,))
+    tables = naming("services.task_plugins", files(bounds)["data"] / "file")
+    assert "services.task_plugins names a file outside" in refused(wide, **tables)
+
+
+@pytest.mark.parametrize("way", ["{root}/../outside/file", "{root}/link/file", "{root}/../configs2/file"])
+def test_no_way_leads_out_of_a_root(bounds, way):
+    root = files(bounds)["root"]
+    (root / "link").symlink_to(root.parent / "outside")
+    (root.parent / "configs2").mkdir()
+    path = Path(way.format(root=root))
+    assert "data.path names a file outside" in refused(
+        bounds, data={"path": str(path), "evaluation_split": "x"}
+    )
+
+
+def test_whether_a_foreign_file_is_there_is_not_told(bounds):
+    outside = bounds.data_dir.parent / "outside"
+    gone = refused(bounds, model={"path": str(outside / "gone")})
+    files(bounds)
+    there = refused(bounds, model={"path": str(outside / "model")})
+    assert gone == there
+
+
+# ---- addresses and keys
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8001", "http://localhost:9", "http://[::1]:8001"])
+def test_a_task_app_of_this_machine_may_be_named(bounds, url):
+    assert posted(bounds, services={"task_url": url}).loaded.config.services.task_url == (url,)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254",
+        "http://task-app:8001",
+        "http://127.0.0.1.example.com",
+        "dns+http://task-app:8001",
+        "http://0.0.0.0:8001",
+    ],
+)
+def test_another_one_only_if_the_operator_allowed_it(bounds, url):
+    told = refused(bounds, services={"task_url": url})
+    assert "neither on this machine nor allowed" in told
+    allowed = Bounds(data_dir=bounds.data_dir, task_urls=frozenset({url}))
+    posted(allowed, services={"task_url": f"{url}/" if "dns" not in url else url})
+
+
+def test_a_posted_job_holds_no_key_and_no_error_repeats_one(bounds):
+    told = refused(bounds, services={"task_api_key": "s3cret-key"})
+    assert "services.task_api_key is a key" in told and "s3cret" not in told
+
+
+def test_a_variable_is_read_only_if_the_operator_listed_it(bounds):
+    warmup = {"policy_config": {"inference_url": "http://llm:8000/v1"}, "api_key_env": "LLM_KEY"}
+    told = refused(bounds, warmup=warmup)
+    assert "warmup.api_key_env names a variable" in told and "LLM_KEY" not in told
+    assert "names a server that posted jobs may not ask" in told
+    allowed = Bounds(
+        data_dir=bounds.data_dir,
+        key_variables=frozenset({"LLM_KEY"}),
+        inference_hosts=frozenset({"llm"}),
+    )
+    posted(allowed, warmup=warmup)
+
+
+def test_a_fixed_policy_s_server_key_and_folder_are_bounded_as_all_others_are(bounds, tmp_path):
+    schedule = {"type": "constant", "alpha": 0.5}
+    server = {"inference_url": "http://llm:8000/v1", "model": "m", "api_key_env": "LLM_KEY"}
+    named = {"name": "org/model"}
+    told = refused(bounds, model=named, rollout_only=[server], rollout_allocation_schedule=schedule)
+    assert "rollout_only.api_key_env names a variable" in told and "LLM_KEY" not in told
+    assert "names a server that posted jobs may not ask" in told
+    folder = {"model_path": str(tmp_path.parent)}
+    told = refused(bounds, rollout_only=folder, rollout_allocation_schedule=schedule)
+    assert "rollout_only.model_path names a file outside of what posted jobs may read" in told
+
+
+@pytest.mark.parametrize(
+    ("host", "fits"), [("llm", True), ("llm:8000", True), ("llm:80", False), ("other", False)]
+)
+def test_a_teachers_server_is_asked_only_if_the_operator_allowed_it(bounds, host, fits):
+    allowed = Bounds(data_dir=bounds.data_dir, inference_hosts=frozenset({host}))
+    warmup = {"policy_config": {"inference_url": "http://LLM:8000/v1"}}
+    if fits:
+        posted(allowed, warmup=warmup)
+    else:
+        assert "names a server that posted jobs may not ask" in refused(allowed, warmup=warmup)
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"job": {"runs_dir": "/tmp/elsewhere"}}, "job.runs_dir is the service's own to choose"),
+        ({"services": {"gateway_host": "10.0.0.9"}}, "services.gateway_host is the service's own"),
+        ({"sinks": {"wandb": {"project": "theirs"}}}, "sinks.wandb would use the service's account"),
+        ({"services": "x"}, "services is str, but it is a table"),
+        ({"tags": {"a": ["list"]}}, "tags.a is no text"),
+        ({"tags": {str(i): "x" for i in range(33)}}, "[tags] holds 33 tags; at most 32"),
+    ],
+)
+def test_what_is_the_operators_to_decide_is_refused(bounds, tables, told):
+    assert told in refused(bounds, **tables)
+
+
+def test_all_that_is_wrong_is_told_at_once(bounds):
+    told = refused(
+        bounds,
+        job={"runs_dir": "/tmp/elsewhere"},
+        services={"task_url": "http://far:1", "gateway_host": "10.0.0.9"},
+    )
+    assert len(told.splitlines()) == 3
+
+
+def test_tags_come_from_the_table_and_from_the_post(bounds):
+    found = posted_job({**MODEL, "tags": {"team": "a", "n": 3}}, bounds, {"team": "b", "ok": True})
+    assert dict(found.tags) == {"team": "b", "n": "3", "ok": "true"}
+    assert found.loaded.warnings == ()

@@ -1,0 +1,111 @@
+"""`turnwise trainer` as a process: what it says, how it ends, and that nobody else gets in its way."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[3]
+IMPORTED = "trainer_backend.api.server, trainer_backend.api.for_pages, trainer_backend.dashboard.pages"
+
+
+def start(folder: Path, *words: str, key: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer_backend", "trainer", "--port", "0", "--data-dir", "runs", *words],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "TRAINER_API_KEY": key},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = start(tmp_path, "--exit-with-parent")
+    with process:
+        address(process)
+        yield process
+        process.kill()
+
+
+def test_it_shows_the_dashboard(tmp_path):
+    process = start(tmp_path, "--exit-with-parent")
+    with process:
+        page = httpx.get(address(process) + "/", headers={"Accept": "text/html"})
+        process.kill()
+    assert page.status_code == 200 and "<title>Runs" in page.text
+
+
+def test_it_ends_in_order_when_it_is_told_to(running):
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 0
+
+
+def test_and_when_nobody_holds_its_standard_input_any_more(running):
+    running.stdin.close()
+    assert running.wait(60) == 0
+
+
+def test_a_second_one_in_the_same_folder_is_refused_unless_it_only_shows(running, tmp_path):
+    with start(tmp_path) as second:
+        _, told = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert told.startswith(f"error: another trainer service runs jobs in {tmp_path}/runs. Stop it, choose")
+    with start(tmp_path, "--no-jobs") as third:
+        address(third)
+        third.terminate()
+        assert third.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (
+            ("--host", "0.0.0.0"),
+            2,
+            "error: --host is '0.0.0.0', which others can reach, and there is no key.",
+        ),
+        (
+            ("--database-url", "postgresql://turnwise:hunter2@127.0.0.1:1/turnwise"),
+            1,
+            "error: the store postgresql://turnwise:***@127.0.0.1:1/turnwise cannot be used: ",
+        ),
+        (
+            ("--database-url", "oracle://h/d"),
+            2,
+            "error: the database URL names 'oracle'; known: sqlite, postgresql",
+        ),
+        (("--data-dir", "/proc/nowhere"), 1, "error: /proc/nowhere cannot be written: "),
+    ],
+)
+def test_what_keeps_it_from_starting_is_one_sentence(tmp_path, words, code, told):
+    with start(tmp_path, *words) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in err, "listening" in out) == (code, False, False)
+    assert err.startswith(told), err
+    assert "hunter2" not in err + out
+
+
+def test_a_port_that_is_taken_is_told_before_the_store_is_touched(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with start(tmp_path, "--port", str(port)) as process:
+            _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and err.startswith(f"error: 127.0.0.1:{port}: port {port} cannot be bound")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_service_itself_needs_no_torch():
+    code = f"import sys, {IMPORTED}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,125 @@
+"""What is kept of rollouts and pictures."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.report.hand_made import WOOD, rollout, small_run
+from trainer_backend.dashboard.frames import Frames, can_be_drawn
+from trainer_backend.dashboard.stored import Kept, StoredRollouts
+from trainer_backend.errors import RunDirectoryError, TaskAppError
+from trainer_backend.report.replay import Frame
+
+
+def test_the_last_few_are_kept_and_the_one_that_nobody_asked_for_longest_goes_first():
+    made = []
+    kept = Kept(2)
+    for key in ("a", "b", "a", "c", "a", "b"):
+        assert kept.get(key, lambda key=key: made.append(key) or key) == key
+    assert made == ["a", "b", "c", "b"]
+    assert (kept.known("b"), kept.known("c")) == ("b", None)
+
+
+def test_what_cannot_be_made_is_tried_again():
+    kept = Kept(2)
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        kept.get("a", fail)
+    assert kept.get("a", lambda: 1) == 1
+
+
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    path = run.rollouts_file("iteration_1")
+    stored = StoredRollouts()
+    first = stored.read(path, "r/g0/1/0")
+    assert first is stored.read(path, "r/g0/1/0")
+    assert [columns["reward"] for columns in first.columns] == [1.0, 0.5]
+    path.write_bytes(run.rollouts_file("iteration_2").read_bytes())
+    assert [columns["reward"] for columns in stored.read(path, "r/g0/1/0").columns] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("what", ["gone", "no parquet", "without it"])
+def test_a_rollout_that_cannot_be_read_is_said_with_its_file(tmp_path, what):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    path = run.rollouts_file("iteration_1")
+    if what == "gone":
+        path.unlink()
+    elif what == "no parquet":
+        path.write_bytes(b"PAR1 no")
+    with pytest.raises(RunDirectoryError, match=r"iteration_1\.parquet cannot be read for rollout r/none"):
+        StoredRollouts().read(path, "r/none")
+
+
+def test_only_a_world_of_a_seed_with_pictures_can_be_drawn():
+    whole = rollout(1, [WOOD])
+    assert can_be_drawn(whole)
+    assert not can_be_drawn(whole.model_copy(update={"trajectory": None}))
+    for change in ({"achievements_counts": {}}, {"parent_rollout_id": "r/0"}):
+        episode = whole.trajectory.model_copy(update=change)
+        assert not can_be_drawn(whole.model_copy(update={"trajectory": episode}))
+
+
+def test_an_episode_is_played_once_for_all_its_pictures_whoever_asks_meanwhile(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    played, begun, go_on = [], Event(), Event()
+
+    def source(_job, episode, turns):
+        played.append(list(turns))
+        begun.set()
+        assert go_on.wait(20)
+        return [Frame(turn, b"png") for turn in turns]
+
+    frames, shown = Frames(source), rollout(1, [WOOD, ()])
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(frames.of, run.path, shown) for _ in range(2)]
+        assert begun.wait(20)
+        assert not frames.are_drawn(run.path, shown)
+        go_on.set()
+        assert [set(one.result()) for one in asked] == [{0, 1, 2}] * 2
+    assert played == [[0, 1, 2]]
+    assert frames.are_drawn(run.path, shown)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"services__task_url": ["https://elsewhere:1"]},
+        {"services__task_plugins": ["code.py"]},
+        {"multi_turn__enable": True, "multi_turn__interaction_config_path": "users.yaml"},
+    ],
+)
+def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
+    job = tiny_job(**named)
+    given = []
+
+    def source(seen, *_):
+        given.append(seen)
+        return [Frame(0, b"png")]
+
+    Frames(source).of(small_run(job, tmp_path / "tiny").path, rollout(1, [WOOD]))
+    (seen,) = given
+    assert (seen.services.task_url, seen.services.task_plugins) == ((), ())
+    assert seen.multi_turn.interaction_config_path is None
+    assert seen.rollout == job.rollout
+
+
+def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    answers = [TaskAppError("away"), [Frame(0, b"png")]]
+
+    def source(*_):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    frames, shown = Frames(source), rollout(1, [WOOD])
+    with pytest.raises(TaskAppError, match="away"):
+        frames.of(run.path, shown)
+    assert frames.of(run.path, shown) == {0: b"png"}

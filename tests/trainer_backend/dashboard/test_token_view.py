@@ -1,0 +1,76 @@
+"""Tokens and their colours."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.dashboard.token_view import (
+    STEPS,
+    advantage_step,
+    probability_step,
+    segment_view,
+    token_advantages,
+)
+
+
+def segment(decision, logprobs=None):
+    count = len(decision)
+    return Segment(
+        "r", tuple(range(count)), tuple(decision), tuple(logprobs or [0.0] * count),
+        tuple(CONTEXT if t == CONTEXT else 7 for t in decision), (1.0,) * count,
+    )  # fmt: skip
+
+
+def view(shown, rows):
+    return segment_view(
+        shown, 0, decode=lambda one: f"<{one}>", advantages=lambda t: rows[t],
+        largest=max(abs(value) for row in rows for value in row),
+    )  # fmt: skip
+
+
+def test_a_segment_is_cut_where_the_decision_changes_and_says_what_it_trains():
+    found = view(segment([CONTEXT, CONTEXT, 0, CONTEXT, 1, 1]), [[1.0], [-0.5]])
+    assert [(run.turn, len(run.tokens)) for run in found.runs] == [(None, 2), (1, 1), (None, 1), (2, 2)]
+    assert (found.number, found.turns, found.length, found.sampled) == (1, (1, 2), 6, 3)
+    assert found.runs[0].tokens[0].kind == "m0"
+    assert found.runs[1].tokens[0].kind == "m1 p0 ap4"
+    assert found.runs[3].tokens[1].kind == "m1 p0 an2"
+
+
+def test_a_token_tells_all_that_is_known_of_it():
+    found = view(segment([CONTEXT, 0], [0.0, math.log(0.25)]), [[0.5]])
+    assert found.runs[1].tokens[0].told == (
+        "id 1, log-prob −1.39, probability 25 %, advantage +0.5, policy version 7"  # noqa: RUF001
+    )
+    assert found.runs[0].tokens[0].told == "id 0, context: not trained"
+
+
+def test_advantages_by_token_go_to_their_tokens_and_a_decision_s_to_all_of_its():
+    found = view(segment([CONTEXT, 0, 0]), [[1.0, -1.0]])
+    assert [token.kind.split()[-1] for token in found.runs[1].tokens] == ["ap4", "an4"]
+    rows = [{"advantage": 0.5}, {"advantage": 0.5, "token_advantages": [1.0, 0.0]}, {"advantage": None}]
+    assert token_advantages(rows) == [[0.5], [1.0, 0.0], []]
+
+
+def test_long_context_is_folded_but_for_its_ends():
+    found = view(segment([CONTEXT] * 1000 + [0]), [[1.0]])
+    context = found.runs[0]
+    assert (len(context.tokens), context.folded, len(context.rest)) == (60, 880, 60)
+    assert (context.tokens[0].text, context.rest[-1].text) == ("<0>", "<999>")
+
+
+@given(st.floats(-10, 10), st.floats(0.1, 10))
+def test_the_side_of_an_advantage_is_always_seen(value, largest):
+    step = advantage_step(value, largest)
+    assert abs(step) <= STEPS
+    assert (step > 0, step < 0) == (value > 0, value < 0)
+
+
+@pytest.mark.parametrize(
+    ("probability", "step"), [(1.0, 0), (0.995, 0), (0.95, 1), (0.6, 2), (0.2, 3), (0.05, 4), (0.001, 5)]
+)
+def test_the_unlikelier_a_token_was_the_stronger_its_colour(probability, step):
+    assert probability_step(math.log(probability)) == step

@@ -1,0 +1,205 @@
+"""What an interrupted stage has left: when it stands for a request of the next start, and when not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from tests.trainer_backend.rundir.disk import full_disk
+from tests.trainer_backend.test_train import finished
+from trainer_backend.errors import RunNotWritten
+from trainer_backend.rundir.spool import Spool, plan_digest, tidy_spools
+
+
+def request(
+    run: str, sibling: int, *, gateway: str = "http://a", key: str = "k", **changes: Any
+) -> RolloutRequest:
+    body = {
+        "rollout_id": f"{run}/train/1/0/{sibling}",
+        "run_id": run,
+        "group_id": "train/1/0",
+        "sibling": sibling,
+        "start": {"seed": 5},
+        "env": {"env_name": "crafter"},
+        "policy": {
+            "policy_name": "openai",
+            "config": {"inference_url": gateway, "temperature": 1.0, "seed": sibling},
+            "inference_key": key,
+        },
+    }
+    return RolloutRequest.model_validate(body | changes)
+
+
+def plan(run: str, **changes: Any) -> list[RolloutRequest]:
+    return [request(run, sibling, **changes) for sibling in range(3)]
+
+
+def begun(
+    path: Path,
+    requests: list[RolloutRequest],
+    told: list[str],
+    *,
+    version: int = 4,
+    gateway: str = "http://a",
+):
+    return Spool.begun(path, requests, policy_version=version, gateway_url=gateway, tell=told.append)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "iteration_1.spool.jsonl"
+
+
+def left(path: Path) -> list[Rollout]:
+    """A first start has kept two of three."""
+    told: list[str] = []
+    spool, requests = begun(path, plan("run.1"), told), plan("run.1")
+    assert spool.standing_for(requests) == {}
+    kept = [finished(item) for item in requests[:2]]
+    for rollout in kept:
+        spool.keep(rollout)
+    assert told == []
+    return kept
+
+
+def test_what_was_kept_stands_for_its_requests_in_the_next_start_under_its_ids(path: Path):
+    kept, told = left(path), []
+    requests = plan("run.2", gateway="http://b", key="another")
+    found = begun(path, requests, told, gateway="http://b").standing_for(requests)
+    assert list(found) == ["run.2/train/1/0/0", "run.2/train/1/0/1"]
+    for before, after in zip(kept, found.values(), strict=True):
+        assert (after.trajectory, after.run_id) == (before.trajectory, "run.2")
+        assert after.rollout_id == before.rollout_id.replace("run.1/", "run.2/")
+    assert told == ["2 rollouts of iteration_1.spool.jsonl were collected before, and are used"]
+
+
+def test_a_second_attempt_stands_for_the_request_that_it_was_made_for(path: Path):
+    spool = begun(path, plan("run.1"), [])
+    again = finished(request("run.1", 0)).model_copy(
+        update={"rollout_id": "run.1/train/1/0/0:1", "attempt": 1}
+    )
+    spool.keep(again)
+    requests = plan("run.2")
+    found = begun(path, requests, []).standing_for(requests)
+    assert {name: item.rollout_id for name, item in found.items()} == {
+        "run.2/train/1/0/0": "run.2/train/1/0/0:1"
+    }
+
+
+def test_a_branch_leaves_the_parent_of_this_start(path: Path):
+    name = "train/1/0/0/branch-2/0"
+
+    def of(run: str) -> RolloutRequest:
+        start = {"snapshot": "s", "parent_rollout_id": f"{run}/train/1/0/0", "parent_turn": 1}
+        return request(
+            run, 0, rollout_id=f"{run}/{name}", group_id=f"{run}/train/1/0/0/branch-2", start=start
+        )
+
+    spool = begun(path, plan("run.1"), [])
+    played = finished(request("run.1", 0, rollout_id=f"run.1/{name}"))
+    trajectory = played.trajectory.model_copy(
+        update={"parent_rollout_id": "run.1/train/1/0/0", "parent_turn": 1}
+    )
+    spool.keep(played.model_copy(update={"trajectory": trajectory}))
+    (found,) = begun(path, plan("run.2"), []).standing_for([of("run.2")]).values()
+    assert found.group_id == "run.2/train/1/0/0/branch-2"
+    assert found.trajectory is not None and found.trajectory.parent_rollout_id == "run.2/train/1/0/0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "version"),
+    [
+        ({"policy": {"policy_name": "openai", "config": {"temperature": 0.7}}}, 4),
+        ({"env": {"env_name": "crafter", "config": {"text": "full"}}}, 4),
+        ({"start": {"seed": 6}}, 4),
+        ({}, 5),
+    ],
+    ids=["temperature", "environment", "world", "weights"],
+)
+def test_what_was_collected_for_something_else_is_set_aside_and_told(path: Path, changes, version: int):
+    kept, told = left(path), []
+    before = path.read_bytes()
+    spool = begun(path, plan("run.2", **changes), told, version=version)
+    assert spool.standing_for(plan("run.2", **changes)) == {}
+    (aside,) = path.parent.glob("*.unused-1.jsonl")
+    assert aside.read_bytes() == before
+    assert told == [
+        f"{len(kept)} rollouts of iteration_1.spool.jsonl were collected for another plan, or of other "
+        "weights; they are left in iteration_1.unused-1.jsonl, unused"
+    ]
+
+
+def test_two_that_are_set_aside_have_two_names(path: Path):
+    left(path)
+    begun(path, plan("run.2"), [], version=5).keep(finished(request("run.2", 0)))
+    begun(path, plan("run.3"), [], version=6)
+    assert [item.name for item in sorted(path.parent.glob("*.unused-*"))] == [
+        "iteration_1.unused-1.jsonl", "iteration_1.unused-2.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_rollout_that_a_kill_cut_short_is_asked_for_again(path: Path):
+    left(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    requests = plan("run.2")
+    spool = begun(path, requests, [])
+    assert list(spool.standing_for(requests)) == ["run.2/train/1/0/0"]
+    spool.keep(finished(requests[1]))
+    assert len(begun(path, plan("run.3"), []).standing_for(plan("run.3"))) == 2
+
+
+def test_a_header_that_was_cut_short_has_nothing_behind_it(path: Path):
+    path.write_text('{"plan": "12')
+    told: list[str] = []
+    begun(path, plan("run.1"), told).keep(finished(request("run.1", 0)))
+    assert len(begun(path, plan("run.2"), []).standing_for(plan("run.2"))) == 1
+    assert told == []
+
+
+def test_a_rollout_that_does_not_fit_the_disk_is_not_kept_and_those_before_it_are(path: Path):
+    left(path)
+    spool = begun(path, plan("run.2"), [])
+    with (
+        full_disk(path.stat().st_size + 9),
+        pytest.raises(RunNotWritten, match=r"spool\.jsonl cannot be written"),
+    ):
+        spool.keep(finished(request("run.2", 2)))
+    assert len(begun(path, plan("run.3"), []).standing_for(plan("run.3"))) == 2
+
+
+def test_the_digest_of_a_plan_knows_its_order_and_every_key_but_those_of_a_start():
+    digest = plan_digest(plan("run.1"), "http://a")
+    assert plan_digest(plan("run.9", gateway="http://b", key="x"), "http://b") == digest
+    assert plan_digest(plan("run.1", gateway="http://b"), "http://a") != digest  # somebody else's server
+    assert plan_digest(plan("run.1")[::-1], "http://a") != digest
+    assert plan_digest(plan("run.1")[:2], "http://a") != digest
+
+
+def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tmp_path: Path):
+    names = [
+        "warmup",
+        *(f"iteration_{number}" for number in (2, 3, 4, 5)),
+        "evaluation_2",
+        "evaluation_3",
+        "evaluation_4",
+    ]
+    for name in names:
+        (tmp_path / f"{name}.spool.jsonl").write_text("{}\n{}\n")
+    told: list[str] = []
+    tidy_spools(tmp_path, 3, told.append)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "warmup.spool.jsonl",
+        "iteration_4.spool.jsonl",
+        "evaluation_3.spool.jsonl",
+        "iteration_5.unused-1.jsonl",
+        "evaluation_4.unused-1.jsonl",
+    }
+    assert len(told) == 2 and all("1 rollouts" in line and "no checkpoint holds" in line for line in told)
+
+
+def test_a_run_that_begins_anew_has_only_the_rollouts_that_it_began_with(tmp_path: Path):
+    for name in ("warmup", "iteration_1", "evaluation_0"):
+        (tmp_path / f"{name}.spool.jsonl").write_text("{}\n{}\n")
+    tidy_spools(tmp_path, -1, lambda line: None)
+    assert {path.name for path in tmp_path.glob("*.spool.jsonl")} == {"warmup.spool.jsonl"}

@@ -1,0 +1,112 @@
+"""What a run writes down of itself for those who watch: run.log and state.json."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ListReporter, tiny_job
+from tests.trainer_backend.rundir.disk import full_disk
+from trainer_backend.errors import TaskAppError
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.run_log import read_log
+from trainer_backend.rundir.state import RunState, read_state
+from trainer_backend.running.recording import RecordingReporter
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return create_run(tiny_job(), tmp_path / "run")
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def state_of(run: RunDirectory) -> RunState:
+    state = read_state(run.path)
+    assert state is not None
+    return state
+
+
+def test_what_is_said_goes_on_and_stands_in_the_log_over_all_starts(run: RunDirectory):
+    for text in ("first [start]", "second\nstart"):
+        inner = ListReporter()
+        RecordingReporter(run, inner).say(text)
+        assert inner.lines == [text]
+    lines, end = read_log(run.path)
+    assert [line.text for line in lines] == ["first [start]", "second\nstart"]
+    assert all(line.time.endswith("+00:00") for line in lines)
+    assert read_log(run.path, offset=end) == ([], end)
+
+
+def test_a_new_stage_is_written_at_once_and_how_far_it_is_once_a_second(run: RunDirectory):
+    clock, inner = Clock(), ListReporter()
+    reporter = RecordingReporter(run, inner, clock=clock)
+    assert (state_of(run).state, state_of(run).stage) == ("starting", "")
+    for seconds, done, seen in ((0.0, 0, 0), (0.5, 1, 0), (1.0, 2, 2), (1.9, 3, 2), (2.0, 4, 4)):
+        clock.seconds = seconds
+        reporter.stage("collect 1", done, 8)
+        state = state_of(run)
+        assert (state.state, state.stage, state.done, state.total) == ("training", "collect 1", seen, 8)
+    reporter.stage("evaluate 1", 0, 4)
+    assert (state_of(run).state, state_of(run).stage) == ("evaluating", "evaluate 1")
+    assert len(inner.stages) == 6
+
+
+def test_a_finished_iteration_is_told_and_since_when_the_state_is_what_it_is(run: RunDirectory):
+    reporter = RecordingReporter(run, ListReporter())
+    reporter.stage("collect 1", 0, 8)
+    began = state_of(run).since
+    reporter.metrics({"kind": "iteration", "iteration": 1})
+    assert (state_of(run).iteration, state_of(run).since) == (1, began)
+
+
+def test_the_next_start_knows_what_this_one_was_called_at_task_apps(run: RunDirectory):
+    first = RecordingReporter(run, ListReporter())
+    first.runs_as("tiny.1")
+    assert (first.left_behind, state_of(run).run_id) == ("", "tiny.1")
+    second = RecordingReporter(run, ListReporter())
+    assert (second.left_behind, state_of(run).run_id) == ("tiny.1", "")
+
+
+def test_every_start_is_counted(run: RunDirectory):
+    assert [RecordingReporter(run, ListReporter()).resumes for _ in range(3)] == [0, 1, 2]
+    assert state_of(run).starts == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code", "detail"),
+    [
+        (TaskAppError("nobody answers"), "failed", "task_app_failed", "nobody answers"),
+        (ZeroDivisionError("oh"), "failed", "crashed", "ZeroDivisionError: oh"),
+        (KeyboardInterrupt(), "stopped", "", ""),
+    ],
+)
+def test_the_last_state_says_how_it_ended(run: RunDirectory, error, state: str, code: str, detail: str):
+    with pytest.raises(type(error)), RecordingReporter.opened(run, ListReporter()) as reporter:
+        reporter.stage("collect 1", 3, 8)
+        raise error
+    last = state_of(run)
+    assert (last.state, last.code, last.detail, last.stage) == (state, code, detail, "")
+
+
+def test_an_error_on_the_way_out_does_not_replace_the_last_word(run: RunDirectory):
+    with pytest.raises(ZeroDivisionError), RecordingReporter.opened(run, ListReporter()) as reporter:
+        reporter.end("stopped", detail="somebody asked")
+        raise ZeroDivisionError
+    assert (state_of(run).state, state_of(run).detail) == ("stopped", "somebody asked")
+
+
+def test_a_full_disk_is_told_once_for_each_file_and_ends_nothing(run: RunDirectory):
+    inner = ListReporter()
+    reporter = RecordingReporter(run, inner)
+    with full_disk():
+        for name in ("collect 1", "update 1"):
+            reporter.say(name)
+            reporter.stage(name, 0, 1)
+    told = [line for line in inner.lines if "cannot be written" in line]
+    assert [line.split(" cannot")[0].rsplit("/", 1)[1] for line in told] == ["run.log", "state.json"]
+    assert state_of(run).state == "starting"

@@ -1,0 +1,60 @@
+"""The dashboard beside a run: a child that lives as long as the run at most, and that no run waits for."""
+
+import sys
+import urllib.request
+from queue import Queue
+
+import pytest
+
+from trainer_backend.services.dashboard import dashboard_beside
+
+LONG_S = 60
+
+
+def child(script: str) -> tuple[str, ...]:
+    """A command that is given the words of `turnwise`, and does this."""
+    return (sys.executable, "-c", f"import sys; {script}", "turnwise")
+
+
+def test_its_address_is_told_once_and_it_ends_with_the_run(tmp_path):
+    told: Queue[str] = Queue()
+    script = "print('store: x'); print('listening on http://h:1', flush=True); sys.stdin.read()"
+    with dashboard_beside(tmp_path, told.put, command=child(script)):
+        assert told.get(timeout=LONG_S) == "dashboard: http://h:1"
+    assert (
+        told.get_nowait() == f"the dashboard ends with the run; again: turnwise trainer --data-dir {tmp_path}"
+    )
+    assert told.empty()
+
+
+def test_it_is_asked_to_show_that_folder_on_a_free_port_and_to_run_nothing(tmp_path):
+    told: Queue[str] = Queue()
+    with dashboard_beside(tmp_path, told.put, command=child("print('listening on', *sys.argv[2:])")):
+        words = told.get(timeout=LONG_S)
+    assert words == f"dashboard: trainer --no-jobs --port 0 --data-dir {tmp_path} --exit-with-parent"
+
+
+def test_one_that_does_not_start_says_why_and_ends_no_run(tmp_path):
+    told: Queue[str] = Queue()
+    with dashboard_beside(tmp_path, told.put, command=child("sys.exit('error: no such store')")):
+        assert told.get(timeout=LONG_S) == "the dashboard did not start: no such store"
+
+
+def test_a_run_that_fails_takes_it_along(tmp_path):
+    told: Queue[str] = Queue()
+    script = "print('listening on http://h:1', flush=True); sys.stdin.read(); print('gone', flush=True)"
+    with (
+        pytest.raises(ValueError, match="out of memory"),
+        dashboard_beside(tmp_path, told.put, command=child(script)),
+    ):
+        assert told.get(timeout=LONG_S)
+        raise ValueError("out of memory")
+
+
+def test_the_real_one_shows_the_runs_of_the_folder(tmp_path):
+    told: Queue[str] = Queue()
+    with dashboard_beside(tmp_path, told.put):
+        address = told.get(timeout=LONG_S).removeprefix("dashboard: ")
+        with urllib.request.urlopen(address, timeout=LONG_S) as answer:
+            page = answer.read().decode()
+    assert "No runs here yet" in page and "/new" not in page

@@ -1,0 +1,133 @@
+"""The database as it may be: not there, gone in the middle, full, newer, or none at all."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event, text
+
+from tests.trainer_backend.store.postgres import Postgres
+from trainer_backend.store import jobs
+from trainer_backend.store.database import Store, open_store
+from trainer_backend.store.errors import StoreError, StoreUnavailable
+from trainer_backend.store.jobs import NewJob
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("mysql://user:secret@host/db", "names 'mysql'; known: sqlite, postgresql"),
+        ("sqlite://", "in memory would forget its jobs"),
+        ("sqlite:///:memory:", "in memory would forget its jobs"),
+        ("secret", "cannot be read; write sqlite:///FILE"),
+        ("postgresql://user:secret@host:port/db", "cannot be read; write sqlite:///FILE"),
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused_without_its_password(url: str, told: str):
+    with pytest.raises(StoreError, match=told) as refused:
+        open_store(url)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://u:secret@127.0.0.1:1/db", "postgres://u@127.0.0.1:1/db?password=secret"]
+)
+def test_a_server_that_is_not_there_is_told_without_the_password(url: str):
+    with pytest.raises(
+        StoreUnavailable, match=r"u(:\*\*\*)?@127.0.0.1:1/db cannot be used: .*refused"
+    ) as refused:
+        open_store(url)
+    assert "secret" not in str(refused.value)
+    assert refused.value.status == 503
+
+
+def test_a_file_that_is_no_database_is_told_and_left_as_it_was(tmp_path: Path):
+    path = tmp_path / "notes.txt"
+    path.write_text("words " * 1000)
+    with pytest.raises(StoreUnavailable, match="file is not a database"):
+        open_store(f"sqlite:///{path}")
+    assert path.read_text() == "words " * 1000
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable, match="cannot be made for the store"):
+        open_store(f"sqlite:///{tmp_path}/file/below/store.db")
+
+
+def test_sqlite_keeps_a_write_ahead_log_and_its_references(tmp_path: Path):
+    store = open_store(f"sqlite:///{tmp_path}/new/store.db")
+    with store.reading() as connection:
+        assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
+        assert connection.scalar(text("PRAGMA foreign_keys")) == 1
+    store.close()
+
+
+def test_a_database_of_a_newer_version_is_refused_and_left_as_it_is(url: str):
+    store = open_store(url)
+    with store.writing() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(
+        StoreError, match="has version '9999', and this Turnwise knows up to '0002'"
+    ) as refused:
+        open_store(url)
+    assert "A newer Turnwise made it" in str(refused.value)
+    with store.reading() as connection:
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
+    store.close()
+
+
+def test_a_server_that_is_killed_and_comes_back_is_used_again(postgres: Postgres):
+    with postgres.database() as url:
+        store = open_store(url)
+        job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+        postgres.kill()
+        try:
+            for _ in range(2):  # the first may find a dead connection, the second none
+                with pytest.raises(StoreUnavailable, match="cannot be used"):
+                    jobs.get(store, job.id)
+            with pytest.raises(StoreUnavailable):
+                open_store(url)
+        finally:
+            postgres.start()
+        assert jobs.get(store, job.id) == job
+        store.close()
+
+
+def test_a_transaction_that_the_server_dies_under_is_told_and_leaves_nothing(postgres: Postgres):
+    with postgres.database() as url:
+        store = open_store(url)
+        job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+
+        def die(_found: object) -> jobs.Changes:
+            postgres.kill()
+            return {"detail": "written"}
+
+        try:
+            with pytest.raises(StoreUnavailable):
+                jobs.change(store, job.id, die)
+        finally:
+            postgres.start()
+        assert jobs.get(store, job.id) == job
+        store.close()
+
+
+def full(store: Store) -> None:
+    """From now on the disk under a SQLite store has no page left."""
+    store.engine.dispose()
+
+    def no_more(connection: sqlite3.Connection, _record: object) -> None:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}").close()
+
+    event.listen(store.engine, "connect", no_more)
+
+
+def test_a_full_disk_is_told_and_loses_nothing_that_was_there(tmp_path: Path):
+    store = open_store(f"sqlite:///{tmp_path}/store.db")
+    job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+    full(store)
+    with pytest.raises(StoreUnavailable, match="database or disk is full"):
+        jobs.create(store, NewJob("b", config="x" * 1_000_000, home="here"))
+    assert jobs.find(store).items == (job,)
+    store.close()

@@ -1,0 +1,261 @@
+"""What pages and the API are given, on both databases, of figures worked by hand."""
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event
+
+from tests.trainer_backend.store.runs import episodes, evaluate, finish, metrics_row, new_run
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.store import jobs, reads, reads_rollouts
+from trainer_backend.store.database import Store
+from trainer_backend.store.errors import StoreError, UnknownJob, UnknownRollout
+from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.reads_rollouts import RolloutFilter
+from trainer_backend.store.rows import JobRow, Series
+from trainer_backend.store.sync import sync_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return new_run(tmp_path / "run")
+
+
+@pytest.fixture
+def job(store: Store, run: RunDirectory) -> JobRow:
+    """Of two iterations and an evaluation."""
+    for iteration in (1, 2):
+        finish(run, iteration, **{"time/update_s": float(iteration), "time/collect_s": 4.0})
+    evaluate(run, 2, 3.0)
+    made, _ = jobs.create(store, NewJob("a", config="", home="here", run_dir=run.path))
+    sync_run(store, made.id, run)
+    return made
+
+
+def test_the_list_of_runs_tells_the_last_numbers_of_each_and_nothing_of_one_without(
+    store: Store, job: JobRow
+):
+    fresh, _ = jobs.create(store, NewJob("b", config="", home="here"))
+    names = ["time/update_s", "eval/outcome_reward", "nowhere"]
+    first, second = reads.summaries(store, [fresh, job], names)
+    assert (first.job, first.iteration, first.finished, first.latest, first.evaluated) == (
+        fresh,
+        0,
+        None,
+        {},
+        {},
+    )
+    assert (second.job, second.iteration) == (job, 2)
+    assert (second.latest, second.evaluated) == ({"time/update_s": 2.0}, {"eval/outcome_reward": 3.0})
+    assert second.finished is not None and second.finished.tzinfo is not None
+    assert reads.summaries(store, [], names) == ()
+
+
+def test_curves_are_named_by_their_kind(store: Store, job: JobRow):
+    assert reads.metric_names(store, job.id) == (
+        "app/finished/own",
+        "episode/outcome_reward",
+        "policy/version",
+        "time/collect_s",
+        "time/update_s",
+    )
+    assert reads.metric_names(store, job.id, "evaluation") == ("eval/outcome_reward",)
+
+
+def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: JobRow):
+    found = reads.series(store, [job.id], ["time/*", "policy/version", "nowhere"])[job.id]
+    assert list(found) == ["policy/version", "time/collect_s", "time/update_s"]
+    numbers = (1.0, 2.0)
+    assert found["time/update_s"] == Series((1, 2), numbers, numbers, numbers)
+    assert reads.series(store, [job.id], ["time/*"], kind="evaluation") == {job.id: {}}
+    with pytest.raises(UnknownJob):
+        reads.series(store, ["nobody"], ["time/*"])
+
+
+def test_a_long_curve_is_thinned_to_means_with_their_bounds(store: Store, run: RunDirectory, job: JobRow):
+    for iteration in range(3, 8):
+        run.append_metrics(metrics_row(iteration, **{"time/update_s": float(iteration)}))
+    sync_run(store, job.id, run)
+    # 1 .. 7 in stretches of two: {1}, {2, 3}, {4, 5}, {6, 7}
+    found = reads.series(store, [job.id], ["time/update_s"], points=4)[job.id]["time/update_s"]
+    assert found.iterations_N == (1, 3, 5, 7)
+    assert found.values_N == (1.0, 2.5, 4.5, 6.5)
+    assert found.low_N == (1.0, 2.0, 4.0, 6.0)
+    assert found.high_N == (1.0, 3.0, 5.0, 7.0)
+
+
+@pytest.mark.parametrize("points", [1, 2, 3, 5, 7, 100])
+def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory, job: JobRow, points: int):
+    for iteration in range(3, 8):
+        run.append_metrics(metrics_row(iteration, **{"time/update_s": 1.0}))
+    sync_run(store, job.id, run)
+    found = reads.series(store, [job.id], ["time/update_s"], points=points)[job.id]["time/update_s"]
+    assert len(found.values_N) <= points
+    assert found.iterations_N[-1] == 7
+
+
+def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: RunDirectory, job: JobRow):
+    seen = reads.metric_lines(store, job.id)
+    assert [(line.kind, line.iteration) for line in seen] == [
+        ("iteration", 1),
+        ("iteration", 2),
+        ("evaluation", 2),
+    ]
+    assert seen[0].row["decision/unique_by_turn"] == [0.5, 0.0, 1.0]
+    run.append_metrics(metrics_row(3))
+    sync_run(store, job.id, run)
+    (new,) = reads.metric_lines(store, job.id, after=seen[-1].number)
+    assert new.iteration == 3
+    assert reads.metric_lines(store, job.id, kind="evaluation") == seen[2:]
+    assert reads.metric_lines(store, job.id, limit=1) == seen[:1]
+    assert reads.last_line(store, job.id, "iteration") == new
+    assert reads.last_line(store, job.id, "teacher") is None
+
+
+def ids(store: Store, job: JobRow, where: RolloutFilter) -> list[str]:
+    page = reads_rollouts.rollouts(store, job.id, where)
+    return [row.rollout_id.partition("/")[2] for row in page.items]
+
+
+def test_rollouts_are_filtered_by_each_of_their_facts(store: Store, job: JobRow):
+    second = ["train/2/0/0", "train/2/0/1", "train/2/0/2"]
+    assert sorted(ids(store, job, RolloutFilter(stage="train", iteration=2))) == second
+    assert sorted(ids(store, job, RolloutFilter(group_id="train/2/0"))) == second
+    assert ids(store, job, RolloutFilter(stage="evaluation")) == ["evaluation/2/0"]
+    assert sorted(ids(store, job, RolloutFilter(status="failed"))) == ["train/1/0/2", "train/2/0/2"]
+    assert ids(store, job, RolloutFilter(failure_code="task_app_lost", iteration=1)) == ["train/1/0/2"]
+    assert sorted(ids(store, job, RolloutFilter(min_reward=2.0))) == [
+        "evaluation/2/0",
+        "train/1/0/0",
+        "train/2/0/0",
+    ]
+    assert ids(store, job, RolloutFilter(text="1/0/1")) == ["train/1/0/1"]
+    assert ids(store, job, RolloutFilter(text="%")) == ids(store, job, RolloutFilter(text="_")) == []
+    assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(stage="train")) == 6
+
+
+@pytest.mark.parametrize("sort", ["newest", "outcome_reward", "reward", "unique_achievements", "decisions"])
+@pytest.mark.parametrize("descending", [True, False])
+def test_pages_hand_out_every_rollout_once_in_order_those_without_a_number_last(
+    store: Store, job: JobRow, sort, descending
+):
+    rows, cursor = [], None
+    while True:
+        page = reads_rollouts.rollouts(
+            store, job.id, sort=sort, descending=descending, cursor=cursor, limit=2
+        )
+        rows += page.items
+        cursor = page.cursor
+        if cursor is None:
+            break
+    assert len({row.number for row in rows}) == len(rows) == 7
+    values = [row.number if sort == "newest" else getattr(row, sort) for row in rows]
+    known = [value for value in values if value is not None]
+    assert known == sorted(known, reverse=descending)
+    assert values == known + [None] * (7 - len(known))
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "bm90IGpzb24", "WzEsICJhIl0"])
+def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, job: JobRow, cursor: str):
+    with pytest.raises(StoreError, match="cursor is"):
+        reads_rollouts.rollouts(store, job.id, cursor=cursor)
+
+
+def test_facets_count_what_can_be_filtered_by(store: Store, job: JobRow):
+    found = reads_rollouts.facets(store, job.id)
+    assert found.stages == {"evaluation": 1, "train": 6}
+    assert found.policies == {"": 2, "openai": 5}
+    assert found.statuses == {"failed": 2, "finished": 5}
+    assert found.failure_codes == {"task_app_lost": 2}
+    assert found.stop_reasons == {"max_decisions": 5}
+    assert found.iterations == (1, 2)
+    fresh, _ = jobs.create(store, NewJob("b", config="", home="here"))
+    assert reads_rollouts.facets(store, fresh.id).iterations is None
+
+
+def test_the_policy_of_a_rollout_is_the_last_part_of_its_model(store: Store, run: RunDirectory, job: JobRow):
+    item = episodes(3)[0]
+    actor = item.trajectory.model_copy(update={"model": "crafter/actor"})
+    write_rollouts(run.rollouts_file("iteration_3"), [item.model_copy(update={"trajectory": actor})])
+    sync_run(store, job.id, run)
+    assert ids(store, job, RolloutFilter(policy="actor")) == ["train/3/0/0"]
+
+
+def test_a_rollout_is_found_by_its_id_or_an_end_of_it_that_only_one_has(store: Store, job: JobRow):
+    whole = reads_rollouts.rollout(store, job.id, "run/train/1/0/1")
+    assert whole == reads_rollouts.rollout(store, job.id, "train/1/0/1")
+    assert (whole.iteration, whole.sibling, whole.decisions, whole.reward) == (1, 1, 2, 0.0)
+    with pytest.raises(UnknownRollout, match=r"2 rollouts .* are '0/1': run/train"):
+        reads_rollouts.rollout(store, job.id, "0/1")
+    with pytest.raises(UnknownRollout, match=r"no rollouts .* are '9'"):
+        reads_rollouts.rollout(store, job.id, "9")
+
+
+def test_decisions_carry_their_credit(store: Store, job: JobRow):
+    row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
+    first, second, third = reads_rollouts.decisions(store, row)
+    assert (first.turn, first.action, first.unique, first.unique_delta) == (
+        1,
+        "do noop",
+        ("collect_wood",),
+        1,
+    )
+    assert (first.reward, first.return_to_go, first.advantage, first.state_key) == (1.0, 2.0, 0.5, "s")
+    assert (second.unique, second.reward) == ((), 0.0)
+    assert third.unique == ("eat_cow",)
+    lost = reads_rollouts.rollout(store, job.id, "train/1/0/2")
+    assert (lost.status, lost.failure_code) == ("failed", "task_app_lost")
+    assert reads_rollouts.decisions(store, lost) == ()
+
+
+def test_siblings_are_those_of_the_same_group_and_iteration(store: Store, job: JobRow):
+    row = reads_rollouts.rollout(store, job.id, "train/2/0/1")
+    found = reads_rollouts.siblings(store, job.id, row)
+    assert [item.rollout_id for item in found] == [f"run/train/2/0/{n}" for n in range(3)]
+    assert row in found
+
+
+def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store, job: JobRow):
+    row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
+    found = reads_rollouts.anchors(store, job.id, row)
+    assert {key: [(item.sibling, item.turn) for item in items] for key, items in found.items()} == {
+        "s": [(0, 1), (1, 1), (1, 2)],
+        "a": [(0, 2)],
+        "b": [(0, 3)],
+    }
+    assert [item.advantage for item in found["s"]] == [0.5, -0.5, -0.25]
+
+
+def test_what_an_update_learned_from_is_told(store: Store, job: JobRow):
+    assert reads_rollouts.consumed_by(store, job.id, "run/train/2/0/1") == 2
+    assert reads_rollouts.consumed_by(store, job.id, "run/train/2/0/2") is None  # it failed
+
+
+def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
+    store: Store, run: RunDirectory, job: JobRow
+):
+    asked: list[str] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
+
+    def questions() -> list[int]:
+        found = []
+        row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
+        for page in (
+            lambda: reads.summaries(store, [job] * 3, ["time/update_s"]),
+            lambda: reads.series(store, [job.id], ["*", "time/*"]),
+            lambda: reads_rollouts.rollouts(store, job.id),
+            lambda: reads_rollouts.facets(store, job.id),
+            lambda: reads_rollouts.anchors(store, job.id, row),
+        ):
+            asked.clear()
+            page()
+            found.append(len([statement for statement in asked if statement.startswith("SELECT")]))
+        return found
+
+    short = questions()
+    for iteration in range(3, 9):
+        finish(run, iteration)
+    sync_run(store, job.id, run)
+    assert questions() == short
+    assert max(short) <= 4

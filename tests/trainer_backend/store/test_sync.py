@@ -1,0 +1,326 @@
+"""From run directories into the store, on both databases: all of it, once, and again where it changed."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+
+from tests.trainer_backend.store.conftest import NOON
+from tests.trainer_backend.store.postgres import Postgres
+from tests.trainer_backend.store.runs import checkpoint, episodes, evaluate, finish, metrics_row, new_run
+from tests.trainer_backend.store.test_database import full
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.checkpoint_paths import mark_best
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.ledger import Consumed, append_consumed
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.store import jobs, reads, reads_rollouts
+from trainer_backend.store.database import Store, open_store
+from trainer_backend.store.errors import StoreUnavailable, UnknownJob
+from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.sync import sync_run
+from trainer_backend.store.tables import Base, Curve, Iteration, Job
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return new_run(tmp_path / "run")
+
+
+@pytest.fixture
+def job(store: Store, run: RunDirectory) -> str:
+    return jobs.create(store, NewJob("a", config="", home="here", run_dir=run.path))[0].id
+
+
+def whole(store: Store) -> dict[str, list[tuple[Any, ...]]]:
+    """Everything that the store has of runs, without the numbers that it gives out itself."""
+    with store.reading() as connection:
+        return {
+            name: sorted(
+                (
+                    tuple(v for c, v in zip(row._fields, row, strict=True) if c not in ("number", "file"))
+                    for row in connection.execute(select(table))
+                ),
+                key=repr,
+            )
+            for name, table in Base.metadata.tables.items()
+            if name not in ("jobs", "decisions", "metrics", "synced_files")
+        }
+
+
+def count(store: Store, name: str) -> int:
+    with store.reading() as connection:
+        return connection.scalar(select(func.count()).select_from(Base.metadata.tables[name])) or 0
+
+
+def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(
+    store: Store, run: RunDirectory, job: str
+):
+    for iteration in (1, 2):
+        finish(run, iteration)
+    evaluate(run, 2, 3.0)
+    checkpoint(run, 2, 100)
+    assert sync_run(store, job, run)
+    rows = {name: count(store, name) for name in Base.metadata.tables}
+    # An iteration: 2 finished rollouts of 3 and 2 decisions, and a failed one. An evaluation: one of 3.
+    assert (rows["rollouts"], rows["decisions"], rows["consumed"]) == (2 * 3 + 1, 2 * 5 + 3, 2 * 2)
+    assert (rows["iterations"], rows["metric_rows"], rows["checkpoints"]) == (2, 3, 1)
+    assert rows["metrics"] == 2 * 3 + 1  # policy/version, episode/outcome_reward, app/finished/own; eval's
+    assert not sync_run(store, job, run)
+    assert {name: count(store, name) for name in Base.metadata.tables} == rows
+
+
+def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(
+    store: Store, run: RunDirectory, job: str, tmp_path: Path
+):
+    sync_run(store, job, run)
+    for iteration in (1, 2, 3):
+        finish(run, iteration)
+        assert sync_run(store, job, run)
+        checkpoint(run, iteration, 100)
+        assert sync_run(store, job, run)
+    late = open_store(f"sqlite:///{tmp_path}/late.db", clock=lambda: NOON)
+    late_job, _ = jobs.create(late, NewJob("a", config="", home="here"))
+    sync_run(late, late_job.id, run)
+    with_times, without_times = whole(store), whole(late)
+    assert [row[:3] for row in with_times.pop("iterations")] == [
+        row[:3] for row in without_times.pop("iterations")
+    ]
+    assert with_times == without_times
+    late.close()
+
+
+def test_a_line_that_is_being_written_waits_for_its_end(store: Store, run: RunDirectory, job: str):
+    line = '{"kind": "evaluation", "iteration": 4, "eval/outcome_reward": 0.5}\n'
+    run.metrics_file.write_text(line[:30])
+    assert not reads.metric_lines(store, job)
+    sync_run(store, job, run)
+    assert not reads.metric_lines(store, job)
+    run.metrics_file.write_text(line)
+    assert sync_run(store, job, run)
+    assert [found.iteration for found in reads.metric_lines(store, job)] == [4]
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out_as_by_every_reader(
+    store: Store, run: RunDirectory, job: str
+):
+    run.metrics_file.write_text('{"kind": "iter\n[1]\n{"kind": "iteration", "iteration": 1}\n')
+    sync_run(store, job, run)
+    assert [found.iteration for found in reads.metric_lines(store, job)] == [1]
+
+
+def test_what_a_resumed_run_forgot_is_forgotten_and_what_stays_keeps_its_number(
+    store: Store, run: RunDirectory, job: str
+):
+    for iteration in (1, 2, 3):
+        finish(run, iteration)
+    sync_run(store, job, run)
+    first = reads.metric_lines(store, job)[0]
+    run.forget_after(1)
+    run.append_metrics(metrics_row(2, **{"loss/kl": 0.5}))  # done again, and it came out otherwise
+    assert sync_run(store, job, run)
+    lines = reads.metric_lines(store, job)
+    assert [(line.iteration, "loss/kl" in line.row) for line in lines] == [(1, False), (2, True)]
+    assert lines[0] == first
+    with store.reading() as connection:
+        assert connection.scalars(select(Iteration.iteration).order_by(Iteration.iteration)).all() == [1, 2]
+    assert reads_rollouts.consumed_by(store, job, "run/train/1/0/0") == 1
+    assert reads_rollouts.consumed_by(store, job, "run/train/3/0/0") is None
+
+
+def test_a_run_that_begins_anew_with_a_file_of_the_same_size_is_seen(
+    store: Store, run: RunDirectory, job: str
+):
+    run.append_metrics(metrics_row(1, **{"loss/kl": 0.25}))
+    sync_run(store, job, run)
+    size = run.metrics_file.stat().st_size
+    run.forget_after(-1)
+    run.append_metrics(metrics_row(1, **{"loss/kl": 0.75}))
+    assert run.metrics_file.stat().st_size == size
+    assert sync_run(store, job, run)
+    (line,) = reads.metric_lines(store, job)
+    assert line.row["loss/kl"] == 0.75
+
+
+def test_of_two_rows_of_one_kind_and_iteration_the_later_one_stands(
+    store: Store, run: RunDirectory, job: str
+):
+    run.append_metrics(metrics_row(1, **{"loss/kl": 0.25, "old": 1.0}))
+    sync_run(store, job, run)
+    run.append_metrics(metrics_row(1, **{"loss/kl": 0.75}))
+    sync_run(store, job, run)
+    curves = reads.series(store, [job], ["loss/kl", "old"])[job]
+    assert curves["loss/kl"].values_N == (0.75,)
+    assert "old" not in curves
+
+
+def test_a_rollout_file_that_is_written_anew_replaces_its_rollouts(store: Store, run: RunDirectory, job: str):
+    finish(run, 1)
+    sync_run(store, job, run)
+    others = episodes(1, run="again")[:1]
+    write_rollouts(run.rollouts_file("iteration_1"), others)
+    assert sync_run(store, job, run)
+    page = reads_rollouts.rollouts(store, job)
+    assert [row.rollout_id for row in page.items] == ["again/train/1/0/0"]
+    assert page.items[0].reward is None  # not credited yet
+    assert count(store, "decisions") == 3
+
+
+def test_a_rollout_file_that_is_gone_leaves_the_store(store: Store, run: RunDirectory, job: str):
+    for iteration in (1, 2):
+        finish(run, iteration)
+    sync_run(store, job, run)
+    run.rollouts_file("iteration_1").unlink()
+    assert sync_run(store, job, run)
+    assert {row.iteration for row in reads_rollouts.rollouts(store, job).items} == {2}
+
+
+def test_a_copy_that_somebody_made_beside_is_not_indexed(store: Store, run: RunDirectory, job: str):
+    finish(run, 1)
+    path = run.rollouts_file("iteration_1")
+    path.with_name("iteration_1_old.parquet").write_bytes(path.read_bytes())
+    sync_run(store, job, run)
+    assert count(store, "rollouts") == 3
+
+
+def test_a_broken_rollout_file_is_told_and_holds_up_nothing_else(store: Store, run: RunDirectory, job: str):
+    for iteration in (1, 2):
+        finish(run, iteration)
+    run.rollouts_file("iteration_1").write_bytes(b"PAR1 but no more")
+    with pytest.raises(RunDirectoryError, match=r"iteration_1.parquet cannot be read"):
+        sync_run(store, job, run)
+    assert {row.iteration for row in reads_rollouts.rollouts(store, job).items} == {2}
+    assert len(reads.metric_lines(store, job)) == 2
+
+
+def test_a_ledger_that_counts_a_rollout_twice_is_told_by_name(store: Store, run: RunDirectory, job: str):
+    append_consumed(run.path, Consumed(1, 1, ("a", "b")))
+    sync_run(store, job, run)
+    append_consumed(run.path, Consumed(2, 2, ("c", "a")))
+    with pytest.raises(RunDirectoryError, match="rollout a was learned from in iterations 1 and 2"):
+        sync_run(store, job, run)
+    assert reads_rollouts.consumed_by(store, job, "a") == 1
+
+
+def test_a_ledger_of_more_rollouts_than_a_database_takes_in_one_question_is_read(
+    store: Store, run: RunDirectory, job: str
+):
+    append_consumed(run.path, Consumed(1, 1, tuple(f"a{number}" for number in range(40_000))))
+    sync_run(store, job, run)
+    append_consumed(run.path, Consumed(2, 2, (*(f"b{number}" for number in range(600)), "a39999")))
+    with pytest.raises(RunDirectoryError, match="rollout a39999 was learned from in iterations 1 and 2"):
+        sync_run(store, job, run)
+    assert count(store, "consumed") == 40_000
+
+
+def test_checkpoints_follow_the_folders_and_the_best_mark(store: Store, run: RunDirectory, job: str):
+    checkpoint(run, 5, 100)
+    checkpoint(run, 10, 50)
+    (run.checkpoints / "iteration_5_backup").mkdir()
+    mark_best(run.checkpoints / "iteration_5")
+    sync_run(store, job, run)
+    found = reads.checkpoints(store, job)
+    assert [(item.folder, item.best, item.bytes) for item in found] == [
+        ("iteration_5", True, 100),
+        ("iteration_10", False, 50),
+    ]
+    mark_best(run.checkpoints / "iteration_10")
+    assert sync_run(store, job, run)
+    assert [item.best for item in reads.checkpoints(store, job)] == [False, True]
+
+
+def test_texts_that_one_database_could_not_hold_are_held(store: Store, run: RunDirectory, job: str):
+    item = episodes(1)[0]
+    step = item.trajectory.steps[0]
+    info = step.step_info.model_copy(update={"executed_actions": ("a\0b", "é\N{PILE OF POO}")})
+    steps = (step.model_copy(update={"step_info": info}), *item.trajectory.steps[1:])
+    odd = item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"steps": steps})})
+    write_rollouts(run.rollouts_file("iteration_1"), [odd])
+    run.append_metrics(metrics_row(1, **{"episode/outcome_definition": "nul \0 and \N{PILE OF POO}"}))
+    sync_run(store, job, run)
+    row = reads_rollouts.rollout(store, job, "run/train/1/0/0")
+    assert reads_rollouts.decisions(store, row)[0].action == "a\N{REPLACEMENT CHARACTER}b é\N{PILE OF POO}"
+    (line,) = reads.metric_lines(store, job)
+    assert line.row["episode/outcome_definition"] == "nul \0 and \N{PILE OF POO}"
+
+
+def test_a_job_that_is_gone_is_told_and_takes_its_run_with_it(store: Store, run: RunDirectory, job: str):
+    finish(run, 1)
+    checkpoint(run, 1, 10)
+    sync_run(store, job, run)
+    jobs.change(store, job, lambda _: {"state": "cancelled"})
+    jobs.remove(store, job)
+    assert {name: count(store, name) for name in Base.metadata.tables} == dict.fromkeys(
+        Base.metadata.tables, 0
+    )
+    with pytest.raises(UnknownJob):
+        sync_run(store, job, run)
+
+
+def test_two_runs_are_kept_apart(store: Store, run: RunDirectory, job: str, tmp_path: Path):
+    other_run = new_run(tmp_path / "other")
+    other, _ = jobs.create(store, NewJob("b", config="", home="here", run_dir=other_run.path))
+    finish(run, 1, **{"loss/kl": 0.25})
+    finish(other_run, 1, **{"loss/kl": 0.75})
+    sync_run(store, job, run)
+    sync_run(store, other.id, other_run)
+    curves = reads.series(store, [job, other.id], ["loss/kl"])
+    assert [curves[item]["loss/kl"].values_N for item in (job, other.id)] == [(0.25,), (0.75,)]
+    with store.reading() as connection:
+        numbers = connection.execute(select(Curve.job, func.count()).group_by(Curve.job)).all()
+        assert len(numbers) == len(connection.scalars(select(Job.number)).all()) == 2
+
+
+def test_syncs_of_one_run_at_the_same_time_bring_everything_once(
+    store: Store, run: RunDirectory, job: str, together: Callable[..., list[Any]]
+):
+    for iteration in (1, 2):
+        finish(run, iteration)
+    together(4, lambda _: sync_run(store, job, run))
+    assert (count(store, "rollouts"), count(store, "decisions"), count(store, "metric_rows")) == (6, 10, 2)
+
+
+def test_a_disk_that_was_full_costs_nothing_the_next_sync_catches_up(tmp_path: Path, run: RunDirectory):
+    store = open_store(f"sqlite:///{tmp_path}/store.db", clock=lambda: NOON)
+    job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+    finish(run, 1)
+    sync_run(store, job.id, run)
+    full(store)
+    finish(run, 2, **{"episode/outcome_definition": "x" * 200_000})
+    with pytest.raises(StoreUnavailable, match="full"):
+        sync_run(store, job.id, run)
+    store.close()
+    again = open_store(f"sqlite:///{tmp_path}/store.db", clock=lambda: NOON)
+    sync_run(again, job.id, run)
+    assert (count(again, "rollouts"), count(again, "metric_rows"), count(again, "consumed")) == (6, 2, 4)
+    again.close()
+
+
+def test_a_server_that_is_killed_between_two_syncs_costs_nothing(postgres: Postgres, run: RunDirectory):
+    with postgres.database() as url:
+        store = open_store(url, clock=lambda: NOON)
+        job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+        finish(run, 1)
+        sync_run(store, job.id, run)
+        finish(run, 2)
+        postgres.kill()
+        try:
+            with pytest.raises(StoreUnavailable, match="Runs go on without it"):
+                sync_run(store, job.id, run)
+            finish(run, 3)
+        finally:
+            postgres.start()
+        assert sync_run(store, job.id, run)
+        assert (count(store, "rollouts"), count(store, "metric_rows"), count(store, "consumed")) == (9, 3, 6)
+        store.close()
+
+
+def test_an_older_run_without_ledger_or_credit_is_indexed(store: Store, run: RunDirectory, job: str):
+    write_rollouts(run.rollouts_file("warmup"), episodes(0))
+    os.utime(run.rollouts_file("warmup"), ns=(0, 0))
+    sync_run(store, job, run)
+    row = reads_rollouts.rollouts(store, job).items[0]
+    assert (row.stage, row.iteration, row.reward, row.decisions_stored) == ("warmup", 0, None, True)

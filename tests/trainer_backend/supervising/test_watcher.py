@@ -1,0 +1,164 @@
+"""Runs that others train: found, followed, brought into the store."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_job
+from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.run_log import append_log
+from trainer_backend.rundir.state import RunState, write_state
+from trainer_backend.store import jobs, reads
+from trainer_backend.store.database import open_store
+from trainer_backend.supervising.data_dir import open_data_dir
+from trainer_backend.supervising.news import News
+from trainer_backend.supervising.watcher import Watcher
+
+ROW = {"kind": "iteration", "iteration": 1, "reward/mean": 0.5}
+STATE = RunState("training", 17, iteration=1, since="2026-11-21T12:00:00.000+00:00")
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    found = open_store(f"sqlite:///{tmp_path}/store.db")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def data(tmp_path: Path):
+    with open_data_dir(tmp_path / "runs", runs_jobs=False) as found:
+        yield found
+
+
+@pytest.fixture
+def watcher(store, data):
+    return Watcher(store, data, News())
+
+
+@pytest.fixture
+def run(data) -> RunDirectory:
+    return create_run(tiny_job(), data.path / "tiny")
+
+
+def only(store):
+    (job,) = jobs.find(store).items
+    return job
+
+
+def test_a_run_of_the_command_line_is_found_with_its_metrics(store, watcher, run):
+    run.append_metrics(ROW)
+    watcher.look(everything=True)
+    job = only(store)
+    assert (job.name, job.origin, job.run_dir, job.run_id) == ("tiny", "cli", str(run.path), run.run_id)
+    assert reads.last_line(store, job.id, "iteration").row == ROW
+    watcher.look(everything=True)
+    assert only(store).version == job.version, "nothing new is nothing changed"
+
+
+@pytest.mark.parametrize(
+    ("state", "held", "seen"),
+    [
+        (STATE, True, "running"),
+        (replace(STATE, state="ended"), False, "succeeded"),
+        (replace(STATE, state="stopped"), False, "paused"),
+        (replace(STATE, state="failed", code="x", detail="why"), False, "failed"),
+        (STATE, False, "failed"),
+        (None, False, "paused"),
+    ],
+)
+def test_its_state_is_what_its_lock_and_its_last_word_say(store, watcher, run, state, held, seen):
+    if state is not None:
+        write_state(run.path, state)
+    if held:
+        with locked(run.path):
+            watcher.look(everything=True)
+    else:
+        watcher.look(everything=True)
+    job = only(store)
+    assert job.state == seen
+    assert (job.ended is not None) == (seen in ("succeeded", "failed"))
+
+
+def test_one_that_was_killed_says_so_and_one_that_goes_on_does_not_any_more(store, watcher, run):
+    write_state(run.path, STATE)
+    watcher.look(everything=True)
+    assert (only(store).code, "without a word" in only(store).detail) == ("killed", True)
+    with locked(run.path):
+        watcher.look(everything=True)
+        assert (only(store).state, only(store).code, only(store).ended) == ("running", None, None)
+
+
+def test_a_look_tells_of_what_is_new_and_of_nothing_else(store, watcher, run):
+    with locked(run.path):
+        watcher.look(everything=True)
+        job_id = only(store).id
+        assert watcher.look(everything=False) == []
+        run.append_metrics(ROW)
+        assert watcher.look(everything=False) == [job_id]
+        append_log(run.path, "a line")
+        assert watcher.look(everything=False) == [job_id]
+        assert watcher.look(everything=False) == []
+    assert watcher.looked.syncs == 2, "a line of the log is nothing that the store keeps"
+
+
+def test_a_directory_that_is_no_run_of_ours_is_passed_over(store, watcher, run):
+    (run.path / "run.json").write_text('{"run_id": "x", "format": 99}')
+    watcher.look(everything=True)
+    assert jobs.find(store).items == ()
+
+
+def test_a_run_of_an_older_version_is_shown_whatever_keys_its_job_has(store, watcher, run):
+    text = '[job]\nname = "old"\n[gone]\nkey = 1\n'
+    (run.path / "job.toml").write_text(text)
+    watcher.look(everything=True)
+    assert (only(store).name, only(store).config) == ("old", text)
+
+
+@pytest.mark.parametrize("text", ["[job", "", "job = 3"])
+def test_one_whose_job_is_none_is_passed_over(store, watcher, run, text):
+    (run.path / "job.toml").write_text(text)
+    watcher.look(everything=True)
+    watcher.look(everything=True)
+    assert jobs.find(store).items == ()
+
+
+def test_what_was_forgotten_is_not_found_again(store, data, watcher, run):
+    data.forget(run.path)
+    watcher.look(everything=True)
+    assert jobs.find(store).items == ()
+
+
+async def test_whoever_waits_is_told(store, data, run):
+    news = News()
+    watcher = Watcher(store, data, news, look_s=0.01)
+    await asyncio.to_thread(watcher.look, everything=True)
+    job_id = only(store).id
+    with locked(run.path):
+        looking = asyncio.ensure_future(watcher.run())
+        seen = news.seen(job_id)
+        run.append_metrics(ROW)
+        assert await news.wait(job_id, seen, at_most_s=60)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_news_that_came_before_the_wait_are_not_missed():
+    news = News()
+    seen = news.seen("a")
+    news.tell("a")
+    assert await news.wait("a", seen, at_most_s=60)
+    assert not await news.wait("a", news.seen("a"), at_most_s=0.0)
+    news.tell("b")
+    assert not await news.wait("a", news.seen("a"), at_most_s=0.0), "of another job"
+
+
+async def test_nobody_waits_for_a_service_that_ends():
+    news = News()
+    waiting = asyncio.ensure_future(news.wait("a", news.seen("a"), at_most_s=600))
+    await asyncio.sleep(0)
+    news.close()
+    assert not await waiting

@@ -1,0 +1,55 @@
+"""What the API refuses on purpose, beside the errors of jobs and of the store."""
+
+from trainer_backend.errors import TrainerError
+
+
+class ApiError(TrainerError):
+    """The request cannot be carried out as it stands."""
+
+    code = "request_invalid"
+    status = 422
+    title = "Request cannot be read"
+
+
+class Unauthorised(ApiError):
+    code = "unauthorised"
+    status = 401
+    title = "Missing or wrong key"
+
+
+class Forbidden(ApiError):
+    """The request comes from where none may: another site's page, a name that is not this machine's."""
+
+    code = "forbidden"
+    status = 403
+    title = "Not from there"
+
+
+class BodyTooLarge(ApiError):
+    code = "body_too_large"
+    status = 413
+    title = "Body too large"
+
+
+class UnknownMediaType(ApiError):
+    code = "media_type_unknown"
+    status = 415
+    title = "Media type is not read here"
+
+
+class RunsNoJobs(ApiError):
+    code = "runs_no_jobs"
+    status = 409
+    title = "This service runs no jobs"
+
+
+class QueueFull(ApiError):
+    code = "queue_full"
+    status = 503
+    title = "Too many jobs wait"
+
+
+class TooManyStreams(ApiError):
+    code = "too_many_streams"
+    status = 503
+    title = "Too many open event streams"

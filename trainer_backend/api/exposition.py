@@ -1,0 +1,153 @@
+"""The service's counts, and the last figures of the jobs that run, in Prometheus' words."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from trainer_backend.api.known_names import OF_EVALUATIONS, OF_ITERATIONS
+from trainer_backend.api.service import Service
+from trainer_backend.store import jobs, reads
+from trainer_backend.store.errors import StoreUnavailable, UnknownJob
+from trainer_backend.store.rows import ACTIVE, JobRow, JobState
+
+_PREFIX = "turnwise_trainer"
+_LABELS = ("job_id", "run")
+_KINDS = ("iteration", "evaluation")
+
+
+class Page(NamedTuple):
+    body: bytes
+    media_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the store says now; `up` is False, and all else empty, where it does not answer.
+
+    Attributes:
+        rows: of the jobs that run, their last row of each kind.
+    """
+
+    up: bool
+    counts: Mapping[str, int]
+    rows: tuple[tuple[JobRow, Mapping[str, Mapping[str, Any]]], ...]
+
+
+def page(service: Service, *, version: str, accept: str) -> Page:
+    """All metrics, in the text format that `accept` (the request's header) asks for. Call it on a thread."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Gathered(service, _stored(service), version))
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    encode, media_type = choose_encoder(accept)
+    return Page(encode(registry), media_type)
+
+
+def _stored(service: Service) -> _Stored:
+    store, home = service.store, service.data.home
+    try:
+        counts = jobs.counts(store, home)
+        running = jobs.find(store, states=ACTIVE, home=home, limit=200).items
+        rows = tuple((job, _last_rows(service, job)) for job in running)
+    except StoreUnavailable:
+        return _Stored(False, {}, ())
+    return _Stored(True, counts, rows)
+
+
+def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
+    try:
+        found = {kind: reads.last_line(service.store, job.id, kind) for kind in _KINDS}
+    except UnknownJob:  # deleted meanwhile
+        return {}
+    return {kind: {"iteration": line.iteration, **line.row} for kind, line in found.items() if line}
+
+
+class _Gathered(Collector):
+    def __init__(self, service: Service, stored: _Stored, version: str) -> None:
+        self._service, self._stored, self._version = service, stored, version
+
+    def collect(self) -> Iterable[Metric]:
+        yield InfoMetricFamily(
+            _PREFIX, "Which trainer this is.", {"version": self._version, "home": self._service.data.home}
+        )
+        yield from _now(self._service, self._stored)
+        yield from _so_far(self._service)
+        yield from _of_runs(self._stored)
+
+
+def _now(service: Service, stored: _Stored) -> Iterator[Metric]:
+    yield _gauge("store_up", "1 while the database answers.", float(stored.up))
+    if stored.up:
+        family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
+        for state in get_args(JobState):
+            family.add_metric([state], stored.counts.get(state, 0))
+        yield family
+    slots = service.supervisor.slots.values() if service.supervisor is not None else ()
+    running = sum(slot.process is not None for slot in slots)
+    yield _gauge("processes", "Processes of jobs that run.", running)
+    yield _gauge("event_streams", "Event streams that are open.", service.streams)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{_PREFIX}_{name}", text, value)
+
+
+def _so_far(service: Service) -> Iterator[Metric]:
+    looked = service.watcher.looked
+    figures: dict[str, tuple[str, float]] = {
+        "syncs": ("Run directories that were brought into the store.", looked.syncs),
+        "sync_seconds": ("Seconds that this took.", looked.sync_s),
+        "sync_failures": ("Run directories that could not be read.", looked.failures),
+    }
+    if service.supervisor is not None:
+        done = service.supervisor.figures
+        figures |= {
+            "job_starts": ("Processes of jobs that were started.", done.started),
+            "job_restarts": ("Crashed jobs that were started again.", done.restarts),
+            "job_kills": ("Processes that were killed because they did not stop in time.", done.killed),
+            "store_failures": ("Rounds that the store did not answer.", done.store_failures),
+        }
+    for name, (text, value) in figures.items():
+        yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
+    answered = CounterMetricFamily(
+        f"{_PREFIX}_http_requests", "Requests that were answered.", labels=["method", "route", "status"]
+    )
+    for (method, route, status), count in service.requests.answered.items():
+        answered.add_metric([method, route, str(status)], count)
+    yield answered
+    seconds = CounterMetricFamily(
+        f"{_PREFIX}_http_request_seconds", "Seconds until answers began.", labels=["route"]
+    )
+    for route, value in service.requests.seconds.items():
+        seconds.add_metric([route], value)
+    yield seconds
+
+
+def _of_runs(stored: _Stored) -> Iterator[Metric]:
+    """Every number of the last rows, as turnwise_trainer_ROOM_WHAT, and under the names that people know."""
+    families: dict[str, GaugeMetricFamily] = {}
+
+    def add(name: str, text: str, job: JobRow, value: Any) -> None:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            family = families.setdefault(name, GaugeMetricFamily(name, text, labels=_LABELS))
+            family.add_metric([job.id, job.name], value)
+
+    for job, rows in stored.rows:
+        for row in rows.values():
+            for name, value in row.items():
+                if "/" in name:
+                    add(f"{_PREFIX}_{_plain(name)}", f"{name} of the last row.", job, value)
+        for known, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
+            for name, ours in known.items():
+                add(name, f"{ours} of the last row.", job, rows.get(kind, {}).get(ours))
+    yield from families.values()
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)

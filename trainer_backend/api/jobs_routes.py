@@ -1,0 +1,156 @@
+"""Jobs: post one, check one, list them, look at one, delete one."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import Field
+
+from shared_schemas.base import Body
+from trainer_backend.api.checking import Checked, checked
+from trainer_backend.api.finding import job_named, refuse_foreign
+from trainer_backend.api.posted import posted_job
+from trainer_backend.api.service import Service, service_of
+from trainer_backend.api.submitting import PostedJob, submission_of, submit, text_of
+from trainer_backend.api.views import JobList, JobView, job_view, list_view
+from trainer_backend.job import dump_job
+from trainer_backend.rundir.lock import holder
+from trainer_backend.store import jobs
+from trainer_backend.store.errors import JobConflict
+from trainer_backend.store.rows import ENDED, JobRow, JobState
+
+router = APIRouter(tags=["jobs"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[\x21-\x7e]+$",
+        description="your name for this request: sent again, it is answered again and makes no second job",
+    ),
+]
+
+
+class Created(JobView):
+    """The job, and what may still be wrong with it."""
+
+    warnings: tuple[str, ...] = ()
+
+
+class Resolved(Body):
+    """What a job would be: every default filled in."""
+
+    toml: str
+    warnings: tuple[str, ...]
+
+
+class CreateQuery(Body):
+    dry_run: bool = Field(default=False, description="check and resolve it only")
+
+
+class ListQuery(Body):
+    state: tuple[JobState, ...] = Field(default=(), description="only those; may be repeated")
+    cursor: str | None = Field(default=None, max_length=20, description="`next_cursor` of the page before")
+    limit: int = Field(default=50, ge=1, le=200)
+
+
+class DeleteQuery(Body):
+    files: bool = Field(default=False, description="delete its run directory too")
+
+
+def job_body(*, as_json: bool) -> dict[str, Any]:
+    """How OpenAPI describes a body that is read by hand."""
+    text = {"schema": {"type": "string"}, "example": '[model]\npreset = "tiny-0.3m"\n'}
+    content: dict[str, Any] = {"application/toml": text, "text/plain": text}
+    if as_json:
+        content["application/json"] = {"schema": PostedJob.model_json_schema()}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post(
+    "/jobs",
+    status_code=201,
+    response_model=Created,
+    responses={200: {"model": Resolved | Created, "description": "A dry run, or the same request again"}},
+    openapi_extra=job_body(as_json=True),
+)
+async def create_job(
+    request: Request,
+    response: Response,
+    query: Annotated[CreateQuery, Query()],
+    idempotency_key: IdempotencyKey = None,
+) -> Any:
+    """Post a job: its TOML, or JSON with its tables. In its turn it is trained, in a process of its own."""
+    service = service_of(request)
+    sent = submission_of(await request.body(), request.headers.get("content-type", ""))
+    if query.dry_run:
+        posted = await service.ask(posted_job, sent.document, service.settings.bounds, sent.tags)
+        resolved = Resolved(toml=dump_job(posted.loaded.config), warnings=posted.loaded.warnings)
+        return Response(resolved.model_dump_json(), media_type="application/json")
+    job, made, posted = await submit(service, sent, idempotency_key)
+    if not made:
+        response.status_code = 200
+        response.headers["Idempotency-Replayed"] = "true"
+    response.headers["Location"] = f"/jobs/{job.id}"
+    view = await service.ask(job_view, job)
+    return Created(**dict(view), warnings=posted.loaded.warnings)
+
+
+@router.post("/jobs/check", openapi_extra=job_body(as_json=False))
+async def check_job(request: Request) -> Checked:
+    """What is wrong with a job's TOML, or doubtful, each finding with its line; nothing is stored."""
+    service = service_of(request)
+    return await service.ask(checked, text_of(await request.body()), service.settings.bounds)
+
+
+@router.get("/jobs")
+async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> JobList:
+    """Jobs, newest first, those of `turnwise train` too (`origin` cli)."""
+    service = service_of(request)
+    page = await service.ask(
+        jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
+    )
+    return await service.ask(list_view, page.items, page.cursor)
+
+
+@router.get("/jobs/{job_id}")
+async def show_job(request: Request, job_id: str) -> JobView:
+    """One job: by its id, the first 6 characters or more of it, or a name that no other has."""
+    service = service_of(request)
+    return await service.ask(job_view, await job_named(service, job_id))
+
+
+@router.get(
+    "/jobs/{job_id}/config",
+    response_class=Response,
+    responses={200: {"content": {"application/toml": {"schema": {"type": "string"}}}}},
+)
+async def show_config(request: Request, job_id: str) -> Response:
+    """The job's TOML with every default filled in; it can be posted again."""
+    job = await job_named(service_of(request), job_id)
+    return Response(job.config, media_type="application/toml")
+
+
+@router.delete("/jobs/{job_id}", status_code=204, response_class=Response)
+async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery, Query()]) -> None:
+    """Forget an ended or paused job. Its files stay, unless `files` says otherwise, but are not shown."""
+    service = service_of(request)
+    job = await job_named(service, job_id)
+    refuse_foreign(service, job)
+    await service.ask(_delete, service, job, query.files)
+    service.changed(job.id)
+
+
+def _delete(service: Service, job: JobRow, files: bool) -> None:
+    path = Path(job.run_dir) if job.run_dir is not None else None
+    if job.state not in (*ENDED, "paused"):
+        raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
+    found = holder(path) if path is not None else None
+    if found is not None:
+        raise JobConflict(f"job {job.id} is being trained by {found}; stop it first, then delete it")
+    if path is not None:
+        service.data.forget(path)  # first: a run that is neither a job nor forgotten would be found again
+    jobs.remove(service.store, job.id)
+    if path is not None and files:
+        service.data.remove(path)

@@ -1,0 +1,46 @@
+"""Names under which other systems publish what we measure, for dashboards that ask for those. Data alone.
+
+Each is a number of the last row of a run that goes on, by its own name in docs/route.md. What is not the same
+thing there and here is not in this table.
+"""
+
+from collections.abc import Mapping
+
+# verl's names (prior art: verl HEAD), `/` written as `_`.
+OF_ITERATIONS: Mapping[str, str] = {
+    "critic_score_mean": "episode/outcome_reward",
+    "critic_rewards_mean": "reward/mean",
+    "critic_vf_explained_var": "value/explained_variance",
+    "critic_vf_loss": "value/loss",
+    "actor_pg_loss": "loss/policy",
+    "actor_entropy": "loss/entropy",
+    "actor_kl_loss": "loss/kl",
+    "actor_ppo_kl": "loss/approx_kl",
+    "actor_grad_norm": "optim/grad_norm",
+    "actor_lr": "optim/lr",
+    "actor_reward_kl_penalty": "kl/reference",
+    "num_turns_mean": "episode/decisions",
+    "timing_s_gen": "time/collect_s",
+    "timing_s_update_actor": "time/update_s",
+    "timing_s_update_weights": "time/publish_s",
+    "training_global_step": "iteration",
+    "rollout_using_actor": "rollout/using_actor",
+    "rollout_using_fixed": "rollout/using_fixed",
+    "actor_importance_weight_mean": "actor/importance_weight_mean",
+    # prime-rl's and others' (prior art: peers, section 4).
+    "entropy_mean": "loss/entropy",
+    "importance_ratio_mean": "loss/ratio_mean",
+    "optim_lr": "optim/lr",
+    "optim_grad_norm": "optim/grad_norm",
+    "errored_rollouts": "rollout/failed",
+    "decision_count": "decision/count",
+    "decision_nonzero_frac": "decision/nonzero_frac",
+    "decision_unique_sum": "decision/unique_sum",
+    "decision_ach_sum": "decision/ach_sum",
+    "gigpo_anchor_groups": "anchors/groups",
+    "gigpo_singleton_frac": "anchors/singleton_frac",
+}
+OF_EVALUATIONS: Mapping[str, str] = {
+    "val_core_reward_mean": "eval/outcome_reward",
+    "timing_s_testing": "time/evaluate_s",
+}

@@ -1,0 +1,48 @@
+"""The log-in page: the key once, then a cookie that no script can read and no other site's page can send."""
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Form, Query, Request
+from starlette.responses import RedirectResponse, Response
+
+from trainer_backend.api.auth import COOKIE, SESSION_S
+from trainer_backend.api.gate import LOGIN
+from trainer_backend.api.service import service_of
+from trainer_backend.dashboard.rendering import page
+
+router = APIRouter(include_in_schema=False)
+_LONGEST = 2000
+
+
+@router.get(LOGIN)
+async def ask(request: Request, next: Annotated[str, Query(max_length=_LONGEST)] = "/") -> Response:
+    """The form; nobody has to fill it in where there is no key."""
+    if not service_of(request).keys.configured:
+        return RedirectResponse(own_path(next), 303)
+    return page("login", next=own_path(next), refused=False)
+
+
+@router.post(LOGIN)
+async def log_in(
+    request: Request,
+    key: Annotated[str, Form(max_length=_LONGEST)],
+    next: Annotated[str, Form(max_length=_LONGEST)] = "/",
+) -> Response:
+    """A session for the right key."""
+    keys = service_of(request).keys
+    if not keys.opens(key):
+        return page("login", status=401, next=own_path(next), refused=True)
+    response = RedirectResponse(own_path(next), 303)
+    response.set_cookie(
+        COOKIE, keys.cookie(), max_age=SESSION_S, httponly=True, samesite="strict",
+        secure=request.url.scheme == "https",
+    )  # fmt: skip
+    return response
+
+
+def own_path(path: str) -> str:
+    """Where to go on: a path of this service, and never another host's (`//host`, `/\\host`)."""
+    parts = urlsplit(path)
+    plain = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+    return path if plain and not parts.netloc and not parts.scheme else "/"

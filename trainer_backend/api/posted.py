@@ -1,0 +1,195 @@
+"""What a posted job may be: valid as any job, and within what the operator has allowed.
+
+Whoever may post jobs may train; he may not read the operator's files, run code of his own, send the
+operator's keys to a host of his choice, or listen where he likes. Errors never repeat a key.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import tomli
+
+from trainer_backend.api.settings import Bounds, is_loopback
+from trainer_backend.collect.addresses import DNS
+from trainer_backend.errors import JobError
+from trainer_backend.job import LoadedJob, parse_job, refuse_what_is_missing
+from trainer_backend.jobfile.layers import anchor
+from trainer_backend.jobfile.schema import JobConfig, JobTable
+from trainer_backend.jobfile.services_table import ServicesTable
+from trainer_backend.services.endpoints import hosts_to_call
+
+WHERE = "the posted job"
+# Code comes with them: they are taken from the operator's folders, and not from what runs have written.
+CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
+_WANDB_KEY = "WANDB_API_KEY"
+_MOST_TAGS, _LONGEST_TAG = 32, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A job that may run.
+
+    Attributes:
+        tags: what [tags] says, and whoever posted it.
+    """
+
+    loaded: LoadedJob
+    tags: Mapping[str, str]
+
+
+def document_of(text: str) -> dict[str, Any]:
+    """
+    Raises:
+        JobError: no TOML; with the line.
+    """
+    try:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        raise JobError(f"{WHERE}: not valid TOML: {error}") from error
+
+
+def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None) -> Posted:
+    """Validate a posted document, with the operator's addresses put where it names none.
+
+    A relative path is one from the first root that has such a file, or from the service's own folder.
+
+    Raises:
+        JobError: it is wrong, or names what it may not; a line for each finding.
+    """
+    own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
+    found_tags = _tags({**_table(own.pop("tags", {}), "tags"), **(tags or {})})
+    _refuse_key(own)
+    _fill_in(own, bounds)
+    as_written = parse_job(own, where=WHERE).config
+    # A way up could lead to any file, and where it was found would tell that it is there.
+    if not any(".." in path.parts for _, path in paths_of(as_written)):
+        for folder in (*bounds.roots, Path()):
+            anchor(own, folder)
+    loaded = parse_job(own, where=WHERE)
+    refused = list(_outside(loaded.config, bounds))
+    if refused:
+        raise JobError("\n".join(f"{WHERE}: {told}" for told in refused))
+    refuse_what_is_missing(loaded.config, where=WHERE)
+    return Posted(loaded, found_tags)
+
+
+def paths_of(config: JobConfig) -> Iterator[tuple[str, Path]]:
+    """Every path that a job names, by its key; not job.runs_dir, which the service sets."""
+    for table_name in type(config).model_fields:
+        found = getattr(config, table_name)
+        for table in found if isinstance(found, tuple) else (found,):  # several, as [[rollout_only]]
+            for name in type(table).model_fields if table is not None else ():
+                value = getattr(table, name)
+                for item in value if isinstance(value, tuple | list) else (value,):
+                    if isinstance(item, Path) and (table_name, name) != ("job", "runs_dir"):
+                        yield f"{table_name}.{name}", item
+
+
+def _refuse_key(document: Mapping[str, Any]) -> None:
+    if "task_api_key" in _table(document.get("services", {}), "services"):
+        raise JobError(
+            f"{WHERE}: services.task_api_key is a key, and a posted job may hold none: the service has its "
+            "own for its task apps (ENVIRONMENT_API_KEY)"
+        )
+
+
+def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
+    """The operator's addresses and folder, where the job names none.
+
+    A default counts as none: the job that a run or `turnwise check` writes down gives every key.
+    """
+    services = _table(document.get("services", {}), "services")
+    if services.get("gateway_host") == ServicesTable().gateway_host:
+        del services["gateway_host"]
+    if bounds.given_urls and not services.get("task_url"):
+        services["task_url"] = list(bounds.given_urls)
+    services.setdefault("gateway_host", bounds.gateway_host)
+    document["services"] = services
+    job = _table(document.get("job", {}), "job")
+    if job.get("runs_dir") in (None, str(JobTable().runs_dir)):
+        job["runs_dir"] = str(bounds.data_dir)
+    document["job"] = job
+
+
+def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
+    """What a valid job names and may not, a sentence each."""
+    if config.job.runs_dir.resolve() != bounds.data_dir:
+        yield f"job.runs_dir is the service's own to choose ({bounds.data_dir}); leave it out"
+    if config.services.gateway_host != bounds.gateway_host:
+        yield "services.gateway_host is the service's own to choose (--gateway-host); leave it out"
+    for key, path in paths_of(config):
+        if not _is_allowed(key, path, bounds):
+            roots = ", ".join(map(str, _roots(key, bounds)))
+            yield f"{key} names a file outside of what posted jobs may read: {roots} (--allow-root)"
+    for url in config.services.task_url:
+        if url.rstrip("/") not in bounds.task_urls and not _is_here(url):
+            allowed = ", ".join(sorted(bounds.task_urls)) or "none"
+            yield (
+                "services.task_url names a task app that is neither on this machine nor allowed "
+                f"(--allow-task-url: {allowed})"
+            )
+    yield from _foreign_keys(config, bounds)
+
+
+def _foreign_keys(config: JobConfig, bounds: Bounds) -> Iterator[str]:
+    """Keys that would be used, and hosts that would be asked."""
+    named = [("warmup", config.warmup.api_key_env)] if config.warmup is not None else []
+    named += [("rollout_only", table.api_key_env) for table in config.rollout_only]
+    for home, variable in named:
+        if variable is not None and variable not in bounds.key_variables:
+            yield f"{home}.api_key_env names a variable that posted jobs may not read (--allow-key-variable)"
+    for host in hosts_to_call(config):
+        if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
+            yield (
+                "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
+                "may not ask (--allow-inference-host)"
+            )
+    wandb = config.sinks.wandb
+    if wandb is not None and wandb.mode != "offline" and _WANDB_KEY not in bounds.key_variables:
+        yield (
+            f'sinks.wandb would use the service\'s account: take mode = "offline", or allow {_WANDB_KEY} '
+            "(--allow-key-variable)"
+        )
+
+
+def _is_allowed(key: str, path: Path, bounds: Bounds) -> bool:
+    real = path.resolve()  # of links too: what is read is where they lead
+    if key in CODE_PATHS and real.is_relative_to(bounds.data_dir):
+        return False
+    return any(real.is_relative_to(root) for root in _roots(key, bounds))
+
+
+def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
+    return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
+
+
+def _is_here(url: str) -> bool:
+    return is_loopback(urlsplit(url.removeprefix(DNS)).hostname or "")
+
+
+def _without_port(host: str) -> str:
+    return host.rpartition(":")[0].lower()
+
+
+def _table(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise JobError(f"{WHERE}: {name} is {type(value).__name__}, but it is a table; write [{name}]")
+    return dict(value)
+
+
+def _tags(found: Mapping[str, Any]) -> dict[str, str]:
+    """What a person sorts jobs by; numbers and truths as text."""
+    if len(found) > _MOST_TAGS:
+        raise JobError(f"{WHERE}: [tags] holds {len(found)} tags; at most {_MOST_TAGS}")
+    for name, value in found.items():
+        if isinstance(value, bool | int | float | str) and len(name) + len(str(value)) <= _LONGEST_TAG:
+            continue
+        raise JobError(
+            f"{WHERE}: tags.{name[:40]} is no text, number or truth of at most {_LONGEST_TAG} characters"
+        )
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in found.items()
+    }

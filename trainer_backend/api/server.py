@@ -1,0 +1,126 @@
+"""`turnwise trainer`: uvicorn around the app, from the operator's settings to a stop in order."""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from trainer_backend.api.app import TrainerApp, create_app
+from trainer_backend.api.auth import Keys
+from trainer_backend.api.service import Service
+from trainer_backend.api.settings import Settings
+from trainer_backend.inference.server import Listener
+from trainer_backend.logs import configure_logs
+from trainer_backend.store.database import open_store
+from trainer_backend.supervising.data_dir import open_data_dir
+from trainer_backend.supervising.news import News
+from trainer_backend.supervising.processes import Command, job_command
+from trainer_backend.supervising.supervisor import Supervisor
+from trainer_backend.supervising.watcher import Watcher
+
+# Of a request's head; h11, unlike httptools, bounds it.
+_HEAD_BYTES = 32_768
+
+
+def serve_trainer(settings: Settings, say: Callable[[str], None]) -> None:
+    """Serve until somebody stops it.
+
+    Args:
+        say: is given a line for the person who started it.
+
+    Raises:
+        StoreError: the database does not answer, or is none of ours.
+        RunDirectoryError: the data directory cannot be used.
+        PortTaken: the port is in use.
+    """
+    configure_logs()
+    flags = settings.flags
+    # The port first: a taken one must not touch the store of the service that has it.
+    with Listener(flags.host, flags.port) as listener, open_service(settings) as service:
+        server = _Server(app_of(service), on_ready=lambda: say(f"listening on {listener.url}"))
+        if flags.exit_with_parent:
+            server.stop_with_parent()
+        say(f"store: {service.store.shown}; runs: {service.data.path}")
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.serve([listener.socket]))
+
+
+@contextmanager
+def open_service(settings: Settings, *, command: Command = job_command) -> Iterator[Service]:
+    """What the routes work with; nothing of it runs yet."""
+    with open_data_dir(settings.bounds.data_dir, runs_jobs=settings.rules.max_jobs > 0) as data:
+        store = open_store(settings.database_url)
+        try:
+            news = News()
+            watcher = Watcher(store, data, news)
+            supervisor = (
+                Supervisor(store, data, news, watcher, settings.rules, command=command)
+                if settings.rules.max_jobs
+                else None
+            )
+            yield Service(settings, store, data, news, watcher, supervisor, Keys(settings.api_key))
+        finally:
+            store.close()
+
+
+def app_of(service: Service) -> TrainerApp:
+    """The whole application: the API, and the dashboard over it."""
+    from trainer_backend.api.for_pages import dashboard_of
+    from trainer_backend.dashboard import pages
+
+    app = create_app(service, pages=[pages.router])
+    app.state.dashboard = dashboard_of(service)
+    return app
+
+
+class _Server(uvicorn.Server):
+    """Says when it is ready."""
+
+    def __init__(self, app: TrainerApp, *, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http="h11",
+                h11_max_incomplete_event_size=_HEAD_BYTES,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._app = app
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: "list | None" = None) -> None:  # type: ignore[type-arg]
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    async def shutdown(self, sockets: "list | None" = None) -> None:  # type: ignore[type-arg]
+        # Open event streams end first: uvicorn waits for requests that are under way before it ends the app.
+        self._app.state.service.news.close()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal stops jobs in order, the second ends them at once; neither is an error."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    def stop_with_parent(self) -> None:
+        """Stop when stdin closes: the process that holds its other end has ended, however it ended."""
+
+        def watch() -> None:
+            # The descriptor itself: a thread inside sys.stdin would hold its lock when the interpreter ends.
+            while os.read(sys.stdin.fileno(), 65_536):
+                pass
+            self.should_exit = True
+
+        threading.Thread(target=watch, name="parent-watch", daemon=True).start()

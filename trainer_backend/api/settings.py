@@ -1,0 +1,134 @@
+"""What the operator of a trainer service has decided: addresses, bounds, keys."""
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from trainer_backend.api.key import KEY_FILE_VARIABLE, KEY_VARIABLE, SettingsError, key_from_environ
+from trainer_backend.collect.addresses import fault_in
+from trainer_backend.inference.server import is_wildcard
+from trainer_backend.services.endpoints import VARIABLE
+from trainer_backend.supervising.slots import Rules
+
+TASK_URL_VARIABLE = "TASK_URL"
+_DATABASE = "turnwise.db"
+# A folder of jobs beside the code, with files that they name; written by nobody but the operator.
+_ROOTS = (Path("configs"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The options of `turnwise trainer`, as they were given."""
+
+    host: str = "127.0.0.1"
+    port: int = 8100
+    data_dir: Path = Path("runs")
+    database_url: str | None = None
+    max_jobs: int = 1
+    restarts: int = 3
+    stop_grace_s: float = 100.0
+    roots: tuple[Path, ...] = ()
+    task_urls: tuple[str, ...] = ()
+    inference_hosts: tuple[str, ...] = ()
+    key_variables: tuple[str, ...] = ()
+    gateway_host: str = "127.0.0.1"
+    exit_with_parent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a posted job may name (posted.py).
+
+    Attributes:
+        data_dir: where its run directory will be; models and data in it may be named, code may not.
+        roots: folders whose files may be named, absolute, without links.
+        task_urls: of jobs that name none the first; empty: each starts its own.
+        given_urls: those that TASK_URL names, and nobody has to name.
+        inference_hosts: that a warm-up's teacher may ask; `host` stands for all its ports.
+        key_variables: environment variables that a key may be taken from.
+        gateway_host: where the gateway of every job listens.
+    """
+
+    data_dir: Path
+    roots: tuple[Path, ...] = ()
+    given_urls: tuple[str, ...] = ()
+    task_urls: frozenset[str] = frozenset()
+    inference_hosts: frozenset[str] = frozenset()
+    key_variables: frozenset[str] = frozenset()
+    gateway_host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """
+    Attributes:
+        api_key: None: nobody but this machine may ask.
+        max_body_bytes, max_body_s: of a request's body.
+        heartbeat_s: of an open event stream.
+        max_streams: event streams that are open at a time.
+        max_queued: jobs that wait for their turn.
+        store_s: for the store to answer a request.
+    """
+
+    flags: Flags
+    database_url: str
+    bounds: Bounds
+    rules: Rules
+    api_key: SecretStr | None = None
+    max_body_bytes: int = 1 << 20
+    max_body_s: float = 30.0
+    heartbeat_s: float = 15.0
+    max_streams: int = 64
+    max_queued: int = 1000
+    store_s: float = 20.0
+
+
+def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
+    """
+    Raises:
+        SettingsError: a flag or a variable is wrong, or the service would be open to the network.
+    """
+    key = key_from_environ(environ)
+    if key is None and not is_loopback(flags.host):
+        raise SettingsError(
+            f"--host is {flags.host!r}, which others can reach, and there is no key",
+            hint=f"Set {KEY_VARIABLE} or {KEY_FILE_VARIABLE}, or listen on 127.0.0.1.",
+        )
+    given = tuple(part.strip() for part in environ.get(TASK_URL_VARIABLE, "").split(",") if part.strip())
+    for url in (*given, *flags.task_urls):
+        if fault := fault_in(url):
+            raise SettingsError(
+                f"a task app's address {fault}", where=f"{TASK_URL_VARIABLE} or --allow-task-url"
+            )
+    if is_wildcard(flags.gateway_host):
+        raise SettingsError(
+            f"--gateway-host is {flags.gateway_host!r}, which is no address that a task app could call",
+            hint="Name this machine as the task apps know it.",
+        )
+    for name in flags.key_variables:
+        if not VARIABLE.fullmatch(name):
+            raise SettingsError("takes the name of a variable, in capitals", where="--allow-key-variable")
+    data_dir = flags.data_dir.resolve()
+    bounds = Bounds(
+        data_dir=data_dir,
+        roots=tuple(root.resolve() for root in flags.roots or _ROOTS),
+        given_urls=given,
+        task_urls=frozenset(url.rstrip("/") for url in (*given, *flags.task_urls)),
+        inference_hosts=frozenset(host.lower() for host in flags.inference_hosts),
+        key_variables=frozenset(flags.key_variables),
+        gateway_host=flags.gateway_host,
+    )
+    rules = Rules(flags.max_jobs, flags.restarts, flags.stop_grace_s)
+    database = flags.database_url or f"sqlite:///{data_dir / _DATABASE}"
+    return Settings(flags, database, bounds, rules, key)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,0 +1,86 @@
+"""Pages that change something: the form of a new job, and what is asked of one that there is."""
+
+from typing import Annotated, Any
+
+from fastapi import Form, Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from trainer_backend.dashboard import run_data
+from trainer_backend.dashboard.config_view import to_begin_from
+from trainer_backend.dashboard.errors import OnlyShows
+from trainer_backend.dashboard.rendering import page
+from trainer_backend.dashboard.routing import frame, page_router
+from trainer_backend.dashboard.run_pages import run_frame
+from trainer_backend.dashboard.services import Action, Checked, Dashboard, Finding, Jobs, dashboard_of
+from trainer_backend.errors import TrainerError
+from trainer_backend.store import jobs
+from trainer_backend.store.errors import UnknownJob
+
+router = page_router()
+
+_MOST_CHARS = 1_000_000
+Toml = Annotated[str, Form(max_length=_MOST_CHARS)]
+
+
+@router.get("/new", response_class=HTMLResponse)
+def new(request: Request, like: str = "") -> Response:
+    """The form, with a job to begin from."""
+    dashboard = dashboard_of(request)
+    _desk(dashboard)
+    examples = dict(dashboard.examples)
+    text = examples.get(like) or next(iter(examples.values()), "")
+    if like and like not in examples:
+        text = to_begin_from(jobs.get(dashboard.store, like))
+    return page("new", toml=text, **_form(request, dashboard, like))
+
+
+@router.post("/new/check", response_class=HTMLResponse)
+def check(request: Request, toml: Toml = "") -> Response:
+    """What is wrong with the text so far."""
+    checked = _desk(dashboard_of(request)).check(_lines(toml))
+    return page("findings", checked=checked, refused="")
+
+
+@router.post("/new", response_class=HTMLResponse)
+async def submit(request: Request, toml: Toml = "") -> Response:
+    """Begin the job, and show it; or the form again, with what is wrong."""
+    dashboard = dashboard_of(request)
+    try:
+        job = await _desk(dashboard).submit(_lines(toml))
+    except TrainerError as error:
+        if isinstance(error, OnlyShows):
+            raise
+        form = _form(request, dashboard, "") | {"checked": Checked((Finding(str(error)),))}
+        return page("new", status=error.status, toml=toml, **form)
+    return RedirectResponse(f"/runs/{job.id}", status_code=303)
+
+
+@router.post("/runs/{job_id}/{action}", response_class=HTMLResponse)
+async def control(request: Request, job_id: str, action: Action) -> Response:
+    """Pause, resume or cancel; the head of the page as it is then."""
+    await _desk(dashboard_of(request)).control(job_id, action)
+    if request.headers.get("HX-Request") != "true":
+        return RedirectResponse(f"/runs/{job_id}", status_code=303)
+    return page("head", **run_frame(request, job_id, ""))
+
+
+def _desk(dashboard: Dashboard) -> Jobs:
+    if dashboard.jobs is None:
+        raise OnlyShows("this service shows runs and begins none; start `turnwise trainer` for jobs")
+    return dashboard.jobs
+
+
+def _form(request: Request, dashboard: Dashboard, like: str) -> dict[str, Any]:
+    starts = [(name, name) for name, _ in dashboard.examples]
+    if like and like not in dict(dashboard.examples):
+        try:
+            (name,) = run_data.names_of([jobs.get(dashboard.store, like)])
+            starts.insert(0, (like, f"the job {name}"))
+        except UnknownJob:
+            pass
+    return {"starts": starts, "like": like, "checked": None, "refused": "", **frame(request, "new")}
+
+
+def _lines(toml: str) -> str:
+    """A form sends its line ends as CR LF."""
+    return toml.replace("\r\n", "\n")

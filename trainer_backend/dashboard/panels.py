@@ -1,0 +1,260 @@
+"""Which metrics of a run are drawn together, under which title, in which order. Data alone.
+
+A name with a `*` stands for every metric that is like it, such as all endings; a panel without a metric of
+the run at hand is left out. What stands in no panel is drawn by `rest_of`, a panel a metric: nothing that was
+measured is hidden.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["iteration", "evaluation"]
+Form = Literal["number", "percent", "seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One metric of a panel.
+
+    Attributes:
+        metric: its name; with a `*` the names of all that have something else there.
+        label: what a legend says; of a `*`, what stands there says it.
+        kind: of the rows that have it.
+        band: metrics of its lower and upper bound, where it has some.
+        needs: a metric of an iteration without which it would say nothing.
+    """
+
+    metric: str
+    label: str
+    kind: Kind = "iteration"
+    band: tuple[str, str] | None = None
+    needs: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart.
+
+    Attributes:
+        key: names it in addresses.
+        note: what it shows, in a sentence, with the unit.
+        form: how its values are written.
+        stacked: its lines are parts of a whole.
+        wide: gets more room than the others.
+    """
+
+    key: str
+    title: str
+    note: str
+    lines: tuple[Line, ...]
+    form: Form = "number"
+    stacked: bool = False
+    wide: bool = False
+
+
+_ACHIEVEMENTS = "episode/unique_achievements"  # of an environment that has some
+_HELD_OUT = Line(
+    "eval/outcome_reward",
+    "held-out",
+    "evaluation",
+    ("eval/outcome_reward_low", "eval/outcome_reward_high"),
+)
+
+PANELS: tuple[Panel, ...] = (
+    Panel(
+        "outcome", "Outcome an episode",
+        "Means of training and of held-out episodes. Bands: 95 %, over groups and episodes.",
+        (
+            Line(
+                "episode/outcome_reward", "training",
+                band=("episode/outcome_reward_low", "episode/outcome_reward_high"),
+            ),
+            _HELD_OUT,
+        ),
+        wide=True,
+    ),
+    Panel(
+        "reward", "Reward an episode", "Sum of r_t, mean over the batch's episodes.",
+        (Line("reward/mean", "reward"), Line("reward/kl", "paid for KL")),
+    ),
+    Panel("reward_sum", "Sum of r_t", "Of all decisions of the batch.", (Line("reward/sum", "sum of r_t"),)),
+    Panel(
+        "event_reward", "Decisions with event reward",
+        "Share of decisions that unlocked something; share of episodes with any reward.",
+        (
+            Line("decision/nonzero_frac", "decisions", needs=_ACHIEVEMENTS),
+            Line("reward/nonzero_episode_frac", "episodes"),
+        ),
+        form="percent",
+    ),
+    Panel(
+        "achieved", "Achievement deltas", "Sums over the batch: first unlocks, and counters that rose.",
+        (
+            Line("decision/unique_sum", "unique", needs=_ACHIEVEMENTS),
+            Line("decision/ach_sum", "all", needs=_ACHIEVEMENTS),
+        ),
+    ),
+    Panel(
+        "answers", "Score of an answer", "Mean over the answers that an interaction scored.",
+        (
+            Line("interaction/score", "training"),
+            Line("interaction/score", "held-out", "evaluation"),
+        ),
+    ),
+    Panel("loss", "Loss", "Mean over the iteration's steps.", (
+        Line("loss/policy", "policy"), Line("value/loss", "value"),
+    )),
+    Panel("entropy", "Entropy", "Of the policy, nats a token.", (Line("loss/entropy", "entropy"),)),
+    Panel(
+        "kl", "KL", "How far the updates moved the policy, and how far it is from others; nats a token.",
+        (
+            Line("loss/approx_kl", "of an update"),
+            Line("loss/kl_to_proximal", "to the proximal policy"),
+            Line("loss/kl", "in the loss"),
+            Line("kl/reference", "to the reference"),
+        ),
+    ),
+    Panel("ratio", "Probability ratio", "Of new to proximal policy, over the sampled tokens.", (
+        Line("loss/ratio_mean", "mean", band=("loss/ratio_min", "loss/ratio_max")),
+    )),
+    Panel(
+        "clip", "Tokens held by the clip", "Share of tokens whose ratio was held at a bound.",
+        (Line("loss/clip_low_share", "lower"), Line("loss/clip_high_share", "upper")),
+        form="percent",
+    ),
+    Panel("critic", "Critic", "Share of the spread of returns that V foretold; its mean value.", (
+        Line("value/explained_variance", "explained"), Line("value/mean", "mean V"),
+    )),
+    Panel("gradient", "Gradient norm", "Mean norm before clipping.", (Line("optim/grad_norm", "norm"),)),
+    Panel("rate", "Learning rate", "Of the iteration's last step.", (Line("optim/lr", "rate"),)),
+    Panel(
+        "staleness", "Staleness", "Versions that the samplers lay behind the policy that learns from them.",
+        (Line("policy/staleness_max", "largest"), Line("policy/staleness_mean", "mean")),
+    ),
+    Panel(
+        "mix", "Policies that played", "Finished rollouts of each policy.",
+        (Line("mixture/*/episodes", ""),),
+        stacked=True,
+    ),
+    Panel(
+        "alpha", "Share of the actor", "P(actor) of the schedule, and the share that was planned.",
+        (Line("mixture/alpha", "schedule"), Line("rollout/policy_choice", "planned")),
+        form="percent",
+    ),
+    Panel(
+        "by_policy", "Outcome by policy", "Mean of an episode of each.",
+        (Line("mixture/*/outcome_reward", ""),),
+    ),
+    Panel(
+        "ess", "Effective samples", "Of each policy's truncated weights, as a share of its samples.",
+        (Line("mixture/*/ess", ""),),
+        form="percent",
+    ),
+    Panel(
+        "weights", "Weights held at the cap", "Share of each policy's importance weights.",
+        (Line("mixture/*/truncated_share", ""),),
+        form="percent",
+    ),
+    Panel(
+        "mismatch", "Sampler against learner", "Log-probs of the same tokens under the same weights, nats.",
+        (Line("mismatch/logprob_max", "largest"), Line("mismatch/logprob_mean", "mean")),
+    ),
+    Panel(
+        "anchors", "Anchor groups", "States that several decisions met, of GiGPO.",
+        (Line("anchors/mean_size", "mean size"), Line("anchors/singleton_frac", "share alone")),
+    ),
+    Panel(
+        "context", "Context of an episode", "Means of an episode.",
+        (Line("statelm/deletes", "messages deleted"), Line("statelm/segments", "segments")),
+    ),
+    Panel(
+        "peak", "Longest context", "Tokens of an episode's longest prompt and answer, mean.",
+        (Line("statelm/peak_context", "training"), Line("statelm/peak_context", "held-out", "evaluation")),
+    ),
+    Panel(
+        "endings", "How episodes ended", "Share of each stop reason.", (Line("stop/*", ""),),
+        form="percent", stacked=True,
+    ),
+    Panel(
+        "length", "Length of an episode", "Means of the batch.",
+        (Line("episode/decisions", "decisions"), Line("episode/env_steps", "env steps")),
+    ),
+    Panel("invalid", "Refused decisions", "Share of decisions whose call could not be carried out.", (
+        Line("episode/invalid_frac", "training"), Line("eval/invalid_frac", "held-out", "evaluation"),
+    ), form="percent"),
+    Panel(
+        "time", "Time of an iteration", "Seconds of each stage.",
+        (
+            Line("time/collect_s", "collect"),
+            Line("time/update_s", "update"),
+            Line("time/credit_s", "credit, store"),
+            Line("time/publish_s", "publish"),
+        ),
+        form="seconds", stacked=True,
+    ),
+    Panel("speed", "Decisions a second", "While collecting, and over the whole iteration.", (
+        Line("perf/collect_decisions_per_s", "collecting"), Line("perf/decisions_per_s", "all in all"),
+    )),
+    Panel(
+        "failures", "Failed rollouts", "By cause; those that were planned again are counted too.",
+        (Line("rollout/failure/*", ""), Line("rollout/failed", "lost for good")),
+    ),
+)  # fmt: skip
+
+
+def found_in(panels: Iterable[Panel], known: Iterable[tuple[str, str]]) -> list[Panel]:
+    """The panels that have something to show, each with the lines that it has.
+
+    Args:
+        known: (kind, metric) pairs that the run has; lists and texts left out.
+    """
+    pairs = sorted(set(known))
+    shown = []
+    for panel in panels:
+        lines = tuple(line for wanted in panel.lines for line in _lines(wanted, pairs))
+        if lines:
+            shown.append(
+                Panel(panel.key, panel.title, panel.note, lines, panel.form, panel.stacked, panel.wide)
+            )
+    return shown
+
+
+def rest_of(known: Iterable[tuple[str, str]]) -> list[Panel]:
+    """A panel for every metric of an iteration that stands in none of `PANELS`, by name."""
+    pairs = sorted(set(known))
+    taken = {name for panel in found_in(PANELS, pairs) for line in panel.lines for name in metrics_of(line)}
+    names = [name for kind, name in pairs if kind == "iteration" and name not in taken]
+    return [Panel(f"rest:{name}", name, "", (Line(name, name.rpartition("/")[2]),)) for name in names]
+
+
+def one_line_each(panels: Iterable[Panel]) -> list[Panel]:
+    """A panel for every line: where several runs are laid over one another, a chart compares one thing."""
+    split = []
+    for panel in panels:
+        for number, line in enumerate(panel.lines):
+            alone = len(panel.lines) == 1
+            title = panel.title if alone else f"{panel.title}: {line.label}"
+            split.append(
+                Panel(panel.key if alone else f"{panel.key}:{number}", title, panel.note, (line,), panel.form)
+            )
+    return split
+
+
+def metrics_of(line: Line) -> tuple[str, ...]:
+    """The names that drawing it reads."""
+    return (line.metric, *(line.band or ()))
+
+
+def _lines(line: Line, pairs: list[tuple[str, str]]) -> Iterator[Line]:
+    begin, star, end = line.metric.partition("*")
+    if line.needs is not None and ("iteration", line.needs) not in pairs:
+        return
+    if not star:
+        if (line.kind, line.metric) in pairs:
+            yield line
+        return
+    for kind, name in pairs:
+        between = name.removeprefix(begin).removesuffix(end)
+        if kind == line.kind and between and name == f"{begin}{between}{end}":
+            yield Line(name, line.label or between.replace("_", " "), line.kind)

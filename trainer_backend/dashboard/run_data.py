@@ -1,0 +1,103 @@
+"""What the pages of a run read from the store and its directory, a few queries each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_backend.dashboard.key_view import Ends
+from trainer_backend.dashboard.panels import PANELS, Panel, found_in, metrics_of, one_line_each, rest_of
+from trainer_backend.dashboard.run_view import Head, head_of, seconds_an_iteration
+from trainer_backend.dashboard.series import Chart, Curves, chart_of
+from trainer_backend.dashboard.services import Dashboard
+from trainer_backend.rundir.run_log import read_log
+from trainer_backend.rundir.state import read_state
+from trainer_backend.store import jobs, reads
+from trainer_backend.store.database import Store
+from trainer_backend.store.rows import JobRow
+
+_POINTS = 400  # of all runs of a chart together, and one run has as many: it is some 400 pixels wide
+_STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
+_KINDS = ("iteration", "evaluation")
+
+
+def head(dashboard: Dashboard, job_id: str) -> tuple[JobRow, Head]:
+    """
+    Raises:
+        UnknownJob: there is none of that id.
+    """
+    job = jobs.get(dashboard.store, job_id)
+    place = _place(dashboard.store, job)  # before anything else is read: what comes meanwhile is then news
+    (summary,) = reads.summaries(dashboard.store, [job], ())
+    times = reads.series(dashboard.store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
+    state = read_state(Path(job.run_dir)) if job.run_dir else None
+    shown = head_of(
+        job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
+        now=dashboard.clock(), can_control=dashboard.jobs is not None,
+    )  # fmt: skip
+    return job, shown
+
+
+def known_metrics(store: Store, job_ids: Sequence[str]) -> list[tuple[str, str]]:
+    """(kind, metric) pairs that any of the runs has."""
+    return [
+        (kind, name)
+        for job_id in job_ids
+        for kind in _KINDS
+        for name in reads.metric_names(store, job_id, kind)
+    ]
+
+
+def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:
+    """The panels that these runs have something for, and those of all that stands in none of them."""
+    known = known_metrics(store, job_ids)
+    found = found_in(PANELS, known)
+    return found if len(job_ids) == 1 else one_line_each(found), rest_of(known)
+
+
+def charts(store: Store, runs: Sequence[JobRow], panels: Sequence[Panel]) -> list[Chart]:
+    """Panels with their values; two queries for all of them and all runs."""
+    ids = [job.id for job in runs]
+    found = {
+        kind: reads.series(store, ids, _names(panels, kind), kind=kind, points=_POINTS // len(runs))
+        for kind in _KINDS
+    }
+    named: list[tuple[str, Curves]] = [
+        (name, {(kind, metric): series for kind in _KINDS for metric, series in found[kind][job.id].items()})
+        for name, job in zip(names_of(runs), runs, strict=True)
+    ]
+    drawn = (chart_of(panel, named) for panel in panels)
+    return [chart for chart in drawn if chart is not None]
+
+
+def names_of(runs: Sequence[JobRow]) -> list[str]:
+    """Names that tell the runs apart: the job's, with the folder's where two are called the same."""
+    names = [job.name for job in runs]
+    return [
+        job.name if names.count(job.name) == 1 else (job.run_dir or job.id).rpartition("/")[2] or job.id
+        for job in runs
+    ]
+
+
+def ends(store: Store, job_id: str, kind: str) -> Ends:
+    """Of all rows of a kind."""
+    first = reads.metric_lines(store, job_id, kind=kind, limit=1)
+    last = reads.last_line(store, job_id, kind)
+    return Ends(_row(first[0]) if first else None, _row(last) if last else None)
+
+
+def _place(store: Store, job: JobRow) -> str:
+    """How far the store and the log have come, as the stream of events counts it (api/events_routes.py)."""
+    lines = [reads.last_line(store, job.id, kind) for kind in _KINDS]
+    row = max((line.number for line in lines if line is not None), default=0)
+    _, byte = read_log(Path(job.run_dir)) if job.run_dir else ([], 0)
+    return f"{row}.{byte}"
+
+
+def _row(line: Any) -> dict[str, Any]:
+    return {**line.row, "kind": line.kind, "iteration": line.iteration}
+
+
+def _names(panels: Sequence[Panel], kind: str) -> list[str]:
+    return sorted(
+        {name for panel in panels for line in panel.lines if line.kind == kind for name in metrics_of(line)}
+    )

@@ -1,0 +1,182 @@
+// Draws every figure.chart of a [data-charts] element from the JSON at its address, and draws it again when that changes.
+const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 5], [12, 4]];
+const BAND = 0.16, STACK = 0.38;
+const style = getComputedStyle(document.documentElement);
+const colour = (name) => style.getPropertyValue(name).trim();
+const clear = (css, alpha) => {
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(css.slice(at, at + 2), 16));
+  return `rgba(${r}, ${g}, ${b}, ${alpha})`;
+};
+const plots = new Map(); // figure -> {plot, chart}
+
+export function number(value, form) {
+  if (value === null || value === undefined) return "–";
+  const scaled = form === "percent" ? value * 100 : value;
+  const size = Math.abs(scaled);
+  const told = size === 0 ? "0"
+    : size >= 1000 ? Math.round(scaled).toLocaleString("en")
+    : size >= 1e-4 ? String(Number(scaled.toPrecision(3))) : scaled.toExponential(1);
+  return told + (form === "percent" ? " %" : form === "seconds" ? " s" : "");
+}
+
+// Colour and dashes go together: who cannot tell the colours apart has the dashes. Of one run they are the line's, of several the run's.
+function look(curve) {
+  const sign = curve.run || curve.line;
+  return { stroke: colour(`--s${sign % 6}`), dash: DASHES[sign % 6] };
+}
+
+function columns(chart) {
+  const data = [chart.x], series = [{}], bands = [];
+  let below = chart.x.map(() => 0);
+  for (const curve of chart.curves) {
+    const { stroke, dash } = look(curve);
+    let y = curve.y;
+    if (chart.stacked) y = below = y.map((value, at) => below[at] + (value ?? 0));
+    series.push({
+      label: curve.label, stroke, dash, width: 1.6, spanGaps: true,
+      points: { show: curve.dots || chart.x.length === 1, size: 6, fill: curve.dots ? colour("--raised") : stroke, stroke },
+      ...(chart.stacked && { fill: clear(stroke, STACK) }),
+    });
+    data.push(y);
+    if (chart.stacked && data.length > 2) bands.push({ series: [data.length - 1, data.length - 2], fill: clear(stroke, STACK) });
+    if (curve.low && !chart.stacked) {
+      const none = { points: { show: false }, width: 0, spanGaps: true };
+      data.push(curve.high, curve.low);
+      series.push({ ...none }, { ...none });
+      bands.push({ series: [data.length - 2, data.length - 1], fill: clear(stroke, BAND) });
+    }
+  }
+  return { data, series, bands };
+}
+
+function range(plot, low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : low > 0 ? [0, low * 1.3] : [low * 1.3, 0];
+  const room = (high - low) * 0.08;
+  return [low >= 0 && low < high * 0.6 ? 0 : low - room, high + room];
+}
+
+function options(figure, chart, series, bands, width, height) {
+  const axis = { stroke: colour("--soft"), font: "11px system-ui, sans-serif", ticks: { show: false },
+    grid: { stroke: colour("--grid"), width: 1 } };
+  const whole = (plot, splits) => splits.map((at) => (Number.isInteger(at) ? at : ""));
+  return {
+    width, height, series, bands, legend: { show: false }, padding: [8, 8, 0, 0],
+    scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range } },
+    axes: [
+      { ...axis, size: 24, gap: 4, values: whole },
+      { ...axis, size: (plot, values) => 10 + 6.4 * Math.max(2, ...(values ?? []).map((one) => String(one).length)), gap: 4, values: (plot, splits) => splits.map((at) => number(at, chart.form === "percent" ? "percent" : "")) },
+    ],
+    cursor: { y: false, sync: { key: "run", scales: ["x", null] }, points: { size: 6 }, drag: { x: true, y: false } },
+    hooks: { setCursor: [(plot) => tell(figure, plot.cursor.idx)] },
+  };
+}
+
+function tell(figure, index) {
+  const chart = plots.get(figure)?.chart;
+  if (!chart) return;
+  const at = index ?? chart.x.length - 1;
+  figure.querySelectorAll(".legend b").forEach((cell, place) => {
+    const y = chart.curves[place].y;
+    const last = y.findLastIndex((value) => value !== null);
+    const value = index === null || index === undefined ? y[chart.stacked ? at : last] : y[at];
+    cell.textContent = number(chart.stacked ? value ?? 0 : value, chart.form); // a part that is not told of is 0
+  });
+  const where = figure.querySelector(".where");
+  if (where) where.textContent = index === null || index === undefined ? "" : `iteration ${chart.x[at]}`;
+}
+
+function legend(figure, chart) {
+  const list = figure.querySelector(".legend");
+  const items = chart.curves.map((curve) => {
+    const { stroke, dash } = look(curve);
+    const item = document.createElement("li");
+    const sign = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    sign.setAttribute("viewBox", "0 0 24 10");
+    sign.setAttribute("aria-hidden", "true");
+    const line = document.createElementNS(sign.namespaceURI, "path");
+    line.setAttribute("d", "M0 5H24");
+    line.setAttribute("stroke", stroke);
+    line.setAttribute("stroke-width", "2");
+    line.setAttribute("stroke-dasharray", dash.join(" "));
+    sign.append(line);
+    if (curve.dots) {
+      const dot = document.createElementNS(sign.namespaceURI, "circle");
+      for (const [name, value] of [["cx", 12], ["cy", 5], ["r", 3.2], ["fill", colour("--raised")], ["stroke", stroke], ["stroke-width", 1.6]]) dot.setAttribute(name, value);
+      sign.append(dot);
+    }
+    item.append(sign, `${curve.label} `, document.createElement("b"));
+    return item;
+  });
+  const where = document.createElement("li");
+  where.className = "where soft";
+  list.replaceChildren(...items, where);
+}
+
+function draw(figure, chart) {
+  const place = figure.querySelector(".plot");
+  plots.get(figure)?.plot.destroy();
+  plots.delete(figure);
+  const { data, series, bands } = columns(chart);
+  legend(figure, chart);
+  const plot = new window.uPlot(options(figure, chart, series, bands, place.clientWidth, place.clientHeight), data, place);
+  plots.set(figure, { plot, chart });
+  place.setAttribute("aria-label", chart.summary);
+  tell(figure, null);
+}
+
+// The same curves, further on: what a reader looks at closer stays as it is.
+function goOn(figure, chart) {
+  const known = plots.get(figure), names = (one) => one.curves.map((curve) => `${curve.label} ${Boolean(curve.low)}`).join();
+  if (!known || names(known.chart) !== names(chart)) return draw(figure, chart);
+  const { min, max } = known.plot.scales.x, x = known.chart.x;
+  const closer = min > x[0] || max < x[x.length - 1];
+  known.chart = chart;
+  known.plot.setData(columns(chart).data, !closer);
+  if (closer) known.plot.setScale("x", { min, max }); // draws
+  figure.querySelector(".plot").setAttribute("aria-label", chart.summary);
+  tell(figure, known.plot.cursor.idx);
+}
+
+// With the arrow keys a chart is read point by point; its live region says each.
+function walk(event) {
+  const figure = event.target.closest("figure.chart");
+  const known = figure && plots.get(figure);
+  const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+  if (!known || step === undefined || !event.target.classList.contains("plot")) return;
+  event.preventDefault();
+  event.stopPropagation();
+  const { plot, chart } = known, last = chart.x.length - 1;
+  const index = Math.min(last, Math.max(0, (plot.cursor.idx ?? (step < 0 ? last + 1 : -1)) + step));
+  plot.setCursor({ left: plot.valToPos(chart.x[index], "x"), top: 10 });
+  const told = chart.curves.map((curve) => `${curve.label} ${number(curve.y[index], chart.form)}`);
+  figure.querySelector("[aria-live]").textContent = `iteration ${chart.x[index]}: ${told.join(", ")}`;
+}
+
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const known = plots.get(target.closest("figure.chart"));
+    if (known && target.clientWidth && target.clientWidth !== known.plot.width) known.plot.setSize({ width: target.clientWidth, height: target.clientHeight });
+  }
+});
+
+/** Fetch and draw; resolves to whether each chart found its figure. */
+export async function refresh(room) {
+  const answer = await fetch(room.dataset.charts, { headers: { Accept: "application/json" } });
+  if (!answer.ok) throw new Error(`${room.dataset.charts}: ${answer.status}`);
+  const { charts } = await answer.json();
+  let complete = true;
+  for (const chart of charts) {
+    const figure = room.querySelector(`[data-chart="${CSS.escape(chart.key)}"]`);
+    if (!figure) { complete = false; continue; }
+    if (!plots.has(figure)) resized.observe(figure.querySelector(".plot"));
+    goOn(figure, chart);
+  }
+  room.setAttribute("aria-busy", "false");
+  return complete;
+}
+
+document.addEventListener("keydown", walk);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const [figure, { chart }] of plots) draw(figure, chart);
+});

@@ -1,0 +1,33 @@
+"""The dashboard's scripts, styles and pictures: read once, sent under the digest that their address names."""
+
+import mimetypes
+from functools import cache
+
+from starlette.responses import Response
+
+from trainer_backend.dashboard.rendering import HEADERS, STATIC, version
+
+_FOR_GOOD = "public, max-age=31536000, immutable"
+
+
+def static_file(asked: str, name: str) -> Response:
+    """404 for what is not there; what is asked for under an old digest is sent, and not kept."""
+    found = _files().get(name)
+    if found is None:
+        return Response(status_code=404, headers=dict(HEADERS))
+    body, kind = found
+    keep = _FOR_GOOD if asked == version() else "no-store"
+    return Response(body, media_type=kind, headers={**HEADERS, "Cache-Control": keep})
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """By name: what is in this table can be asked for, and no path leads out of it."""
+    return {
+        path.relative_to(STATIC).as_posix(): (
+            path.read_bytes(),
+            mimetypes.guess_type(path.name)[0] or "application/octet-stream",
+        )
+        for path in STATIC.rglob("*")
+        if path.is_file()
+    }

@@ -1,0 +1,100 @@
+"""Files of one JSON object a line, which grow at their end. A line that was cut short is no line."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer_backend.rundir.boundary import writing
+
+
+def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
+    """Add one line, all of it or nothing.
+
+    Args:
+        durable: it is on disk before this returns; else a power cut may lose it, a kill of the process not.
+
+    Raises:
+        RunNotWritten: the disk is full, or refuses.
+    """
+    append_text(path, json.dumps(row, allow_nan=False, sort_keys=True), durable=durable)
+
+
+def append_text(path: Path, line: str, *, durable: bool) -> None:
+    """As `append_line`, of an object that is JSON already."""
+    data = f"{line}\n".encode()
+    with writing(path), path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            # What a killed process left of its last line must not swallow this one.
+            _write(file, b"\n" + data if _is_cut_short(file, end) else data)
+        except OSError:
+            file.truncate(end)
+            raise
+        if durable:
+            os.fsync(file.fileno())
+
+
+def read_lines(path: Path, *, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The objects of the whole lines from a byte on, and the byte that the next ones will begin at.
+
+    See `read_texts`; what is no JSON object is left out.
+    """
+    lines, end = read_texts(path, offset=offset)
+    return [row for line in lines if (row := _row(line)) is not None], end
+
+
+def read_texts(path: Path, *, offset: int = 0) -> tuple[list[bytes], int]:
+    """The whole lines from a byte on, and the byte that the next ones will begin at.
+
+    Args:
+        offset: 0, or what an earlier call returned; beyond the end of a file that was written anew there is
+            nothing, and 0 is returned: read it from its beginning.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    if not path.exists():
+        return [], 0
+    with path.open("rb") as file:
+        if offset > file.seek(0, os.SEEK_END):
+            return [], 0
+        file.seek(offset)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    return whole.split(b"\n")[:-1], offset + len(whole)
+
+
+def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file of lines anew; aside first, then renamed.
+
+    Raises:
+        RunNotWritten: the disk is full, or refuses.
+    """
+    with writing(path):
+        aside = path.with_suffix(".tmp")
+        lines = (json.dumps(row, allow_nan=False, sort_keys=True) + "\n" for row in rows)
+        aside.write_text("".join(lines), encoding="utf-8")
+        aside.replace(path)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_cut_short(file: BinaryIO, end: int) -> bool:
+    if end == 0:
+        return False
+    file.seek(end - 1)
+    return file.read(1) != b"\n"
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -1,0 +1,166 @@
+"""The finished rollouts of a stage, on disk as they come and before a task app is told to forget them.
+
+    rollouts/iteration_n.spool.jsonl     a header, then a rollout a line
+
+After a kill they stand for their requests, if the stage asks the same policy for the same again: the header
+says what was asked for and of which weights. Failed rollouts are not in it; they are planned again.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from trainer_backend.rundir.boundary import writing
+from trainer_backend.rundir.json_lines import append_text, read_lines, read_texts, replace_lines
+
+_ENDING = ".spool.jsonl"
+
+
+class Spool:
+    """What has come of one stage. Begin it with `Spool.begun`."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any], found: Mapping[str, Rollout]) -> None:
+        self.path, self._header, self._found = path, header, found
+        self._is_there = bool(found)
+
+    @classmethod
+    def begun(
+        cls, path: Path, requests: Sequence[RolloutRequest], *,
+        policy_version: int, gateway_url: str | None, tell: Callable[[str], None],
+    ) -> "Spool":  # fmt: skip
+        """The spool of a stage that begins, with what an earlier start of the same has left in it.
+
+        Args:
+            path: `RunDirectory.spool_file` of the stage.
+            requests: that the stage begins with; others follow from what comes of them.
+            policy_version: that will serve them.
+            gateway_url: where that is; another one in every start.
+            tell: is given a sentence about what was left; what cannot be used is set aside.
+
+        Raises:
+            RunNotWritten: the disk is full, or refuses.
+        """
+        header = {"plan": plan_digest(requests, gateway_url), "policy_version": policy_version}
+        rows, _ = read_lines(path)
+        if rows and rows[0] == header:
+            found = {_in_any_start(item.rollout_id): item for item in _rollouts_in(path)}
+            if found:
+                tell(f"{len(found)} rollouts of {path.name} were collected before, and are used")
+            return cls(path, header, found)
+        if len(rows) > 1:
+            set_aside(path, tell, why="for another plan, or of other weights")
+        return cls(path, header, {})
+
+    def standing_for(self, requests: Iterable[RolloutRequest]) -> dict[str, Rollout]:
+        """What was left, by the id of the request that it is the rollout of, and with its ids.
+
+        A task app has logged it under the id of an earlier start, in which only the run's id was another.
+        """
+        found = ((request, self._found.get(_in_any_start(request.rollout_id))) for request in requests)
+        return {request.rollout_id: _named(old, request) for request, old in found if old is not None}
+
+    def keep(self, rollout: Rollout) -> None:
+        """Add one that is finished. A kill cannot lose it; after a power cut it may be asked for again.
+
+        Raises:
+            RunNotWritten: the disk is full, or refuses.
+        """
+        if not self._is_there:
+            replace_lines(self.path, [self._header])
+            self._is_there = True
+        append_text(self.path, rollout.model_dump_json(exclude_unset=True), durable=False)
+
+    def remove(self) -> None:
+        """What it held is stored for good."""
+        with writing(self.path):
+            self.path.unlink(missing_ok=True)
+
+
+def plan_digest(requests: Iterable[RolloutRequest], gateway_url: str | None) -> str:
+    """The same for two plans that ask for the same, whenever, by whatever gateway. Pure."""
+    digest = blake2b(digest_size=16)
+    for request in requests:
+        digest.update(json.dumps(_asked_for(request, gateway_url), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def tidy_spools(folder: Path, iteration: int, tell: Callable[[str], None]) -> None:
+    """Before a run goes on from the end of an iteration: of its spools only that iteration's evaluation and
+    the next iteration's are of weights that are still there.
+
+    Args:
+        folder: rollouts/ of the run.
+        iteration: -1: the run begins anew.
+
+    Raises:
+        RunNotWritten: the disk refuses.
+    """
+    for path in sorted(folder.glob(f"*_*{_ENDING}")):
+        stage, _, digits = path.name.removesuffix(_ENDING).rpartition("_")
+        number = int(digits) if digits.isdecimal() else -1
+        usable = {"iteration": iteration + 1, "evaluation": iteration}.get(stage)
+        if usable is None or number == usable:
+            continue
+        if number > usable or iteration < 0:
+            set_aside(path, tell, why="of weights that no checkpoint holds")
+        else:  # it was stored for good, and its remover killed
+            with writing(path):
+                path.unlink()
+
+
+def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
+    """Rename a spool that cannot be used."""
+    count, number = max(len(read_texts(path)[0]) - 1, 0), 1
+    while (aside := path.with_name(path.name.replace(_ENDING, f".unused-{number}.jsonl"))).exists():
+        number += 1
+    with writing(path):
+        path.rename(aside)
+    tell(f"{count} rollouts of {path.name} were collected {why}; they are left in {aside.name}, unused")
+
+
+def _asked_for(request: RolloutRequest, gateway_url: str | None) -> dict[str, Any]:
+    """A request without what is another in every start."""
+    wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
+    wire["rollout_id"] = _in_any_start(request.rollout_id)
+    config = wire["policy"]["config"]
+    wire["policy"]["config"] = {
+        key: value for key, value in config.items() if (key, value) != ("inference_url", gateway_url)
+    }
+    return wire
+
+
+def _in_any_start(rollout_id: str) -> str:
+    """Without the run's id, which is another in every start, and without the number of an attempt."""
+    return rollout_id.partition("/")[2].partition(":")[0]
+
+
+def _named(rollout: Rollout, request: RolloutRequest) -> Rollout:
+    """With the ids that the request would have given it; so what sorts by ids sorts as in an unbroken run."""
+    attempt = f":{rollout.attempt}" if rollout.attempt else ""
+    parent, trajectory = request.start.parent_rollout_id, rollout.trajectory
+    if parent is not None and trajectory is not None:
+        trajectory = trajectory.model_copy(update={"parent_rollout_id": parent})
+    return rollout.model_copy(
+        update={
+            "rollout_id": f"{request.rollout_id}{attempt}",
+            "run_id": request.run_id,
+            "group_id": request.group_id,
+            "trajectory": trajectory,
+        }
+    )
+
+
+def _rollouts_in(path: Path) -> list[Rollout]:
+    """Those after the header; a line that cannot be read is none, and is asked for again."""
+    found = []
+    for line in read_texts(path)[0][1:]:
+        try:
+            found.append(Rollout.model_validate_json(line))
+        except ValidationError:
+            continue
+    return found

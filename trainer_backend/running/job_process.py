@@ -1,0 +1,45 @@
+"""`python -m trainer_backend.running.job_process RUN_DIRECTORY`: train one job, as its service wants it.
+
+It begins, or goes on from the newest checkpoint. Its only ties to the service are its standard input, a pipe:
+when that closes, the service is gone however it ended, and so is this process, at once; SIGTERM, on which it
+saves what is finished; and its exit code (exit_codes.py). What it has to tell stands in the run directory.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer_backend.errors import TrainerError, UpdateStopped
+from trainer_backend.job import load_job
+from trainer_backend.rundir.layout import open_run
+from trainer_backend.running.exit_codes import DONE, FAILED, REFUSED, STOPPED
+from trainer_backend.running.parent import end_with_parent
+from trainer_backend.running.planned_runs import Planned
+from trainer_backend.running.train_command import train_one
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train; how it ended, as an exit code."""
+    end_with_parent()
+    # Wide: these lines are read in a log, and a table of one row a line is broken nowhere.
+    console = Console(width=200, force_terminal=False)
+    try:
+        directory = open_run(Path(arguments[0]))
+        loaded = load_job(directory.path / "job.toml")
+        # Also at the first start: without a checkpoint that begins, and keeps what tells of a failure.
+        finished = train_one(console, Planned(loaded, directory, resume=True), report=True)
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED if is_final(error) else FAILED
+    return DONE if finished else STOPPED
+
+
+def is_final(error: TrainerError) -> bool:
+    """Whether the same start would fail the same way: the user's mistake, or weights that went wrong."""
+    return error.status < 500 or isinstance(error, UpdateStopped)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

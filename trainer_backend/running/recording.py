@@ -1,0 +1,124 @@
+"""Writes into the run directory what a person is told: run.log and state.json. Neither can end a run."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Self
+
+from trainer_backend.errors import RunDirectoryError, TrainerError
+from trainer_backend.protocols import Reporter
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.run_log import append_log
+from trainer_backend.rundir.state import FINAL, RunState, StateName, read_state, write_state
+from trainer_backend.rundir.times import now
+
+# How far a stage has come is written so often at most; another stage at once.
+_EVERY_S = 1.0
+_CRASHED = "crashed"
+
+
+class RecordingReporter:
+    """A `protocols.Reporter` around another one. May be called from several threads.
+
+    Args:
+        clock: seconds that only grow.
+
+    Attributes:
+        left_behind: what the start before was known by to task apps, which may still work for it; or empty.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._reporter, self._clock = directory.path, reporter, clock
+        self._lock = threading.Lock()
+        self._failed: set[str] = set()
+        self._written_s = clock()
+        before = read_state(directory.path) or RunState("starting", 0, starts=0)
+        self.left_behind = before.run_id
+        self._state = RunState(
+            "starting", os.getpid(), before.iteration, since=now(), starts=before.starts + 1
+        )
+        self._write()
+
+    @classmethod
+    @contextmanager
+    def opened(cls, directory: RunDirectory, reporter: Reporter) -> Iterator[Self]:
+        """One whose last state says how what is done inside has ended, unless `end` has said it."""
+        recording = cls(directory, reporter)
+        try:
+            yield recording
+        except TrainerError as error:
+            recording.end("failed", code=error.code, detail=str(error))
+            raise
+        except Exception as error:
+            recording.end("failed", code=_CRASHED, detail=f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:  # cancelled, or interrupted
+            recording.end("stopped")
+            raise
+
+    @property
+    def resumes(self) -> int:
+        """How often the run was continued so far."""
+        return self._state.starts - 1
+
+    def runs_as(self, run_id: str) -> None:
+        """What task apps will know this start by."""
+        with self._lock:
+            self._change(self._state.state, run_id=run_id)
+            self._write()
+
+    def goes_on_from(self, iteration: int) -> None:
+        """The checkpoint that a resumed run begins with."""
+        with self._lock:
+            self._change(self._state.state, iteration=iteration)
+            self._write()
+
+    def say(self, text: str) -> None:
+        self._reporter.say(text)
+        self._tolerantly("run.log", lambda: append_log(self._folder, text))
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        self._reporter.stage(name, done, total)
+        state: StateName = "evaluating" if name.startswith("evaluate") else "training"
+        with self._lock:
+            same = (state, name) == (self._state.state, self._state.stage)
+            self._change(state, stage=name, done=done, total=total)
+            if not same or self._clock() - self._written_s >= _EVERY_S:
+                self._write()
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self._reporter.metrics(row)
+        with self._lock:
+            if row["iteration"] != self._state.iteration:
+                self._change(self._state.state, iteration=row["iteration"])
+                self._write()
+
+    def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
+        """The last word; a later one is not heard."""
+        with self._lock:
+            if self._state.state in FINAL:
+                return
+            self._change(state, stage="", done=0, total=0, code=code, detail=detail)
+            self._write()
+
+    def _change(self, state: StateName, **others: Any) -> None:
+        since = self._state.since if state == self._state.state else now()
+        self._state = replace(self._state, state=state, since=since, **others)
+
+    def _write(self) -> None:
+        self._written_s = self._clock()
+        self._tolerantly("state.json", lambda: write_state(self._folder, self._state))
+
+    def _tolerantly(self, name: str, call: Callable[[], None]) -> None:
+        # On a full disk the run ends where it must not go on; what only tells of it is no such place.
+        try:
+            call()
+        except RunDirectoryError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._reporter.say(str(error))

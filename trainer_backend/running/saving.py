@@ -1,0 +1,83 @@
+"""What of a run is saved, and when: its checkpoints, which of them is the best, which may go."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.protocols import Learner, Progress
+from trainer_backend.rundir.checkpoint_paths import is_whole, mark_best, prune_checkpoints
+from trainer_backend.rundir.layout import RunDirectory
+
+
+class Saving:
+    """The checkpoints of one run."""
+
+    def __init__(self, job: JobConfig, directory: RunDirectory, learner: Learner) -> None:
+        self._job, self._directory, self._learner = job, directory, learner
+        self._spent_s = 0.0
+
+    def folder(self, iteration: int) -> Path:
+        return self._directory.checkpoints / f"iteration_{iteration}"
+
+    def is_saved(self, iteration: int) -> bool:
+        return is_whole(self.folder(iteration))
+
+    def evaluation_due(self, progress: Progress) -> bool:
+        """At both ends and every so often; also when a stop came before an evaluation that was due."""
+        if not self._evaluates(progress.iteration):
+            return False
+        rows = self._directory.metrics()
+        return not any(row["kind"] == "evaluation" and row["iteration"] == progress.iteration for row in rows)
+
+    def due(self, iteration: int) -> bool:
+        """Whether a checkpoint of this iteration is wanted, if only until the next one."""
+        every = self._job.training.recovery_every
+        return self._stays(iteration) or (every > 0 and iteration % every == 0)
+
+    async def save(self, progress: Progress) -> None:
+        """A checkpoint of this iteration, unless it is on disk; then what only the last one needed goes.
+
+        Raises:
+            CheckpointError: the disk is full, or refuses.
+        """
+        if not self.is_saved(progress.iteration):
+            started = time.monotonic()
+            await asyncio.to_thread(self.write, progress)
+            self._spent_s += time.monotonic() - started
+
+    def write(self, progress: Progress) -> None:
+        """As `save`, here and now."""
+        self._learner.save(self.folder(progress.iteration), progress)
+        # What they hold is in these weights: nobody will ask for it again.
+        for spool in self._directory.rollouts.glob("iteration_*.spool.jsonl"):
+            spool.unlink()
+        prune_checkpoints(self._directory.checkpoints, self._job.training.keep_checkpoints, stays=self._stays)
+
+    def take_seconds(self) -> float:
+        """What saving took since this was asked last."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+    def mark_best(self) -> None:
+        """Point at the checkpoint with the best evaluation, the first of equals.
+
+        Derived from the rows and the folders, so that a kill between any two writes is made good by the next
+        start. An evaluation that lost worlds to failures is not comparable, and never the best.
+        """
+        found = [
+            (row["eval/outcome_reward"], self.folder(row["iteration"]))
+            for row in self._directory.metrics()
+            if row["kind"] == "evaluation" and row["rollout/failed"] == 0
+        ]
+        kept = [(score, folder) for score, folder in found if folder.exists()]
+        if kept:
+            mark_best(max(kept, key=lambda item: item[0])[1])
+
+    def _stays(self, iteration: int) -> bool:
+        """Whether `keep_checkpoints` counts its checkpoint; others are only there for a resume."""
+        return iteration % self._job.training.checkpoint_every == 0 or self._evaluates(iteration)
+
+    def _evaluates(self, iteration: int) -> bool:
+        last = iteration == self._job.training.iterations
+        return last or iteration % self._job.evaluation.every_n_iters == 0

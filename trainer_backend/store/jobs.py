@@ -1,0 +1,269 @@
+"""Jobs: made once, changed by compare-and-set, claimed by one. What they mean is `states.py`."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+from uuid import uuid4
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from trainer_backend.store.database import Store
+from trainer_backend.store.errors import IdempotencyConflict, JobChanged, JobConflict, UnknownJob
+from trainer_backend.store.rows import ENDED, JobRow, JobState, Origin, Page, Wanted
+from trainer_backend.store.states import refuse_leap
+from trainer_backend.store.tables import Job
+
+_COLUMNS = [getattr(Job, name) for name in JobRow.__slots__]
+
+
+class Changes(TypedDict, total=False):
+    """What a transition may change; what is not named stays."""
+
+    state: JobState
+    wanted: Wanted
+    run_dir: str | None
+    run_id: str | None
+    attempt: int
+    config: str
+    started: datetime | None
+    ended: datetime | None
+    code: str | None
+    detail: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """What a job is made of.
+
+    Attributes:
+        config: the resolved TOML, without secrets.
+        home: which service runs it.
+        run_dir: absolute; None until it has one.
+        idempotency_key, body_hash: the client's name of its request, and a digest of what it sent.
+    """
+
+    name: str
+    config: str
+    home: str
+    origin: Origin = "api"
+    state: JobState = "queued"
+    run_dir: Path | None = None
+    run_id: str | None = None
+    tags: tuple[tuple[str, str], ...] = ()
+    idempotency_key: str | None = None
+    body_hash: str | None = None
+
+
+def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
+    """The job, and whether this call made it: False where the same request did before.
+
+    Raises:
+        IdempotencyConflict: the key was used with another body.
+        JobConflict: another job has that run directory.
+        StoreUnavailable: the database does not answer.
+    """
+    job_id = uuid4().hex
+    values = {
+        "id": job_id,
+        "name": new.name,
+        "state": new.state,
+        "wanted": "run",
+        "config": new.config,
+        "run_dir": None if new.run_dir is None else str(new.run_dir),
+        "run_id": new.run_id,
+        "origin": new.origin,
+        "home": new.home,
+        "idempotency_key": new.idempotency_key,
+        "body_hash": new.body_hash,
+        "tags": dict(new.tags),
+        "attempt": 0,
+        "created": store.clock(),
+        "version": 1,
+    }
+    try:
+        with store.writing() as connection:
+            found = _of_key(connection, new)
+            if found is not None:
+                return found, False
+            connection.execute(insert(Job).values(values))
+            return _one(connection, job_id), True
+    except IntegrityError as error:  # the directory is another job's, or somebody was quicker with the key
+        with store.reading() as connection:
+            found = _of_key(connection, new)
+        if found is not None:
+            return found, False
+        raise JobConflict(f"another job has the run directory {new.run_dir}") from error
+
+
+def _of_key(connection: Connection, new: NewJob) -> JobRow | None:
+    if new.idempotency_key is None:
+        return None
+    query = select(Job.id, Job.body_hash).where(Job.idempotency_key == new.idempotency_key)
+    found = connection.execute(query).first()
+    if found is None:
+        return None
+    if found.body_hash != new.body_hash:
+        raise IdempotencyConflict(
+            f"Idempotency-Key {new.idempotency_key!r} made job {found.id} of another body; take a new key"
+        )
+    return _one(connection, found.id)
+
+
+def get(store: Store, job_id: str) -> JobRow:
+    """One job.
+
+    Raises:
+        UnknownJob: there is none of that id.
+    """
+    with store.reading() as connection:
+        return _one(connection, job_id)
+
+
+def find(
+    store: Store,
+    *,
+    states: Iterable[JobState] = (),
+    home: str | None = None,
+    origin: Origin | None = None,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> Page[JobRow]:
+    """Jobs, newest first; a page of at most `limit`.
+
+    Args:
+        states, home, origin: only those; absent: any.
+        cursor: that of the page before.
+    """
+    query = select(*_COLUMNS).order_by(Job.number.desc()).limit(limit + 1)
+    wanted = tuple(states)
+    if wanted:
+        query = query.where(Job.state.in_(wanted))
+    if home is not None:
+        query = query.where(Job.home == home)
+    if origin is not None:
+        query = query.where(Job.origin == origin)
+    if cursor is not None:
+        query = query.where(Job.number < number_of(cursor))
+    with store.reading() as connection:
+        rows = [job_row(row) for row in connection.execute(query)]
+    return Page(tuple(rows[:limit]), str(rows[limit - 1].number) if len(rows) > limit else None)
+
+
+def counts(store: Store, home: str) -> dict[str, int]:
+    """How many jobs of a service are in each state; states without one are left out."""
+    query = select(Job.state, func.count()).where(Job.home == home).group_by(Job.state)
+    with store.reading() as connection:
+        return {state: count for state, count in connection.execute(query)}
+
+
+def number_of(cursor: str) -> int:
+    """What a cursor says.
+
+    Raises:
+        JobConflict: it is none of ours.
+    """
+    if not cursor.isdecimal() or len(cursor) > 18:
+        raise JobConflict(f"cursor is {cursor[:40]!r}; give back the one of the page before, as it came")
+    return int(cursor)
+
+
+def transition(store: Store, job: JobRow, **changes: Unpack[Changes]) -> JobRow:
+    """Change a job as it was when `job` was read: compare-and-set on its version.
+
+    Raises:
+        JobChanged: somebody changed it since; read it again and decide anew.
+        JobConflict: no state leads from its state to the new one (states.py).
+        UnknownJob: it was deleted.
+    """
+    with store.writing() as connection:
+        return _changed(connection, job, changes)
+
+
+def _changed(connection: Connection, job: JobRow, changes: Changes) -> JobRow:
+    if "state" in changes:
+        refuse_leap(job, changes["state"])
+    done = connection.execute(
+        update(Job)
+        .where(Job.number == job.number, Job.version == job.version)
+        .values({**changes, "version": job.version + 1})
+    )
+    now = _one(connection, job.id)
+    if not done.rowcount:
+        raise JobChanged(f"job {job.id} is {now.state} now, and was {job.state} when it was read")
+    return now
+
+
+def change(store: Store, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
+    """Read a job, decide, change it, with nobody in between.
+
+    Args:
+        decide: what to change, from the job as it is; None: nothing. What it raises leaves the job as it was.
+
+    Returns:
+        The job as it is afterwards.
+
+    Raises:
+        UnknownJob: there is none of that id.
+        JobConflict: no state leads from its state to the new one (states.py).
+    """
+    with store.writing() as connection:
+        job = _one(connection, job_id, lock=True)
+        changes = decide(job)
+        return job if changes is None else _changed(connection, job, changes)
+
+
+def claim(store: Store, home: str) -> JobRow | None:
+    """The oldest queued job of a service, running from now on and nobody else's; None: none waits."""
+    oldest = select(*_COLUMNS).where(Job.state == "queued", Job.home == home).order_by(Job.number).limit(1)
+    while True:
+        with store.reading() as connection:
+            found = connection.execute(oldest).first()
+        if found is None:
+            return None
+        job = job_row(found)
+        try:
+            return transition(
+                store,
+                job,
+                state="running",
+                attempt=job.attempt + 1,
+                started=job.started or store.clock(),
+                ended=None,
+                code=None,
+                detail=None,
+            )
+        except (JobChanged, UnknownJob):
+            continue  # another was quicker, so the queue moved on
+
+
+def remove(store: Store, job_id: str) -> JobRow:
+    """Delete an ended job with all that the store has of its run; the job as it was. Files stay.
+
+    Raises:
+        UnknownJob: there is none of that id.
+        JobConflict: it has not ended.
+    """
+    job = get(store, job_id)
+    if job.state not in (*ENDED, "paused"):
+        raise JobConflict(f"job {job_id} is {job.state}; cancel it first, then delete it")
+    with store.writing() as connection:
+        done = connection.execute(delete(Job).where(Job.number == job.number, Job.version == job.version))
+        if not done.rowcount:
+            raise JobChanged(f"job {job_id} is {_one(connection, job_id).state} now; look at it again")
+    return job
+
+
+def _one(connection: Connection, job_id: str, *, lock: bool = False) -> JobRow:
+    query = select(*_COLUMNS).where(Job.id == job_id)
+    found = connection.execute(query.with_for_update() if lock else query).first()
+    if found is None:
+        raise UnknownJob(f"there is no job {job_id[:64]!r}")
+    return job_row(found)
+
+
+def job_row(row: Row[Any]) -> JobRow:
+    """A row of `jobs` as what the store gives out."""
+    return JobRow(**{name: getattr(row, name) for name in JobRow.__slots__})

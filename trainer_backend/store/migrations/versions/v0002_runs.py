@@ -1,0 +1,152 @@
+"""The index of runs: metrics, rollouts, decisions, checkpoints, and what updates consumed.
+
+Down from here the jobs stay; up again, the next sync fills the index from the run directories.
+"""
+
+import sqlalchemy as sa
+from alembic import op
+
+from trainer_backend.store.column_types import UtcDateTime
+
+revision = "0002"
+down_revision = "0001"
+
+
+def _of_job(*, primary_key: bool = False) -> sa.Column[int]:
+    reference = sa.ForeignKey("jobs.number", ondelete="CASCADE")
+    return sa.Column("job", sa.Integer, reference, nullable=False, primary_key=primary_key)
+
+
+def upgrade() -> None:
+    _metrics()
+    _rollouts()
+    _training()
+
+
+def _metrics() -> None:
+    op.create_table(
+        "metric_rows",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _of_job(),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column("iteration", sa.Integer, nullable=False),
+        sa.Column("row", sa.JSON, nullable=False),
+        sa.Index(None, "job", "kind", "iteration", unique=True),
+        sqlite_autoincrement=True,
+    )
+    op.create_table(
+        "curves",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _of_job(),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Index(None, "job", "kind", "name", unique=True),
+    )
+    op.create_table(
+        "metrics",
+        sa.Column("curve", sa.Integer, sa.ForeignKey("curves.number", ondelete="CASCADE"), primary_key=True),
+        sa.Column("iteration", sa.Integer, primary_key=True),
+        sa.Column("value", sa.Double, nullable=False),
+        sqlite_with_rowid=False,
+    )
+
+
+def _rollouts() -> None:
+    op.create_table(
+        "synced_files",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _of_job(),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("size", sa.BigInteger, nullable=False),
+        sa.Column("modified_ns", sa.BigInteger, nullable=False),
+        sa.Column("digest", sa.Text),
+        sa.Column("decisions", sa.Boolean, nullable=False),
+        sa.Index(None, "job", "name", unique=True),
+    )
+    op.create_table(
+        "rollouts",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _of_job(),
+        sa.Column(
+            "file", sa.Integer, sa.ForeignKey("synced_files.number", ondelete="CASCADE"), nullable=False
+        ),
+        sa.Column("rollout_id", sa.Text, nullable=False),
+        sa.Column("stage", sa.Text, nullable=False),
+        sa.Column("iteration", sa.Integer, nullable=False),
+        sa.Column("group_id", sa.Text, nullable=False),
+        sa.Column("sibling", sa.Integer, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("policy", sa.Text, nullable=False),
+        sa.Column("status", sa.Text, nullable=False),
+        sa.Column("seed", sa.BigInteger),
+        sa.Column("outcome_reward", sa.Double),
+        sa.Column("reward", sa.Double),
+        sa.Column("unique_achievements", sa.Integer),
+        sa.Column("decisions", sa.Integer, nullable=False),
+        sa.Column("env_steps", sa.Integer),
+        sa.Column("stop_reason", sa.Text),
+        sa.Column("failure_code", sa.Text),
+        sa.Index(None, "file", "rollout_id", unique=True),
+        sa.Index(None, "job", "rollout_id"),
+        sa.Index(None, "job", "stage", "iteration"),
+        sa.Index(None, "job", "outcome_reward"),
+        sa.Index(None, "job", "group_id"),
+    )
+    op.create_table(
+        "decisions",
+        sa.Column(
+            "rollout", sa.Integer, sa.ForeignKey("rollouts.number", ondelete="CASCADE"), primary_key=True
+        ),
+        sa.Column("turn", sa.Integer, primary_key=True),
+        sa.Column("action", sa.Text, nullable=False),
+        sa.Column("unique_delta", sa.Integer, nullable=False),
+        sa.Column("ach_delta", sa.Integer, nullable=False),
+        sa.Column("unique", sa.JSON, nullable=False),
+        sa.Column("env_reward", sa.Double, nullable=False),
+        sa.Column("reward", sa.Double),
+        sa.Column("return_to_go", sa.Double),
+        sa.Column("advantage", sa.Double),
+        sa.Column("state_key", sa.Text),
+        sa.Column("invalid_reason", sa.Text),
+        sqlite_with_rowid=False,
+    )
+
+
+def _training() -> None:
+    op.create_table(
+        "iterations",
+        _of_job(primary_key=True),
+        sa.Column("iteration", sa.Integer, primary_key=True),
+        sa.Column("policy_version", sa.Integer),
+        sa.Column("finished", UtcDateTime, nullable=False),
+    )
+    op.create_table(
+        "checkpoints",
+        _of_job(primary_key=True),
+        sa.Column("folder", sa.Text, primary_key=True),
+        sa.Column("iteration", sa.Integer, nullable=False),
+        sa.Column("best", sa.Boolean, nullable=False),
+        sa.Column("bytes", sa.BigInteger, nullable=False),
+    )
+    op.create_table(
+        "consumed",
+        _of_job(primary_key=True),
+        sa.Column("rollout_id", sa.Text, primary_key=True),
+        sa.Column("iteration", sa.Integer, nullable=False),
+        sa.Index(None, "job", "iteration"),
+    )
+
+
+def downgrade() -> None:
+    for table in (
+        "consumed",
+        "checkpoints",
+        "iterations",
+        "decisions",
+        "rollouts",
+        "synced_files",
+        "metrics",
+        "curves",
+        "metric_rows",
+    ):
+        op.drop_table(table)

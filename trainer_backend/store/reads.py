@@ -1,0 +1,157 @@
+"""What pages and the API show of a run's metrics: a fixed number of queries each, whatever its length.
+
+Of rollouts and decisions: reads_rollouts.py.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from sqlalchemy import Connection, and_, func, select
+
+from trainer_backend.store.database import Store
+from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
+from trainer_backend.store.tables import Checkpoint, Curve, Iteration, Metric, MetricRow
+from trainer_backend.store.writing import job_number
+
+
+def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tuple[RunSummary, ...]:
+    """The list of runs: each job's last iteration and the named numbers of its last rows; in their order."""
+    numbers = [job.number for job in jobs]
+    ended = (
+        select(Iteration.job, func.max(Iteration.iteration), func.max(Iteration.finished))
+        .where(Iteration.job.in_(numbers))
+        .group_by(Iteration.job)
+    )
+    with store.reading() as connection:
+        iterations = {row[0]: row for row in connection.execute(ended)}
+        found = _last_numbers(connection, numbers, names)
+    result = []
+    for job in jobs:
+        _, last, finished = iterations.get(job.number, (0, 0, None))
+        latest, evaluated = (found.get((job.number, kind), {}) for kind in ("iteration", "evaluation"))
+        result.append(RunSummary(job, last, finished, latest, evaluated))
+    return tuple(result)
+
+
+def _last_numbers(
+    connection: Connection, jobs: Sequence[int], names: Sequence[str]
+) -> dict[tuple[int, str], dict[str, float]]:
+    """By job and kind, the named numbers of its last row."""
+    last = (
+        select(MetricRow.job, MetricRow.kind, func.max(MetricRow.iteration).label("iteration"))
+        .where(MetricRow.job.in_(jobs), MetricRow.kind.in_(("iteration", "evaluation")))
+        .group_by(MetricRow.job, MetricRow.kind)
+        .subquery()
+    )
+    query = (
+        select(Curve.job, Curve.kind, Curve.name, Metric.value)
+        .join(last, and_(last.c.job == Curve.job, last.c.kind == Curve.kind))
+        .join(Metric, and_(Metric.curve == Curve.number, Metric.iteration == last.c.iteration))
+        .where(Curve.name.in_(names))
+    )
+    found: dict[tuple[int, str], dict[str, float]] = {}
+    for job, kind, name, value in connection.execute(query):
+        found.setdefault((job, kind), {})[name] = value
+    return found
+
+
+def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[str, ...]:
+    """Which curves a run has, sorted."""
+    with store.reading() as connection:
+        query = select(Curve.name).where(Curve.job == job_number(connection, job_id), Curve.kind == kind)
+        return tuple(sorted(connection.scalars(query)))
+
+
+def series(
+    store: Store, job_ids: Sequence[str], names: Sequence[str], *, kind: str = "iteration", points: int = 300
+) -> dict[str, dict[str, Series]]:
+    """Curves of one or several runs: by job id, then by metric name; a name without numbers is left out.
+
+    Args:
+        names: a name that ends with `/*` stands for all that begin so (`eval/success_rates/*`, `time/*`).
+        points: at most so many a curve; longer ones are thinned to means of stretches, with their bounds.
+
+    Raises:
+        UnknownJob: one of them is none.
+    """
+    with store.reading() as connection:
+        jobs = {job_number(connection, job_id): job_id for job_id in job_ids}
+        query = select(Curve.number, Curve.job, Curve.name).where(Curve.job.in_(jobs), Curve.kind == kind)
+        curves = {row.number: row for row in connection.execute(query) if _is_wanted(row.name, names)}
+        found = _points(connection, list(curves), points)
+    result: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
+    for number in sorted(found, key=lambda number: curves[number].name):
+        result[jobs[curves[number].job]][curves[number].name] = found[number]
+    return result
+
+
+def _is_wanted(name: str, names: Iterable[str]) -> bool:
+    return any(name == wanted or (wanted.endswith("/*") and name.startswith(wanted[:-1])) for wanted in names)
+
+
+def _points(connection: Connection, curves: Sequence[int], points: int) -> dict[int, Series]:
+    """By curve. The stretches of all are alike, so that curves of several runs lie over one another."""
+    mine = Metric.curve.in_(curves)
+    last = connection.scalar(select(func.max(Metric.iteration)).where(mine)) or 0
+    stride = last // max(points, 1) + 1
+    value, iteration = Metric.value, Metric.iteration
+    whole = select(Metric.curve, iteration, value, value, value).where(mine).order_by(Metric.curve, iteration)
+    stretch = iteration // stride
+    thinned = (
+        select(Metric.curve, func.max(iteration), func.avg(value), func.min(value), func.max(value))
+        .where(mine)
+        .group_by(Metric.curve, stretch)
+        .order_by(Metric.curve, stretch)
+    )
+    # The driver's own tuples: to make rows of SQLAlchemy of them takes as long as the query.
+    cursor = connection.execute(whole if stride == 1 else thinned).cursor
+    assert cursor is not None
+    found = {}
+    for curve, rows in groupby(cursor.fetchall(), key=itemgetter(0)):
+        _, iterations, means, lows, highs = zip(*rows, strict=True)
+        found[curve] = Series(iterations, means, lows, highs)
+    return found
+
+
+def metric_lines(
+    store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
+) -> tuple[MetricLine, ...]:
+    """Rows of metrics.jsonl whose number is above `after`, oldest first: what a live page has not seen."""
+    table = MetricRow
+    with store.reading() as connection:
+        query = (
+            select(table.number, table.kind, table.iteration, table.row)
+            .where(table.job == job_number(connection, job_id), table.number > after)
+            .order_by(table.number)
+            .limit(limit)
+        )
+        if kind is not None:
+            query = query.where(table.kind == kind)
+        return tuple(MetricLine(*row) for row in connection.execute(query))
+
+
+def last_line(store: Store, job_id: str, kind: str) -> MetricLine | None:
+    """The newest row of a kind: for its lists (`decision/unique_by_turn`) and texts."""
+    table = MetricRow
+    with store.reading() as connection:
+        query = (
+            select(table.number, table.kind, table.iteration, table.row)
+            .where(table.job == job_number(connection, job_id), table.kind == kind)
+            .order_by(table.iteration.desc())
+            .limit(1)
+        )
+        found = connection.execute(query).first()
+        return None if found is None else MetricLine(*found)
+
+
+def checkpoints(store: Store, job_id: str) -> tuple[CheckpointRow, ...]:
+    """Oldest first."""
+    table = Checkpoint
+    with store.reading() as connection:
+        query = (
+            select(table.folder, table.iteration, table.best, table.bytes)
+            .where(table.job == job_number(connection, job_id))
+            .order_by(table.iteration)
+        )
+        return tuple(CheckpointRow(*row) for row in connection.execute(query))

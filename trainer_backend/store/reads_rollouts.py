@@ -1,0 +1,221 @@
+"""What pages and the API show of a run's rollouts and their decisions."""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+
+from trainer_backend.store.database import Store
+from trainer_backend.store.errors import StoreError, UnknownRollout
+from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
+from trainer_backend.store.tables import Consumed, Decision, Rollout, SyncedFile
+from trainer_backend.store.writing import job_number
+
+RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
+_SORTS: Mapping[str, Any] = {
+    "newest": Rollout.number,
+    "outcome_reward": Rollout.outcome_reward,
+    "reward": Rollout.reward,
+    "unique_achievements": Rollout.unique_achievements,
+    "decisions": Rollout.decisions,
+}
+_FROM_FILE: Mapping[str, Any] = {"file": SyncedFile.name, "decisions_stored": SyncedFile.decisions}
+_COLUMNS: list[Any] = [
+    _FROM_FILE[name] if name in _FROM_FILE else getattr(Rollout, name) for name in RolloutRow.__slots__
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilter:
+    """Which rollouts; what is absent does not narrow.
+
+    Attributes:
+        min_reward: of the outcome.
+        text: a part of the rollout id.
+    """
+
+    stage: str | None = None
+    iteration: int | None = None
+    group_id: str | None = None
+    policy: str | None = None
+    status: str | None = None
+    failure_code: str | None = None
+    stop_reason: str | None = None
+    min_reward: float | None = None
+    text: str | None = None
+
+
+def rollouts(
+    store: Store,
+    job_id: str,
+    where: RolloutFilter = RolloutFilter(),
+    *,
+    sort: RolloutSort = "newest",
+    descending: bool = True,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> Page[RolloutRow]:
+    """A page of rollouts; those without the number that is sorted by come last, either way.
+
+    Args:
+        cursor: that of the page before, which was asked for with the same filter and order.
+
+    Raises:
+        UnknownJob: there is none of that id.
+        StoreError: the cursor is none of ours.
+    """
+    by = _SORTS[sort]
+    with store.reading() as connection:
+        query = _selected().where(*_conditions(job_number(connection, job_id), where))
+        if cursor is not None:
+            query = query.where(_beyond(by, *_read_cursor(cursor), descending=descending))
+        order = (by.desc(), Rollout.number.desc()) if descending else (by.asc(), Rollout.number.asc())
+        query = query.order_by(order[0].nulls_last(), order[1]).limit(limit + 1)
+        rows = [RolloutRow(*row) for row in connection.execute(query)]
+    more = len(rows) > limit
+    end = rows[limit - 1] if more else None
+    value = None if end is None else getattr(end, "number" if sort == "newest" else sort)
+    return Page(tuple(rows[:limit]), None if end is None else _cursor(value, end.number))
+
+
+def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> int:
+    """How many there are on all pages."""
+    with store.reading() as connection:
+        conditions = _conditions(job_number(connection, job_id), where)
+        return connection.scalar(select(func.count()).select_from(Rollout).where(*conditions)) or 0
+
+
+def _selected() -> Select[Any]:
+    return select(*_COLUMNS).join(SyncedFile, SyncedFile.number == Rollout.file)
+
+
+def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
+    equal = [field.name for field in fields(where) if field.name not in ("min_reward", "text")]
+    found = [Rollout.job == job]
+    for name in equal:
+        if getattr(where, name) is not None:
+            found.append(getattr(Rollout, name) == getattr(where, name))
+    if where.min_reward is not None:
+        found.append(Rollout.outcome_reward >= where.min_reward)
+    if where.text:
+        found.append(Rollout.rollout_id.contains(where.text, autoescape=True))
+    return found
+
+
+def _beyond(by: Any, value: float | None, number: int, *, descending: bool) -> ColumnElement[bool]:
+    """What comes after the row with that value and number."""
+    behind = Rollout.number < number if descending else Rollout.number > number
+    if value is None:
+        return and_(by.is_(None), behind)
+    return or_(by < value if descending else by > value, and_(by == value, behind), by.is_(None))
+
+
+def _cursor(value: float | None, number: int) -> str:
+    return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
+
+
+def _read_cursor(cursor: str) -> tuple[float | None, int]:
+    try:
+        value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        if not isinstance(number, int) or not isinstance(value, int | float | None):
+            raise ValueError
+    except ValueError as error:
+        raise StoreError(
+            f"cursor is {cursor[:40]!r}; give back the one of the page before, as it came"
+        ) from error
+    return value, number
+
+
+def facets(store: Store, job_id: str) -> Facets:
+    """What the rollouts of a run can be filtered by."""
+    columns = (Rollout.stage, Rollout.policy, Rollout.status, Rollout.failure_code, Rollout.stop_reason)
+    counts: list[dict[str, int]] = [{} for _ in columns]
+    with store.reading() as connection:
+        mine = Rollout.job == job_number(connection, job_id)
+        for *values, count in connection.execute(
+            select(*columns, func.count()).where(mine).group_by(*columns)
+        ):
+            for found, value in zip(counts, values, strict=True):
+                if value is not None:
+                    found[value] = found.get(value, 0) + count
+        query = select(func.min(Rollout.iteration), func.max(Rollout.iteration)).where(mine)
+        first, last = connection.execute(query).one()
+    stages, policies, statuses, failure_codes, stop_reasons = (
+        dict(sorted(found.items())) for found in counts
+    )
+    iterations = None if first is None else (first, last)
+    return Facets(stages, policies, statuses, failure_codes, stop_reasons, iterations)
+
+
+def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
+    """One rollout, by its id, or by an end of it that only one has (`train/3/0/1`).
+
+    Raises:
+        UnknownRollout: there is none, or several.
+    """
+    with store.reading() as connection:
+        mine = _selected().where(Rollout.job == job_number(connection, job_id))
+        found = connection.execute(mine.where(Rollout.rollout_id == rollout_id)).all()
+        if not found:
+            ends = Rollout.rollout_id.endswith(f"/{rollout_id}", autoescape=True)
+            found = connection.execute(mine.where(ends).limit(3)).all()
+    if len(found) != 1:
+        some = f": {', '.join(row.rollout_id for row in found)}" if found else ""
+        raise UnknownRollout(f"{len(found) or 'no'} rollouts of job {job_id} are {rollout_id[:200]!r}{some}")
+    return RolloutRow(*found[0])
+
+
+_DECISION = [getattr(Decision, name) for name in DecisionRow.__slots__]
+
+
+def decisions(store: Store, row: RolloutRow) -> tuple[DecisionRow, ...]:
+    """Its decisions, by turn; empty where retention removed them (`decisions_stored`)."""
+    query = select(*_DECISION).where(Decision.rollout == row.number).order_by(Decision.turn)
+    with store.reading() as connection:
+        return tuple(_decision(found) for found in connection.execute(query))
+
+
+def _decision(found: Any) -> DecisionRow:
+    return DecisionRow(**{**found._mapping, "unique": tuple(found.unique)})
+
+
+def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ...]:
+    """All rollouts of its group in its stage and iteration, itself too, by sibling and attempt."""
+    with store.reading() as connection:
+        query = _selected().where(*_group(job_number(connection, job_id), row))
+        found = connection.execute(query.order_by(Rollout.sibling, Rollout.attempt, Rollout.number))
+        return tuple(RolloutRow(*item) for item in found)
+
+
+def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
+    same = (Rollout.group_id == row.group_id, Rollout.stage == row.stage, Rollout.iteration == row.iteration)
+    return (Rollout.job == job, *same)
+
+
+def anchors(store: Store, job_id: str, row: RolloutRow) -> Mapping[str, tuple[AnchorRow, ...]]:
+    """By state key of this rollout's decisions: every decision of the group that was made in that state."""
+    columns = [
+        getattr(Rollout if name in ("rollout_id", "sibling") else Decision, name)
+        for name in AnchorRow.__slots__
+    ]
+    with store.reading() as connection:
+        query = (
+            select(Decision.state_key, *columns)
+            .join(Rollout, Rollout.number == Decision.rollout)
+            .where(*_group(job_number(connection, job_id), row), Decision.state_key.is_not(None))
+            .order_by(Rollout.sibling, Decision.turn)
+        )
+        rows = connection.execute(query).all()
+    own = dict.fromkeys(found.state_key for found in rows if found.rollout_id == row.rollout_id)
+    return {key: tuple(AnchorRow(*found[1:]) for found in rows if found.state_key == key) for key in own}
+
+
+def consumed_by(store: Store, job_id: str, rollout_id: str) -> int | None:
+    """The iteration whose update learned from it; None: none did."""
+    with store.reading() as connection:
+        job = job_number(connection, job_id)
+        query = select(Consumed.iteration).where(Consumed.job == job, Consumed.rollout_id == rollout_id)
+        return connection.scalar(query)

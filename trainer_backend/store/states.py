@@ -1,0 +1,29 @@
+"""Which state of a job may follow which. Pure."""
+
+from trainer_backend.store.errors import JobConflict
+from trainer_backend.store.rows import JobRow, JobState
+
+# paused, cancelled, failed -> queued: it is asked for again, and goes on from its last checkpoint.
+# running -> queued: its process is gone, or its service was restarted, and it waits for its turn again.
+_AFTER: dict[JobState, frozenset[JobState]] = {
+    "queued": frozenset({"running", "paused", "cancelled", "failed"}),
+    "running": frozenset({"pausing", "cancelling", "succeeded", "failed", "queued", "paused", "cancelled"}),
+    "pausing": frozenset({"paused", "cancelling", "succeeded", "failed", "running", "queued", "cancelled"}),
+    "paused": frozenset({"queued", "cancelled"}),
+    "cancelling": frozenset({"cancelled", "succeeded", "failed"}),
+    "cancelled": frozenset({"queued"}),
+    "succeeded": frozenset(),
+    "failed": frozenset({"queued", "cancelled"}),
+}
+
+
+def refuse_leap(job: JobRow, state: JobState) -> None:
+    """Let nothing through that no road leads to. The run of another process (origin cli) is as it is found.
+
+    Raises:
+        JobConflict: with the state that the job is in, and those that may follow it.
+    """
+    if job.origin == "cli" or state == job.state or state in _AFTER[job.state]:
+        return
+    after = ", ".join(sorted(_AFTER[job.state])) or "none"
+    raise JobConflict(f"job {job.id} is {job.state} and cannot become {state}; what may follow: {after}")

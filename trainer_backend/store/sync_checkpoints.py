@@ -1,0 +1,53 @@
+"""Checkpoint folders: which stand, which is the best, and what they take of the disk."""
+
+from pathlib import Path
+
+from sqlalchemy import delete, insert, select
+
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint, is_whole
+from trainer_backend.store.database import Store
+from trainer_backend.store.tables import Checkpoint
+from trainer_backend.store.writing import job_number
+
+
+def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:
+    """Bring the list of checkpoints up to date; whether it was not."""
+    best = best_checkpoint(folder)
+    found = {path: path == best for path in folder.glob("iteration_*") if _is_ours(path)}
+    with store.reading() as connection:
+        job = job_number(connection, job_id)
+        query = select(Checkpoint.folder, Checkpoint.best).where(Checkpoint.job == job)
+        stored = {row.folder: row.best for row in connection.execute(query)}
+    if stored == {path.name: is_best for path, is_best in found.items()}:
+        return False
+    rows = [
+        {
+            "job": job,
+            "folder": path.name,
+            "iteration": int(path.name.rpartition("_")[2]),
+            "best": is_best,
+            "bytes": _size(path),
+        }
+        for path, is_best in found.items()
+    ]
+    with store.writing() as connection:
+        job_number(connection, job_id, lock=True)
+        connection.execute(delete(Checkpoint).where(Checkpoint.job == job))
+        if rows:
+            connection.execute(insert(Checkpoint), rows)
+    return True
+
+
+def _is_ours(path: Path) -> bool:
+    """A copy that somebody made (iteration_5_backup), or one that is being written, is none."""
+    return path.name.rpartition("_")[2].isdecimal() and path.name.count("_") == 1 and is_whole(path)
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue  # it is being pruned: the next sync sees that
+    return total

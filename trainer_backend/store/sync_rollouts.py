@@ -1,0 +1,129 @@
+"""Files of rollouts: each whole, again when it was written anew, and out of the store when it is gone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
+from trainer_backend.store.database import Store
+from trainer_backend.store.retention import keeps_decisions, newest_iteration, remove_old_files, retention_of
+from trainer_backend.store.sync_lines import Known
+from trainer_backend.store.tables import Decision, Rollout, SyncedFile
+from trainer_backend.store.writing import job_number
+
+
+def sync_rollouts(store: Store, job_id: str, run: Path, known: Mapping[str, Known]) -> bool:
+    """Bring the rollout files of a run into the store, and take out what is gone or not to be kept.
+
+    Raises:
+        RunDirectoryError: a file cannot be read; the others are in.
+    """
+    retention = retention_of(run)
+    files = remove_old_files(retention, rollout_files(run))
+    newest, now_ns = newest_iteration(files), int(store.clock().timestamp() * 1e9)
+    changed, problems = False, []
+    for file in files:
+        kept = keeps_decisions(retention, file, newest=newest, now_ns=now_ns)
+        try:
+            changed = _sync_file(store, job_id, file, known.get(file.name), decisions=kept) or changed
+        except FileNotFoundError:
+            continue  # removed just now: the next sync sees that
+        except RunDirectoryError as error:
+            problems.append(error)
+    there = {file.name for file in files}
+    gone = [name for name in known if name.startswith("rollouts/") and name not in there]
+    if gone:
+        _remove(store, job_id, gone)
+    if problems:
+        raise problems[0]
+    return changed or bool(gone)
+
+
+def _sync_file(store: Store, job_id: str, file: RolloutFile, known: Known | None, *, decisions: bool) -> bool:
+    """One file; whether anything was to do."""
+    same = known is not None and (known.size, known.modified_ns) == (file.size, file.modified_ns)
+    if same and known is not None and known.decisions == decisions:
+        return False
+    if same and known is not None and not decisions:
+        with store.writing() as connection:
+            _drop_decisions(connection, known.number)
+        return True
+    rows = read_index(file.path)  # before the transaction: a writer waits for nothing but the database
+    with store.writing() as connection:
+        job = job_number(connection, job_id, lock=True)
+        connection.execute(delete(SyncedFile).where(SyncedFile.job == job, SyncedFile.name == file.name))
+        _put(connection, job, file, rows, decisions=decisions)
+    return True
+
+
+def _put(
+    connection: Connection, job: int, file: RolloutFile, rows: Sequence[Mapping[str, Any]], *, decisions: bool
+) -> None:
+    number = connection.scalar(
+        insert(SyncedFile).returning(SyncedFile.number),
+        {
+            "job": job,
+            "name": file.name,
+            "size": file.size,
+            "modified_ns": file.modified_ns,
+            "digest": None,
+            "decisions": decisions,
+        },
+    )
+    if not rows:
+        return
+    whose = {"job": job, "file": number, "stage": file.stage, "iteration": file.iteration}
+    added = connection.scalars(
+        insert(Rollout).returning(Rollout.number, sort_by_parameter_order=True),
+        [{**whose, **_rollout(row)} for row in rows],
+    ).all()
+    values = [
+        decision for rollout, row in zip(added, rows, strict=True) for decision in _decisions(rollout, row)
+    ]
+    if decisions and values:
+        connection.execute(insert(Decision), values)
+
+
+def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
+    rewards = [decision["reward"] for decision in row["decisions"]]
+    credited = bool(rewards) and all(reward is not None for reward in rewards)
+    same = (
+        "rollout_id",
+        "group_id",
+        "sibling",
+        "attempt",
+        "status",
+        "seed",
+        "outcome_reward",
+        "unique_achievements",
+        "env_steps",
+        "stop_reason",
+        "failure_code",
+    )
+    return {
+        **{name: row[name] for name in same},
+        "policy": (row["model"] or "").rpartition("/")[2] or row["policy_name"] or "",
+        "reward": sum(rewards) if credited else None,
+        "decisions": row["decision_count"] or 0,
+    }
+
+
+def _decisions(rollout: int, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for decision in row["decisions"]:
+        yield {"rollout": rollout, **decision}
+
+
+def _drop_decisions(connection: Connection, file: int) -> None:
+    of_file = select(Rollout.number).where(Rollout.file == file)
+    connection.execute(delete(Decision).where(Decision.rollout.in_(of_file)))
+    connection.execute(update(SyncedFile).where(SyncedFile.number == file).values(decisions=False))
+
+
+def _remove(store: Store, job_id: str, names: Sequence[str]) -> None:
+    with store.writing() as connection:
+        job = job_number(connection, job_id, lock=True)
+        for name in names:
+            connection.execute(delete(SyncedFile).where(SyncedFile.job == job, SyncedFile.name == name))

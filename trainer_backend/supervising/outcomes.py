@@ -1,0 +1,102 @@
+"""What becomes of a job whose process has ended. Pure."""
+
+import signal
+from dataclasses import dataclass
+from datetime import datetime
+
+from trainer_backend.rundir.state import RunState
+from trainer_backend.running.exit_codes import DONE, REFUSED, STOPPED
+from trainer_backend.store.jobs import Changes
+from trainer_backend.store.rows import JobRow
+
+# Each restart waits twice as long as the one before it, and so long at most.
+LONGEST_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended.
+
+    Attributes:
+        exit_code: negative: the signal that killed it.
+        state: the last that the process wrote; None: it wrote none.
+        crashes: crashes of this job without an iteration in between, this one counted, if it is one.
+    """
+
+    exit_code: int
+    state: RunState | None
+    crashes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What to write down; and how long to wait before it is started again, None: not at all."""
+
+    changes: Changes
+    restart_in_s: float | None = None
+
+
+def is_stop(exit_code: int) -> bool:
+    """Whether it ended because it was told to; also before it could hear that, with nothing to save."""
+    return exit_code in (STOPPED, -signal.SIGTERM)
+
+
+def is_crash(exit_code: int) -> bool:
+    return exit_code not in (DONE, REFUSED) and not is_stop(exit_code)
+
+
+def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
+    """
+    Args:
+        job: as it is now: what is wanted of it may have changed while its process ended.
+        restarts: how often a job that crashes is started again, with no iteration in between.
+        first_wait_s: before the first of them.
+    """
+    code, detail = _told(ending)
+    if ending.exit_code == DONE:  # also where a stop came too late to be heeded
+        return Outcome({"state": "succeeded", "ended": now, "code": None, "detail": None})
+    if job.wanted == "cancel":
+        return Outcome({"state": "cancelled", "ended": now})
+    if ending.exit_code == REFUSED:
+        return Outcome({"state": "failed", "ended": now, "code": code, "detail": detail})
+    if job.wanted == "pause":
+        if is_stop(ending.exit_code):
+            return Outcome({"state": "paused"})
+        return Outcome({"state": "paused", "code": code, "detail": detail})
+    if job.state == "pausing":  # and wanted again meanwhile
+        return Outcome({"state": "queued"})
+    if is_stop(ending.exit_code):
+        told = "its process was told to stop by somebody else; what was finished is saved"
+        return Outcome({"state": "paused", "wanted": "pause", "code": "stopped", "detail": told})
+    if ending.crashes > restarts:
+        return Outcome({"state": "failed", "ended": now, "code": code, "detail": detail})
+    wait_s = min(first_wait_s * 2 ** (ending.crashes - 1), LONGEST_WAIT_S)
+    told = f"restart {ending.crashes} of {restarts} in {wait_s:g} s after: {detail}"
+    return Outcome({"code": "restarting", "detail": told}, restart_in_s=wait_s)
+
+
+def without_process(job: JobRow, now: datetime) -> Changes | None:
+    """What becomes of a job that was to end and has no process: there is nothing left to wait for."""
+    if job.state == "cancelling":
+        return {"state": "cancelled", "ended": now}
+    if job.state == "pausing":
+        return {"state": "paused"} if job.wanted == "pause" else {"state": "queued"}
+    return None
+
+
+def _told(ending: Ending) -> tuple[str, str]:
+    """A code and a sentence: what the process wrote of itself, else what killed it."""
+    if ending.exit_code < 0:
+        name = _signal_name(-ending.exit_code)
+        hint = "; often the system, short of memory" if name == "SIGKILL" else ""
+        return "killed", f"its process was killed by {name}{hint}"
+    if ending.state is not None and ending.state.state == "failed":
+        return ending.state.code or "crashed", ending.state.detail
+    return "crashed", f"its process ended with exit code {ending.exit_code}; process.log may say why"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

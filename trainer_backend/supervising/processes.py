@@ -1,0 +1,90 @@
+"""The process of a job: started on its run directory, told to stop, waited for."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trainer_backend.rundir.state import RunState, read_state
+from trainer_backend.store.rows import JobRow
+
+PROCESS_LOG = "process.log"
+# The service's own secrets, which no job needs.
+WITHHELD = frozenset({"TRAINER_API_KEY", "TRAINER_API_KEY_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
+Command = Callable[[Path], Sequence[str]]
+
+
+def job_command(run_dir: Path) -> Sequence[str]:
+    """What is started for a job."""
+    return (sys.executable, "-m", "trainer_backend.running.job_process", str(run_dir))
+
+
+class JobProcess:
+    """A started process.
+
+    Attributes:
+        told: a signal to stop was sent.
+        exit_code: None while it runs; negative: the signal that killed it.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.told = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    def stop(self) -> None:
+        """Ask it to save what is finished, and to end; once."""
+        if not self.told:
+            self.told = True
+            self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    async def ended(self) -> int:
+        """Wait for its end."""
+        return await self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        # Not the process's own send_signal: it reaps a child that has just ended, and asyncio, which comes
+        # second then, makes up an exit code.
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+
+async def start_process(
+    run_dir: Path, *, command: Command = job_command, environ: Mapping[str, str] = os.environ
+) -> JobProcess:
+    """Start the process of a job. It lives as long as this one at most: its standard input is our pipe.
+
+    Raises:
+        OSError: it cannot be started, or its log not be written.
+    """
+    with (run_dir / PROCESS_LOG).open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command(run_dir),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env={name: value for name, value in environ.items() if name not in WITHHELD},
+            # Its own session: Ctrl-C reaches this process alone, which then stops its jobs in order.
+            start_new_session=True,
+        )
+    return JobProcess(process)
+
+
+def last_state(job: JobRow, process: JobProcess) -> RunState | None:
+    """What this process wrote last of its run; not what one before it did."""
+    state = None if job.run_dir is None else read_state(Path(job.run_dir))
+    return state if state is not None and state.pid == process.pid else None

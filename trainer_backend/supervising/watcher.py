@@ -1,0 +1,214 @@
+"""Brings what run directories say into the store, and tells those who wait for news of a run.
+
+Runs of `turnwise train` are found here and get a row of their own; what state they are in, their lock and
+state.json say. A store that is away costs nothing: the next look finds what there is.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import tomli
+
+from trainer_backend.errors import RunDirectoryError, TrainerError
+from trainer_backend.rundir import ledger, run_log
+from trainer_backend.rundir import state as state_file
+from trainer_backend.rundir.layout import open_run
+from trainer_backend.rundir.state import watch
+from trainer_backend.store import jobs
+from trainer_backend.store.database import Store
+from trainer_backend.store.errors import JobConflict, StoreUnavailable, UnknownJob
+from trainer_backend.store.jobs import Changes, NewJob
+from trainer_backend.store.rows import ACTIVE, JobRow
+from trainer_backend.store.sync import sync_run
+from trainer_backend.supervising.data_dir import DataDir
+from trainer_backend.supervising.found import changes_for_found
+from trainer_backend.supervising.news import News
+
+log = structlog.get_logger("trainer")
+
+# What grows or is replaced while a run goes on: what the store keeps of it, and what is read where it is.
+_STORED = ("metrics.jsonl", ledger.FILE, "rollouts", "checkpoints")
+_SHOWN = (run_log.FILE, state_file.FILE)
+
+
+_PAGE = 500
+
+
+@dataclass(slots=True)
+class Looked:
+    """So far, for /metrics."""
+
+    syncs: int = 0
+    sync_s: float = 0.0
+    failures: int = 0
+    store_up: bool = True
+
+
+class Watcher:
+    """Of one event loop; `run` until it is cancelled.
+
+    Args:
+        look_s: between two looks at the runs that go on.
+        find_s: between two looks at all of them.
+    """
+
+    def __init__(
+        self, store: Store, data: DataDir, news: News, *, look_s: float = 1.0, find_s: float = 10.0
+    ) -> None:
+        self._store, self._data, self._news = store, data, news
+        self._look_s, self._find_s = look_s, find_s
+        self._stored: dict[str, tuple[int, ...]] = {}
+        self._shown: dict[str, tuple[int, ...]] = {}
+        self._unread: set[str] = set()
+        self._refused: set[Path] = set()
+        self._one_at_a_time = threading.Lock()  # the supervisor has a run synced when its process ends
+        self.looked = Looked()
+
+    async def run(self) -> None:
+        """Look around until cancelled."""
+        found_at_s = -self._find_s
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            everything = now_s - found_at_s >= self._find_s
+            try:
+                for job_id in await asyncio.to_thread(self.look, everything=everything):
+                    self._news.tell(job_id)
+                found_at_s = now_s if everything else found_at_s
+                self.looked.store_up = True
+            except StoreUnavailable as error:
+                self.looked.store_up = False
+                log.warning("store_away", detail=str(error))
+            except Exception:
+                log.exception("look_failed")
+            await asyncio.sleep(self._look_s)
+
+    def look(self, *, everything: bool) -> list[str]:
+        """One look; the ids of jobs that have something new. On a thread.
+
+        Args:
+            everything: also at runs that do not go on, for new ones, and again at what could not be read.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+        """
+        if everything:
+            self._find()
+            self._stored = {
+                job_id: seen for job_id, seen in self._stored.items() if job_id not in self._unread
+            }
+        return [row.id for row in self._rows(everything=everything) if self._has_news(row)]
+
+    def sync(self, row: JobRow) -> None:
+        """Bring one run into the store now, whatever was seen of it before; a fault is logged and counted."""
+        if row.run_dir is not None:
+            self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _STORED))
+
+    def _rows(self, *, everything: bool) -> list[JobRow]:
+        states = () if everything else tuple(ACTIVE)
+        rows: list[JobRow] = []
+        cursor: str | None = None
+        while True:
+            page = jobs.find(self._store, states=states, home=self._data.home, cursor=cursor, limit=_PAGE)
+            rows += page.items
+            cursor = page.cursor
+            if cursor is None:
+                return rows
+
+    def _has_news(self, row: JobRow) -> bool:
+        if row.run_dir is None:
+            return False
+        path = Path(row.run_dir)
+        news = row.origin == "cli" and self._follow(row, path)
+        stored, shown = _fingerprint(path, _STORED), _fingerprint(path, _SHOWN)
+        if stored and self._stored.get(row.id) != stored:
+            self._sync(row, path, stored)
+            news = True
+        if self._shown.get(row.id) != shown:
+            self._shown[row.id] = shown
+            news = True
+        return news
+
+    def _sync(self, row: JobRow, path: Path, stored: tuple[int, ...]) -> None:
+        started = time.monotonic()
+        with self._one_at_a_time:
+            try:
+                sync_run(self._store, row.id, open_run(path))
+                self._unread.discard(row.id)
+            except UnknownJob:
+                pass  # deleted meanwhile
+            except StoreUnavailable:
+                raise
+            except TrainerError as error:
+                self._unread.add(row.id)
+                self.looked.failures += 1
+                log.warning("sync_failed", job=row.id, detail=str(error))
+        self._stored[row.id] = stored
+        self.looked.syncs += 1
+        self.looked.sync_s += time.monotonic() - started
+
+    def _follow(self, row: JobRow, path: Path) -> bool:
+        """Bring the row of a run that others train to what they left; whether that changed it."""
+        watched = watch(path)
+        now = self._store.clock()
+
+        def decide(job: JobRow) -> Changes | None:
+            return changes_for_found(job, watched, now)
+
+        if decide(row) is None:  # without a question to the store: there may be hundreds of old runs
+            return False
+        try:
+            return jobs.change(self._store, row.id, decide).version != row.version
+        except UnknownJob:
+            return False
+
+    def _find(self) -> None:
+        """Give every run directory that has no row one."""
+        known = {row.run_dir for row in self._rows(everything=True)}
+        for path in self._data.runs():
+            if str(path) in known or path in self._refused:
+                continue
+            try:
+                jobs.create(self._store, _found_job(path, self._data.home))
+            except JobConflict:
+                continue  # another service was quicker
+            except StoreUnavailable:
+                raise
+            except TrainerError as error:
+                self._refused.add(path)
+                log.warning("run_not_shown", run=str(path), detail=str(error))
+
+
+def _found_job(path: Path, home: str) -> NewJob:
+    """Its job as it stands: an earlier version may have written it, with keys that this one does not know."""
+    run = open_run(path)
+    try:
+        text = (path / "job.toml").read_text(encoding="utf-8")
+        name = tomli.loads(text)["job"]["name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(f"{path}/job.toml cannot be read: {error}") from error
+    return NewJob(
+        name=str(name),
+        config=text,
+        home=home,
+        origin="cli",
+        state="paused",
+        run_dir=path,
+        run_id=run.run_id,
+    )
+
+
+def _fingerprint(path: Path, names: Iterable[str]) -> tuple[int, ...]:
+    """Equal as long as nothing of these was written; empty where there is none of them."""
+    found: list[int] = []
+    for name in names:
+        try:
+            told = (path / name).stat()
+        except OSError:
+            continue
+        found += [told.st_mtime_ns, told.st_size]
+    return tuple(found)

@@ -1,0 +1,125 @@
+"""A trainer service as the terminal asks it."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from shared_schemas.problem import Problem
+from trainer_backend.api.key import KEY_VARIABLE, key_from_environ
+from trainer_backend.errors import TrainerError
+
+URL_VARIABLE = "TURNWISE_URL"
+DEFAULT_URL = "http://127.0.0.1:8100"
+_TIMEOUT_S = 30.0
+# Between two bytes of an event stream, which says something at least every 15 s.
+_SILENCE_S = 60.0
+
+
+class ServiceRefused(TrainerError):
+    """The service refused; what it said."""
+
+    code = "service_refused"
+    status = 400
+    title = "The trainer service refused"
+
+
+class ServiceUnreachable(TrainerError):
+    code = "service_unreachable"
+    status = 502
+    title = "The trainer service does not answer"
+
+
+@dataclass(frozen=True, slots=True)
+class JobsClient:
+    """
+    Raises (every method):
+        ServiceRefused: with the sentence of the service.
+        ServiceUnreachable: nobody answers there, or somebody else does.
+    """
+
+    url: str
+    environ: Mapping[str, str]
+
+    def get(self, path: str, **query: Any) -> Any:
+        return self._ask("GET", path, params=query).json()
+
+    def text(self, path: str) -> str:
+        return self._ask("GET", path).text
+
+    def post(
+        self, path: str, *, body: str = "", headers: Mapping[str, str] | None = None, **query: Any
+    ) -> Any:
+        return self._ask("POST", path, params=query, content=body, headers=headers).json()
+
+    def delete(self, path: str, **query: Any) -> None:
+        self._ask("DELETE", path, params=query)
+
+    def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and data of each event, until the service says that there are no more."""
+        with self._client(_SILENCE_S) as client, self._errors(), client.stream("GET", path) as answer:
+            if not answer.is_success:
+                answer.read()
+                raise _refusal(answer)
+            name = ""
+            for line in answer.iter_lines():
+                kind, _, value = line.partition(": ")
+                if kind == "event":
+                    name = value
+                elif kind == "data":
+                    yield name, json.loads(value)
+
+    def _ask(self, method: str, path: str, **named: Any) -> httpx.Response:
+        with self._client(_TIMEOUT_S) as client, self._errors():
+            answer = client.request(method, path, **named)
+        if not answer.is_success:
+            raise _refusal(answer)
+        return answer
+
+    def _client(self, timeout_s: float) -> httpx.Client:
+        key = key_from_environ(self.environ)
+        headers = {"X-API-Key": key.get_secret_value()} if key is not None else {}
+        return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers)
+
+    def _errors(self) -> "_Errors":
+        return _Errors(self.url)
+
+
+class _Errors:
+    """Errors of the connection as ours."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
+            raise ServiceRefused(f"--url is {self._url!r}, which is no http or https URL") from error
+        if isinstance(error, httpx.HTTPError):
+            raise ServiceUnreachable(
+                f"no trainer service answers at {self._url}: {error or type(error).__name__}",
+                hint=f"Start one with `turnwise trainer`, or name another with --url or {URL_VARIABLE}.",
+            ) from error
+
+
+def _refusal(answer: httpx.Response) -> TrainerError:
+    try:
+        problem = Problem.model_validate_json(answer.content)
+    except ValueError:
+        return ServiceUnreachable(
+            f"{answer.url} answered {answer.status_code}, and not as a trainer service does"
+        )
+    hint = problem.hint
+    if answer.status_code == 401:
+        hint = f"Set {KEY_VARIABLE} in the environment."
+    return ServiceRefused(problem.detail, where=problem.where, hint=hint)
+
+
+def client_for(url: str | None, environ: Mapping[str, str] = os.environ) -> JobsClient:
+    """The service that --url names, or TURNWISE_URL, or the one on this machine."""
+    return JobsClient((url or environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/"), environ)

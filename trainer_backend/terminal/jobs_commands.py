@@ -1,0 +1,193 @@
+"""`turnwise jobs …`: what a person asks a trainer service, from anywhere."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer_backend.errors import JobError
+from trainer_backend.jobfile.sending import text_to_send
+from trainer_backend.terminal.options import JobPaths, Overrides
+from trainer_backend.terminal.telling import tell
+
+if TYPE_CHECKING:  # at run time only where it is asked for: every other command starts without it
+    from trainer_backend.terminal.jobs_client import JobsClient
+
+jobs = typer.Typer(no_args_is_help=True, help="Ask a trainer service: submit, list, show, pause, cancel.")
+_out = Console()
+_err = Console(stderr=True)
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        show_default=False,
+        help="of the service; absent: TURNWISE_URL, or http://127.0.0.1:8100",
+    ),
+]
+JobName = Annotated[str, typer.Argument(help="its id, the beginning of it, or a name that no other job has")]
+
+
+@jobs.command()
+def submit(
+    job: JobPaths,
+    url: Url = None,
+    dry_run: Annotated[bool, typer.Option(help="check it only, and print it with every default")] = False,
+    follow: Annotated[bool, typer.Option(help="go on printing what it tells, until it has ended")] = False,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="your name for this: the same again makes no second job")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Send a job. Paths in it are those of the service's machine."""
+    client, text = _client(url), text_to_send(job, overrides or ())
+    headers = {"Content-Type": "application/toml"}
+    headers |= {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+    query = {"dry_run": True} if dry_run else {}
+    found = client.post("/jobs", body=text, headers=headers, **query)
+    for warning in found["warnings"]:
+        tell(_err, f"warning: {warning}")
+    if dry_run:
+        print(found["toml"], end="")
+        return
+    tell(_out, f"{found['id']}  {found['state']}  {found['name']}")
+    if follow:
+        _follow(client, found["id"])
+
+
+@jobs.command("list")
+def list_jobs(
+    url: Url = None,
+    state: Annotated[list[str] | None, typer.Option(help="only those; may be repeated")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="as the service said it")] = False,
+) -> None:
+    """The newest jobs, and the runs of `turnwise train` that the service sees."""
+    found = _client(url).get("/jobs", limit=limit, state=state or [])
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("id", "name", "state", "iteration", "created", ""):
+        table.add_column(title)
+    for job in found["jobs"]:
+        told = (job["id"][:12], job["name"], job["state"], _iteration(job), job["created"][:19], _detail(job))
+        table.add_row(*(Text(word) for word in told))
+    _out.print(table)
+    if found["next_cursor"] is not None:
+        tell(_err, "there are more: --limit, --state, or --json with its next_cursor")
+
+
+@jobs.command()
+def show(
+    job: JobName,
+    url: Url = None,
+    config: Annotated[bool, typer.Option(help="print its TOML instead")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as the service said it")] = False,
+) -> None:
+    """One job: its state, how far it is, where its run lies."""
+    client = _client(url)
+    if config:
+        print(client.text(f"/jobs/{job}/config"), end="")
+        return
+    found = client.get(f"/jobs/{job}")
+    if as_json:
+        print(json.dumps(found))
+        return
+    progress = found.pop("progress") or {}
+    told = {**found, "iteration": _iteration({**found, "progress": progress}), "stage": progress.get("stage")}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in told.items():
+        if value not in (None, "", {}):
+            table.add_row(Text(name), Text(json.dumps(value) if isinstance(value, dict) else str(value)))
+    _out.print(table)
+
+
+@jobs.command()
+def logs(
+    job: JobName,
+    url: Url = None,
+    follow: Annotated[bool, typer.Option(help="go on until the job has ended")] = False,
+    part: Annotated[str, typer.Option(help="run, process or task_app")] = "run",
+    tail: Annotated[int, typer.Option(min=1, max=10_000, help="the last so many lines")] = 1000,
+) -> None:
+    """What a job has told."""
+    client = _client(url)
+    if follow and part != "run":
+        raise JobError(f"--follow prints what the run tells; of --part {part} leave it out")
+    if follow:
+        _follow(client, job)
+        return
+    for line in client.get(f"/jobs/{job}/log", part=part, tail=tail)["lines"]:
+        _line(line)
+
+
+@jobs.command()
+def pause(job: JobName, url: Url = None) -> None:
+    """Let it save what is finished, and stop until `resume`."""
+    _ask(job, "pause", url)
+
+
+@jobs.command()
+def resume(job: JobName, url: Url = None) -> None:
+    """Queue it again; it goes on from its newest checkpoint."""
+    _ask(job, "resume", url)
+
+
+@jobs.command()
+def cancel(job: JobName, url: Url = None) -> None:
+    """End it; what it has trained stays."""
+    _ask(job, "cancel", url)
+
+
+@jobs.command()
+def delete(
+    job: JobName,
+    url: Url = None,
+    files: Annotated[bool, typer.Option(help="its run directory too: checkpoints, rollouts, all")] = False,
+) -> None:
+    """Forget a job that has ended."""
+    client = _client(url)
+    found = client.get(f"/jobs/{job}")
+    client.delete(f"/jobs/{found['id']}", files=files)
+    kept = "" if files or not found["run_dir"] else f"; its files stay in {found['run_dir']}"
+    tell(_out, f"{found['id']}  deleted{kept}")
+
+
+def _client(url: str | None) -> "JobsClient":
+    from trainer_backend.terminal.jobs_client import client_for
+
+    return client_for(url)
+
+
+def _ask(job: str, verb: str, url: str | None) -> None:
+    found = _client(url).post(f"/jobs/{job}/{verb}")
+    tell(_out, f"{found['id']}  {found['state']}  {found['name']}")
+
+
+def _follow(client: "JobsClient", job: str) -> None:
+    for name, data in client.events(f"/jobs/{job}/events"):
+        if name == "log":
+            _line(data)
+        elif name == "store":
+            tell(_err, f"warning: {data['detail']}")
+        elif name == "end":
+            tell(_err, f"the job is {data['state']}")
+
+
+def _line(line: dict[str, Any]) -> None:
+    tell(_out, f"{line['time'][:19]}  {line['text']}" if line["time"] else line["text"])
+
+
+def _iteration(job: dict[str, Any]) -> str:
+    progress = job["progress"] or {}
+    total = progress.get("iterations")
+    return f"{progress.get('iteration', 0)}" + (f"/{total}" if total else "")
+
+
+def _detail(job: dict[str, Any]) -> str:
+    detail = job["detail"] or (job["progress"] or {}).get("stage") or ""
+    return str(detail).splitlines()[0][:80] if detail else ""
