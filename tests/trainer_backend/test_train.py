@@ -263,7 +263,8 @@ async def test_rollouts_are_only_kept_for_a_start_that_would_have_their_weights_
     run = run_of(tmp_path, train=watched, training__recovery_every=2, evaluation__every_n_iters=100)
     await train(run, Progress(), asyncio.Event())
     first, third = "iteration_1.spool.jsonl", "iteration_3.spool.jsonl"
-    assert spools == [[first], [first], [third], [third]]  # after 0 and 2 there is a checkpoint
+    # After 0 and 2 there is a checkpoint; a spool begins with its first rollout, so each is seen one later.
+    assert spools == [[], [first], [], [third]]
     assert not list(run.directory.rollouts.glob("*.spool.jsonl"))
 
 
