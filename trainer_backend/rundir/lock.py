@@ -47,7 +47,9 @@ def locked(folder: Path) -> Iterator[None]:
     with writing(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        if not _taken(descriptor):
+        with writing(path):  # a file system may have no locks
+            taken = _taken(descriptor)
+        if not taken:
             raise _by(_said(path), folder)
         with writing(path):
             os.ftruncate(descriptor, 0)
@@ -82,6 +84,8 @@ def holder(folder: Path) -> Holder | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _said(path)
+    except OSError:
+        return None  # a file system without locks, where nobody can hold one
     finally:
         os.close(descriptor)
     return None

@@ -1,5 +1,8 @@
 """How the process of a job says how it ended (running/job_process.py says it, supervising/ hears it)."""
 
+# Begins the last line of one that ended with an error.
+ERROR = "error: "
+
 DONE = 0
 # An error of ours that another start may find mended: a task app that was away, a port that was taken.
 FAILED = 1

@@ -14,7 +14,7 @@ from rich.console import Console
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.job import load_job
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.running.exit_codes import DONE, FAILED, REFUSED, STOPPED
+from trainer_backend.running.exit_codes import DONE, ERROR, FAILED, REFUSED, STOPPED
 from trainer_backend.running.parent import end_with_parent
 from trainer_backend.running.planned_runs import Planned
 from trainer_backend.running.train_command import train_one
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         # Also at the first start: without a checkpoint that begins, and keeps what tells of a failure.
         finished = train_one(console, Planned(loaded, directory, resume=True), report=True)
     except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return REFUSED if is_final(error) else FAILED
     return DONE if finished else STOPPED
 

@@ -21,11 +21,13 @@ class Ending:
         exit_code: negative: the signal that killed it.
         state: the last that the process wrote; None: it wrote none.
         crashes: crashes of this job without an iteration in between, this one counted, if it is one.
+        said: the error that it printed last; None: none.
     """
 
     exit_code: int
     state: RunState | None
     crashes: int
+    said: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def _told(ending: Ending) -> tuple[str, str]:
         return "killed", f"its process was killed by {name}{hint}"
     if ending.state is not None and ending.state.state == "failed":
         return ending.state.code or "crashed", ending.state.detail
+    if ending.said is not None:  # before it came to its run: what there is of state.json is not its own
+        return ("refused" if ending.exit_code == REFUSED else "crashed"), ending.said
     return "crashed", f"its process ended with exit code {ending.exit_code}; process.log may say why"
 
 

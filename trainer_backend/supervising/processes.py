@@ -9,9 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer_backend.rundir.state import RunState, read_state
+from trainer_backend.running.exit_codes import ERROR
 from trainer_backend.store.rows import JobRow
 
 PROCESS_LOG = "process.log"
+_LAST_BYTES = 8192
 # The service's own secrets, which no job needs.
 WITHHELD = frozenset({"TRAINER_API_KEY", "TRAINER_API_KEY_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
 Command = Callable[[Path], Sequence[str]]
@@ -82,6 +84,19 @@ async def start_process(
             start_new_session=True,
         )
     return JobProcess(process)
+
+
+def last_words(job: JobRow) -> str | None:
+    """The error that the job's last process printed at its end (job_process.py); None: it ended otherwise."""
+    if job.run_dir is None:
+        return None
+    try:
+        with Path(job.run_dir, PROCESS_LOG).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return None
+    return lines[-1].removeprefix(ERROR) if lines and lines[-1].startswith(ERROR) else None
 
 
 def last_state(job: JobRow, process: JobProcess) -> RunState | None:

@@ -58,14 +58,14 @@ class Slot:
     crashes: int = 0
     iteration: int = 0
 
-    def ended(self, exit_code: int, state: RunState | None) -> Ending:
+    def ended(self, exit_code: int, state: RunState | None, said: str | None = None) -> Ending:
         """How it ended; counted once, however often this is asked."""
         if self.ending is None:
             reached = state.iteration if state is not None else 0
             if reached > self.iteration:
                 self.crashes, self.iteration = 0, reached
             self.crashes += is_crash(exit_code)
-            self.ending = Ending(exit_code, state, self.crashes)
+            self.ending = Ending(exit_code, state, self.crashes, said)
         return self.ending
 
     def wait_for_restart(self, until_s: float) -> None:

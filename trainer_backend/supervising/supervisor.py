@@ -16,7 +16,7 @@ import tomli
 from trainer_backend.errors import TrainerError
 from trainer_backend.job import parse_job
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.lock import holder
+from trainer_backend.rundir.lock import holder, refuse_taken
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store
 from trainer_backend.store.errors import StoreUnavailable, UnknownJob
@@ -25,7 +25,14 @@ from trainer_backend.store.rows import JobRow, JobState
 from trainer_backend.supervising.data_dir import DataDir
 from trainer_backend.supervising.news import News
 from trainer_backend.supervising.outcomes import is_stop, outcome_of, without_process
-from trainer_backend.supervising.processes import Command, JobProcess, job_command, last_state, start_process
+from trainer_backend.supervising.processes import (
+    Command,
+    JobProcess,
+    job_command,
+    last_state,
+    last_words,
+    start_process,
+)
 from trainer_backend.supervising.slots import Figures, Rules, Slot
 from trainer_backend.supervising.watcher import Watcher
 
@@ -103,12 +110,10 @@ class Supervisor:
                     log.warning("store_away", detail=str(error))
 
     async def _round(self) -> None:
+        self._kill_the_late()
         for job_id, slot in list(self.slots.items()):
             if slot.process is not None and slot.process.exit_code is not None:
                 await self._settle(job_id, slot, slot.process)
-            elif slot.process is not None and self._now() > slot.kill_at_s:
-                self.figures.killed += 1
-                slot.process.kill()
         for row in await self._rows("pausing", "cancelling"):
             await self._bring_to_its_end(row)
         for row in await self._rows("running"):
@@ -119,6 +124,14 @@ class Supervisor:
                 break
             self._news.tell(claimed.id)
             await self._start(claimed, Slot(counted=True))
+
+    def _kill_the_late(self) -> None:
+        """Without a question to the store, which may be away."""
+        for slot in self.slots.values():
+            if slot.process is not None and slot.process.exit_code is None and self._now() > slot.kill_at_s:
+                slot.kill_at_s = math.inf
+                self.figures.killed += 1
+                slot.process.kill()
 
     async def _rows(self, *states: JobState) -> tuple[JobRow, ...]:
         """Of this service's own jobs, oldest first."""
@@ -153,8 +166,13 @@ class Supervisor:
             run = await asyncio.to_thread(self._run_directory, row)
             found = await asyncio.to_thread(holder, run.path)
             if found is not None and self._may_wait(slot):
+                told = f"{run.path} is being trained by {found}; waiting for it to end"
+                await self._change(row.id, lambda job: None if job.detail == told else _waiting(told))
                 return
+            await asyncio.to_thread(refuse_taken, run.path)
             slot.process = await start_process(run.path, command=self._command)
+        except StoreUnavailable:
+            raise
         except (TrainerError, OSError) as error:
             await self._fail(row.id, error)
             return
@@ -164,7 +182,7 @@ class Supervisor:
         changes: Changes = {"run_id": run.run_id, "code": None, "detail": None}
         if not slot.counted:
             changes["attempt"] = row.attempt + 1
-        slot.counted = False
+        slot.counted, slot.held_until_s = False, math.inf
         await self._change(row.id, lambda job: changes)
 
     def _run_directory(self, row: JobRow) -> RunDirectory:
@@ -173,7 +191,7 @@ class Supervisor:
         return self._data.run_for(Path(row.run_dir), config)
 
     def _may_wait(self, slot: Slot) -> bool:
-        """Whether to wait for who holds the run directory; after that the process itself says who does."""
+        """Whether to wait, still, for who holds the run directory."""
         if math.isinf(slot.held_until_s):
             slot.held_until_s = self._now() + self._rules.held_s
         return self._now() < slot.held_until_s
@@ -193,7 +211,8 @@ class Supervisor:
         try:
             row = await asyncio.to_thread(jobs.get, self._store, job_id)
             state = await asyncio.to_thread(last_state, row, process)
-            ending = slot.ended(exit_code, state)
+            said = await asyncio.to_thread(last_words, row)
+            ending = slot.ended(exit_code, state, said)
             # First: whoever sees that it has ended then finds all that it did.
             await asyncio.to_thread(self._watcher.sync, row)
             restart_in_s: float | None = None
@@ -240,3 +259,7 @@ class Supervisor:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _waiting(told: str) -> Changes:
+    return {"code": "waiting", "detail": told}

@@ -137,12 +137,20 @@ def refused(actor: Actor) -> int:
     return REFUSED
 
 
+def mute(actor: Actor) -> int:
+    """Is refused before it could write a state."""
+    (actor.folder / "state.json").unlink()
+    print("a line of before\nerror: sinks.wandb cannot be opened", file=sys.stderr)
+    return REFUSED
+
+
 def main(folder: Path) -> int:
     end_with_parent()
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     plays = {
-        play.__name__: play for play in (quick, waiting, stubborn, late, crashing, hopeless, slowly, refused)
+        play.__name__: play
+        for play in (quick, waiting, stubborn, late, crashing, hopeless, slowly, refused, mute)
     }
     with locked(folder):
         actor = Actor(folder, stopped)

@@ -3,11 +3,15 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.trainer_backend.api.served import Served, serving, settings_for
+from trainer_backend.rundir.lock import locked
+from trainer_backend.store import jobs
+from trainer_backend.store.jobs import NewJob
 
 
 async def test_a_job_waits_runs_and_succeeds(served: Served):
@@ -139,6 +143,11 @@ async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Serve
         job = await served.until(job_id, "failed")
 
 
+async def test_one_that_is_refused_before_it_could_say_why_is_failed_with_what_it_printed(served: Served):
+    job = await served.until(await served.post("mute"), "failed")
+    assert (job["code"], job["detail"]) == ("refused", "sinks.wandb cannot be opened")
+
+
 async def test_a_process_that_somebody_else_stops_leaves_the_job_paused(served: Served):
     job_id = await served.post("waiting")
     await served.until_it_trains(job_id)
@@ -192,6 +201,47 @@ async def test_fewer_places_after_a_restart_put_the_youngest_back_into_the_queue
     async with serving(settings_for(tmp_path, max_jobs=1)) as served:
         await served.until_it_trains(first)
         await served.until(second, "queued")
+
+
+async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    folder = Path((await served.until(job_id, "paused"))["run_dir"])
+    with locked(folder):
+        await served.ask("resume", job_id)
+        job = await served.until(job_id, "running")
+        while job["code"] != "waiting":
+            job = await served.until(job_id, "running")
+        assert f"{folder} is being trained by process {os.getpid()}" in job["detail"]
+    await release(served, job_id)
+    job = await served.until(job_id, "succeeded")
+    assert (job["attempt"], job["code"]) == (2, None)
+
+
+async def test_and_not_without_end(tmp_path: Path):
+    settings = settings_for(tmp_path)
+    async with serving(replace(settings, rules=replace(settings.rules, held_s=0.0))) as served:
+        job_id = await served.post("waiting")
+        await served.until_it_trains(job_id)
+        await served.ask("pause", job_id)
+        folder = Path((await served.until(job_id, "paused"))["run_dir"])
+        with locked(folder):
+            await served.ask("resume", job_id)
+            job = await served.until(job_id, "failed")
+        assert f"{folder} is being trained by process {os.getpid()}" in job["detail"]
+
+
+async def test_a_job_that_this_version_cannot_read_has_failed(served: Served):
+    new = NewJob(
+        name="old",
+        config="[gone]\nkey = 1\n",
+        home=served.service.data.home,
+        run_dir=served.service.data.path / "old",
+    )
+    row, _ = await asyncio.to_thread(jobs.create, served.service.store, new)
+    job = await served.until(row.id, "failed")
+    assert (job["code"], "gone is not a key" in job["detail"]) == ("job_invalid", True)
 
 
 def process_of(served: Served, job_id: str) -> int:

@@ -38,8 +38,8 @@ TABLE = {
 }
 
 
-def ended(row, exit_code, *, state=SAID, crashes=1, restarts=3):
-    ending = Ending(exit_code, state, crashes)
+def ended(row, exit_code, *, state=SAID, crashes=1, restarts=3, said=None):
+    ending = Ending(exit_code, state, crashes, said)
     return outcome_of(row, ending, restarts=restarts, first_wait_s=1.0, now=NOW)
 
 
@@ -78,6 +78,12 @@ def test_one_crash_too_many_is_a_failure_in_the_words_of_the_process():
 def test_what_killed_it_is_told_where_it_could_not(exit_code, state, code, told):
     changes = ended(job(), exit_code, state=state, crashes=4).changes
     assert changes["code"] == code and told in changes["detail"]
+
+
+def test_what_it_printed_counts_where_it_wrote_no_state_of_its_own():
+    changes = ended(job(), REFUSED, state=None, said="sinks.wandb cannot be opened").changes
+    assert (changes["code"], changes["detail"]) == ("refused", "sinks.wandb cannot be opened")
+    assert ended(job(), REFUSED, said="less").changes["code"] == "task_app_failed"
 
 
 @pytest.mark.parametrize(
