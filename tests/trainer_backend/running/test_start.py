@@ -117,8 +117,9 @@ async def test_what_a_killed_start_had_of_the_teachers_episodes_is_not_played_ag
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     for start, most in ((1, 10), (2, 24)):
         collector: Any = Collector(most)
-        beginning = Beginning(job, directory, f"run.{start}", collector, reporter, asyncio.Event())
-        plan = Planner(job, f"run.{start}").warmup()
+        planner = Planner(job, f"run.{start}")
+        beginning = Beginning(directory, planner, {}, collector, reporter, asyncio.Event())
+        plan = planner.warmup()
         if start == 1:
             with pytest.raises(TaskAppError):
                 await beginning._played("teacher", plan)
