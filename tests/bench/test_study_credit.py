@@ -1,4 +1,4 @@
-"""The study of credit in its 20-second version: every arm runs, and one that comes later only adds."""
+"""The study of credit in its 20-second version: arms run, and one that comes later only adds."""
 
 import json
 import os
@@ -12,7 +12,9 @@ from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.job import load_job
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-FIRST, LATER = ["grpo", "stepwise", "gigpo", "gae"], ["branch"]
+# A start of a run takes longer than its quick iterations, so the suite runs three of the five.
+FIRST, LATER = ["grpo", "gae"], ["branch"]
+WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}
 
 
 def study(folder: Path, arms: list[str]) -> tuple[dict, str]:
@@ -38,13 +40,13 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
     assert [row["iteration"] for row in arms[0]["training"]] == [1, 2]
     # 2 iterations of 8 episodes, in which nobody dies within 5 decisions
     decisions = {arm: found["summary"][arm]["decisions"] for arm in found["arms"]}
-    assert [decisions[arm] for arm in FIRST] == [[80]] * 4
+    assert [decisions[arm] for arm in FIRST] == [[80]] * 2
     # 2 of the turns 2 to 5 have 2 branches each, of 2.5 decisions on average: as many again, twice
     assert decisions["branch"][0] / (2 * 20 * 5) == pytest.approx(3.0, rel=0.15)
     assert found["summary"]["branch"]["decisions_an_iteration"] == decisions["branch"][0] / 2
     assert found["summary"]["grpo"]["steps_an_iteration"] > 0
     assert found["summary"]["branch_minus_grpo"]["seeds"] == 1
-    assert "minus grpo" in told and "gigpo" in told
+    assert "minus grpo" in told and "gae" in told
 
 
 def test_the_difference_to_an_arm_is_paired_by_seed():
@@ -85,7 +87,8 @@ def test_all_arms_may_sample_about_as_many_decisions_and_branch_trains_on_fewer(
         played_on = [longest - turn + 1 for request in requests for turn in request.snapshot_turns]
         planned[arm] = (len(requests) * longest, len(requests) * longest + branches * sum(played_on))
     # where every episode lasts: 20 of 50 decisions, and 2 * 2 branches of some 25 each, against 64 of 50
-    assert {planned[arm] for arm in FIRST} == {(3200, 3200)}
+    assert set(planned) == {*WHOLE_EPISODES, *LATER}
+    assert {planned[arm] for arm in WHOLE_EPISODES} == {(3200, 3200)}
     trained, sampled = planned["branch"]
     assert trained == 1000
     assert sampled / 3200 == pytest.approx(3000 / 3200, rel=0.1)

@@ -52,10 +52,12 @@ def said(message: JsonObject) -> int:
 
     Every message of every request passes here, so a number that is compared later is kept, and no message.
     """
-    content, calls = message.get("content") or "", message.get("tool_calls")
-    spelled = content if type(content) is str else repr(content)
-    functions = tuple([_function(call) for call in calls]) if calls else ()
-    return hash((message.get("role"), spelled, functions, message.get("tool_call_id")))
+    get = message.get
+    content, calls = get("content") or "", get("tool_calls")
+    if type(content) is not str:
+        content = repr(content)
+    functions = tuple(map(_function, calls)) if calls else ()
+    return hash((get("role"), content, functions, get("tool_call_id")))
 
 
 def _function(call: Any) -> object:
