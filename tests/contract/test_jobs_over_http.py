@@ -76,7 +76,7 @@ def test_a_job_survives_the_service_that_runs_it(tmp_path: Path):
     job.write_text(dump_job(tiny_job(training__iterations=4, evaluation__every_n_iters=4)))
     with trainer(tmp_path) as first:
         job_id = turnwise(first.url, "submit", str(job), "--idempotency-key", "one").split()[0]
-        for name, data in first.client.events(f"/jobs/{job_id}/events"):
+        for name, data, _ in first.client.events(f"/jobs/{job_id}/events"):
             if name == "metrics" and data["kind"] == "iteration":
                 break
         assert first.client.get(f"/jobs/{job_id}")["state"] == "running"
@@ -85,7 +85,7 @@ def test_a_job_survives_the_service_that_runs_it(tmp_path: Path):
         again = turnwise(second.url, "submit", str(job), "--idempotency-key", "one").split()[0]
         assert again == job_id, "the key is remembered over the restart"
         told = [
-            data["text"] for name, data in second.client.events(f"/jobs/{job_id}/events") if name == "log"
+            data["text"] for name, data, _ in second.client.events(f"/jobs/{job_id}/events") if name == "log"
         ]
         found = second.client.get(f"/jobs/{job_id}")
         assert (found["state"], found["attempt"], found["progress"]["iteration"]) == ("succeeded", 2, 4)
@@ -118,9 +118,9 @@ def test_a_stranger_gets_nothing(tmp_path: Path):
 @pytest.mark.timeout(300)
 def test_a_job_whose_task_app_is_gone_fails_and_says_so(tmp_path: Path):
     job = dump_job(tiny_job(services__task_url="http://127.0.0.1:1", services__request_timeout_s=0.2))
-    with trainer(tmp_path, "--restarts", "0") as served:
+    with trainer(tmp_path, "--restarts", "0", "--allow-task-url", "http://127.0.0.1:1") as served:
         job_id = served.client.post("/jobs", body=job)["id"]
-        *_, (name, data) = served.client.events(f"/jobs/{job_id}/events")
+        *_, (name, data, _) = served.client.events(f"/jobs/{job_id}/events")
         assert (name, data) == ("end", {"state": "failed"})
         found = served.client.get(f"/jobs/{job_id}")
         assert found["code"] == "task_app_lost" and "http://127.0.0.1:1" in found["detail"]

@@ -108,7 +108,7 @@ def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -
 
 @pytest.mark.timeout(240)
 def test_ten_iterations_are_five_and_a_kill_and_five_bit_for_bit(unbroken: RunDirectory, tmp_path: Path):
-    run = killed(tmp_path, part="iteration_6.spool.jsonl", number=2)  # two of four are kept
+    run = killed(tmp_path, part="rollouts/iteration_6.spool.jsonl", number=2)  # two of four are kept
     resumed, reporter, progress = train_job(exact_job(), run.path, resume=run)
     assert f"resumed from {run.checkpoints}/iteration_5" in reporter.lines
     assert progress.iteration == 10

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,17 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SERVICES = COMPOSE["services"]
 
 
-def printed_by(script: str, folder: Path, **environment: str) -> list[str]:
+def printed_by(script: str, folder: Path, **environment: str) -> tuple[dict[str, str], list[str]]:
     """The environment that a script gives to a `turnwise` that only prints it, and its arguments."""
-    folder.joinpath("turnwise").write_text(
-        '#!/bin/sh\necho "$TURNWISE_DATABASE_URL|$TRAINER_API_KEY"\nfor word in "$@"; do echo "$word"; done\n'
-    )
+    folder.joinpath("turnwise").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done; echo; env\n')
     folder.joinpath("turnwise").chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     run = subprocess.run(
         ["sh", str(ROOT / "docker" / script)],
         cwd=folder, env={"PATH": path, **environment}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return run.stdout.splitlines()
+    words, _, given = run.stdout.partition("\n\n")
+    return dict(line.split("=", 1) for line in given.splitlines()), words.splitlines()
 
 
 def key_made(folder: Path) -> dict[str, str]:
@@ -97,9 +97,14 @@ def test_the_trainer_is_started_with_its_database_and_the_flags_that_it_knows(tm
         for name, value in SERVICES["trainer-backend"]["environment"].items()
         if name.startswith(("DATABASE_H", "GATEWAY", "TASK_URL"))
     }
-    given |= {"DATABASE_PASSWORD_FILE": str(tmp_path / "password"), "MAX_JOBS": "2"}
-    environment, *words = printed_by("trainer.sh", tmp_path, **given)
-    assert environment == "postgresql://turnwise:p-w_1@database/turnwise|"
+    passwords = tmp_path / "pgpass"
+    given |= {
+        "DATABASE_PASSWORD_FILE": str(tmp_path / "password"), "MAX_JOBS": "2", "PGPASSFILE": str(passwords)
+    }  # fmt: skip
+    environment, words = printed_by("trainer.sh", tmp_path, **given)
+    assert environment["TURNWISE_DATABASE_URL"] == "postgresql://turnwise@database/turnwise"
+    assert "p-w_1" not in str(environment), "who may look at processes would read it"
+    assert (passwords.read_text(), passwords.stat().st_mode & 0o777) == ("*:*:*:*:p-w_1\n", 0o600)
     assert words[0] == "trainer"
     flags = dict(zip(words[1::2], words[2::2], strict=True))
     assert flags == {
@@ -109,17 +114,25 @@ def test_the_trainer_is_started_with_its_database_and_the_flags_that_it_knows(tm
         "--allow-root": "configs",
         "--max-jobs": "2",
     }
+    _, words = printed_by("trainer.sh", tmp_path, ALLOW_MODEL="Qwen/*", **given)
+    assert words[-2:] == ["--allow-model", "Qwen/*"]
     key = {"TRAINER_API_KEY": "a-key", "TASK_URL": given["TASK_URL"]}
     settings = settings_from(Flags(host=flags["--host"], gateway_host=given["GATEWAY_HOST"]), key)
     assert settings.bounds.given_urls == ("dns+http://task-app:8001",)
 
 
-def test_the_demo_posts_the_demo_s_job_with_a_key_of_its_own(tmp_path):
-    (tmp_path / "key").write_text("secret\n")
-    environment, *words = printed_by("demo.sh", tmp_path, TRAINER_API_KEY_FILE=str(tmp_path / "key"))
-    assert environment == "|secret"
-    assert words == ["jobs", "submit", "configs/crafter_cpu.toml", "--idempotency-key", "compose-demo"]
-    load_job(ROOT / words[2])
+def test_the_demo_is_posted_once_as_long_as_its_job_is_the_same(tmp_path):
+    (tmp_path / "configs").mkdir()
+    job = tmp_path / "configs/crafter_cpu.toml"
+    job.write_bytes((ROOT / "configs/crafter_cpu.toml").read_bytes())
+    posted = [printed_by("demo.sh", tmp_path, TRAINER_API_KEY_FILE="/keys/key") for _ in range(2)]
+    assert posted[0][1] == posted[1][1]
+    environment, words = posted[0]
+    assert "TRAINER_API_KEY" not in environment, "the command reads the file by itself"
+    assert words[:4] == ["jobs", "submit", "configs/crafter_cpu.toml", "--idempotency-key"]
+    load_job(tmp_path / words[2])
+    job.write_text(job.read_text() + "\n# mine\n")
+    assert printed_by("demo.sh", tmp_path)[1][4] != words[4]
 
 
 def test_the_task_app_lets_itself_be_sent_to_the_trainers_gateway(tmp_path):
@@ -140,15 +153,87 @@ def test_no_container_writes_beside_its_volumes_or_gains_rights(name):
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert name == "database" or service["image"].startswith("turnwise-"), "whose user is set in the image"
     if name == "database":
         assert service["user"] == "postgres"
+    else:
+        assert re.search(rf"AS {service['build']['target']}\n(?:.*\n)*?USER turnwise", DOCKERFILE)
 
 
 def test_ports_are_published_on_this_machine_alone():
     ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert len(ports) == 2
     assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_what_is_ours_is_built_and_never_pulled():
+    # With `image` beside it compose v2 asks a registry first, and two builds of one tag at a time fail.
+    for name, service in SERVICES.items():
+        assert ("image" in service) != ("build" in service), name
+        if name != "database":
+            assert service["build"]["args"] == {"PIP_EXTRA_INDEX_URL": "${PIP_EXTRA_INDEX_URL:-}"}
+    assert SERVICES["keys"]["build"] == SERVICES["task-app"]["build"]
+    assert SERVICES["demo"]["build"] == SERVICES["trainer-backend"]["build"]
+
+
+def test_every_stage_that_installs_knows_the_package_index():
+    # The classic builder forgets an ARG at the end of its stage.
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.M)[1:]
+    installing = [stage for stage in stages if "pip install" in stage]
+    assert len(installing) == 2
+    for stage in installing:
+        assert "ARG PIP_EXTRA_INDEX_URL\n" in stage.partition("pip install")[0]
+
+
+def test_a_change_of_the_code_installs_no_dependency_again():
+    for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.M)[2:]:
+        installed, copied, again = re.search(
+            r"(pip install .*)\n((?:COPY \w+ \w+\n)+)RUN (pip install .*)", stage
+        ).groups()
+        assert "--no-deps" not in installed and "--no-deps" in again
+        assert re.findall(r"COPY (\w+) ", copied) == ["shared_schemas", "task_app", "trainer_backend"]
+
+
+def test_models_of_the_hub_are_kept_in_a_volume_that_the_user_may_write():
+    home = re.search(r"^ENV HF_HOME=(\S+)$", DOCKERFILE, re.M)[1]
+    assert f"models:{home}" in SERVICES["trainer-backend"]["volumes"]
+    assert re.search(rf"mkdir -p .* {home} ", DOCKERFILE)
+    assert re.search(rf"chown -R turnwise .* {home}\n", DOCKERFILE)
+
+
+def test_the_database_is_healthy_when_it_answers_others():
+    # While a new volume is set up, it answers on its socket alone.
+    assert SERVICES["database"]["healthcheck"]["test"][1:4] == ["pg_isready", "-h", "127.0.0.1"]
+
+
+def test_every_file_of_the_packages_is_in_the_wheel():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    packages = ["shared_schemas", "task_app", "trainer_backend"]
+    files = subprocess.run(
+        listed + packages, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    data = [Path(name) for name in files if not name.endswith(".py")]
+    assert len(data) > 30
+    assert [path for path in data if not any(path.match(pattern) for pattern in patterns)] == []
+
+
+def test_the_page_scrapes_both_services_by_the_names_and_keys_that_compose_gives_them():
+    page = (ROOT / "docs/operations.md").read_text()
+    (scraped,) = [
+        yaml.safe_load(text) for text in re.findall(r"```yaml\n(scrape_configs:.*?)```", page, re.S)
+    ]
+    given = {
+        name: service["environment"][variable]
+        for name, variable in (
+            ("task-app", "ENVIRONMENT_API_KEY_FILE"),
+            ("trainer-backend", "TRAINER_API_KEY_FILE"),
+        )
+        for service in [SERVICES[name]]
+    }
+    assert {
+        one["static_configs"][0]["targets"][0].partition(":")[0]: one["authorization"]["credentials_file"]
+        for one in scraped["scrape_configs"]
+    } == given
 
 
 def test_compose_1_29_reads_it_too():

@@ -9,6 +9,7 @@ import pytest
 
 from task_app.plugins import ENVIRONMENTS, POLICIES
 from tests.conftest import rows_of
+from trainer_backend.api.settings import Flags, settings_from
 from trainer_backend.job import dump_job, load_job
 from trainer_backend.jobfile.docs import configuration_markdown
 from trainer_backend.jobfile.schema import JobConfig
@@ -87,6 +88,13 @@ def test_every_metric_is_documented(trained):
         if f"`{name}`" not in page and f"`{name.rpartition('/')[0]}/*`" not in page
     ]
     assert missing == []
+
+
+def test_the_operator_is_told_of_the_database_file_by_its_name():
+    name = settings_from(Flags(), {}).database_url.rpartition("/")[2]
+    page = text_of("docs/operations.md")
+    assert f"`DATA_DIR/{name}`" in page
+    assert set(re.findall(r"turnwise\.(?:db|sqlite\w*)", page)) == {name}
 
 
 def test_links_lead_somewhere():

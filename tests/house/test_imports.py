@@ -37,6 +37,7 @@ DOORS = {
         "task_app/guards/connections.py",
         "task_app/server.py",
         "task_app/__main__.py",
+        "trainer_backend/api/connections.py",
         "trainer_backend/api/server.py",
         "trainer_backend/inference/server.py",
     ],

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,21 @@ def command(line: str) -> Command | None:
     return found
 
 
+def allowed() -> dict[str, tuple[str, ...]]:
+    """What the page's own `turnwise trainer` allows, as fields of `Flags`."""
+    (line,) = re.findall(r"^\$ turnwise trainer (.*) &$", PAGE, re.M)
+    words = shlex.split(line)
+    return {
+        f"{name.removeprefix('--allow-').replace('-', '_')}s": (value,)
+        for name, value in pairwise(words)
+        if name.startswith("--allow-")
+    }
+
+
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with serving(settings_for(tmp_path, environ={"TRAINER_API_KEY": KEY})) as found:
+    settings = settings_for(tmp_path, environ={"TRAINER_API_KEY": KEY}, **allowed())
+    async with serving(settings) as found:
         yield found
 
 

@@ -26,9 +26,9 @@ from trainer_backend.api.observed import Observed
 from trainer_backend.api.openapi import describe, problem_responses
 from trainer_backend.api.problems import install_problem_handlers, unforeseen
 from trainer_backend.api.service import Service
+from trainer_backend.supervising.line import ended
 
 _THREADS = 24
-_END_S = 15.0
 
 
 class TrainerApp(FastAPI):
@@ -87,13 +87,13 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """The supervisor and the watcher run as long as the service; then jobs are stopped in order."""
     service: Service = app.state.service
-    async with _threads(), _working(service):
+    async with _threads(service), _working(service):
         yield
 
 
 @asynccontextmanager
 async def _working(service: Service) -> AsyncIterator[None]:
-    working = [asyncio.ensure_future(service.watcher.run())]
+    working = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
     if service.supervisor is not None:
         working.append(asyncio.ensure_future(service.supervisor.run()))
     try:
@@ -109,16 +109,18 @@ async def _working(service: Service) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _threads() -> AsyncIterator[None]:
-    """For all that blocks; and at the end nobody works with the store any more, which is closed then.
+async def _threads(service: Service) -> AsyncIterator[None]:
+    """For requests; and at the end nobody works with the store any more, which is closed then.
 
     More than asyncio would take on a small machine: a database that hangs holds a thread for each question.
     """
     loop = asyncio.get_running_loop()
-    threads = ThreadPoolExecutor(_THREADS, "trainer")
-    loop.set_default_executor(threads)
+    threads = [ThreadPoolExecutor(_THREADS, "trainer"), *service.watcher.threads]
+    if service.supervisor is not None:
+        threads += service.supervisor.threads
+    loop.set_default_executor(threads[0])
     try:
         yield
     finally:
         loop.set_default_executor(ThreadPoolExecutor())
-        await asyncio.wait([asyncio.ensure_future(asyncio.to_thread(threads.shutdown))], timeout=_END_S)
+        await ended(threads, at_most_s=service.settings.store_s)

@@ -23,9 +23,10 @@ from starlette.responses import StreamingResponse
 from shared_schemas.base import Body
 from trainer_backend.api.errors import ApiError, TooManyStreams
 from trainer_backend.api.finding import job_named
+from trainer_backend.api.log_lines import Piece, next_piece
 from trainer_backend.api.service import Service, service_of
 from trainer_backend.api.views import JobView, job_view
-from trainer_backend.rundir.run_log import read_log
+from trainer_backend.rundir import run_log
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.errors import StoreUnavailable, UnknownJob
 from trainer_backend.store.rows import ENDED
@@ -33,6 +34,8 @@ from trainer_backend.store.rows import ENDED
 router = APIRouter(tags=["runs"])
 
 _MOST_ROWS = 200
+# What every database, and every file, can be asked for.
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Place:
             ApiError: it is no id of ours.
         """
         row, _, byte = text.partition(".")
-        if not (row.isdecimal() and byte.isdecimal() and len(text) <= 40):
+        if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (row, byte)):
             raise ApiError(f"{text[:40]!r} is no event id of this service", where="header Last-Event-ID")
         return cls(int(row), int(byte))
 
@@ -129,26 +132,26 @@ class _Found:
 
     job: JobView
     rows: tuple[Any, ...]
-    lines: list[Any]
+    log: Piece
     place: Place
 
     @property
     def more(self) -> bool:
-        return len(self.rows) == _MOST_ROWS
+        return len(self.rows) == _MOST_ROWS or self.log.more
 
     def events(self, before: Place) -> Iterator[bytes]:
         for row in self.rows:
             data = {"kind": row.kind, "iteration": row.iteration, "row": dict(row.row)}
             yield _event("metrics", data, Place(row.number, before.byte))
-        for line in self.lines:
-            yield _event("log", {"time": line.time, "text": line.text}, self.place)
+        for line, end in self.log.told():
+            yield _event("log", {"time": line.time, "text": line.text}, Place(self.place.row, end))
 
 
 def _look(service: Service, job_id: str, place: Place) -> _Found:
     job = jobs.get(service.store, job_id)  # first: when it has ended, all else is there
     rows = reads.metric_lines(service.store, job_id, after=place.row, limit=_MOST_ROWS)
-    lines, byte = read_log(Path(job.run_dir), offset=place.byte) if job.run_dir else ([], 0)
-    return _Found(job_view(job), rows, lines, Place(rows[-1].number if rows else place.row, byte))
+    log = next_piece(Path(job.run_dir, run_log.FILE), place.byte) if job.run_dir else Piece()
+    return _Found(job_view(job), rows, log, Place(rows[-1].number if rows else place.row, log.end))
 
 
 def _event(name: str, data: BaseModel | dict[str, Any], place: Place | None = None) -> bytes:

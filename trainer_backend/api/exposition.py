@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
@@ -14,11 +15,14 @@ from trainer_backend.api.known_names import OF_EVALUATIONS, OF_ITERATIONS
 from trainer_backend.api.service import Service
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.errors import StoreUnavailable, UnknownJob
-from trainer_backend.store.rows import ACTIVE, JobRow, JobState
+from trainer_backend.store.rows import ACTIVE, ENDED, JobRow, JobState
+from trainer_backend.store.sync_lines import numbers_of
 
 _PREFIX = "turnwise_trainer"
-_LABELS = ("job_id", "run")
 _KINDS = ("iteration", "evaluation")
+_MOST_JOBS = 200
+# So that who asks every minute sees the last iteration of a job, and its last evaluation.
+_SHOWN_ON = timedelta(minutes=5)
 
 
 class Page(NamedTuple):
@@ -31,7 +35,7 @@ class _Stored:
     """What the store says now; `up` is False, and all else empty, where it does not answer.
 
     Attributes:
-        rows: of the jobs that run, their last row of each kind.
+        rows: of the jobs that run, or ended just now, their last row of each kind.
     """
 
     up: bool
@@ -53,8 +57,11 @@ def _stored(service: Service) -> _Stored:
     store, home = service.store, service.data.home
     try:
         counts = jobs.counts(store, home)
-        running = jobs.find(store, states=ACTIVE, home=home, limit=200).items
-        rows = tuple((job, _last_rows(service, job)) for job in running)
+        running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
+        ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
+        since = store.clock() - _SHOWN_ON
+        shown = (*running, *(job for job in ended if job.ended is not None and job.ended >= since))
+        rows = tuple((job, _last_rows(service, job)) for job in shown)
     except StoreUnavailable:
         return _Stored(False, {}, ())
     return _Stored(True, counts, rows)
@@ -111,6 +118,7 @@ def _so_far(service: Service) -> Iterator[Metric]:
             "job_starts": ("Processes of jobs that were started.", done.started),
             "job_restarts": ("Crashed jobs that were started again.", done.restarts),
             "job_kills": ("Processes that were killed because they did not stop in time.", done.killed),
+            "job_faults": ("Times that a job met an error of the service.", done.faults),
             "store_failures": ("Rounds that the store did not answer.", done.store_failures),
         }
     for name, (text, value) in figures.items():
@@ -131,22 +139,46 @@ def _so_far(service: Service) -> Iterator[Metric]:
 
 def _of_runs(stored: _Stored) -> Iterator[Metric]:
     """Every number of the last rows, as turnwise_trainer_ROOM_WHAT, and under the names that people know."""
-    families: dict[str, GaugeMetricFamily] = {}
-
-    def add(name: str, text: str, job: JobRow, value: Any) -> None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            family = families.setdefault(name, GaugeMetricFamily(name, text, labels=_LABELS))
-            family.add_metric([job.id, job.name], value)
-
+    families = _Families()
     for job, rows in stored.rows:
-        for row in rows.values():
-            for name, value in row.items():
+        for kind, row in rows.items():
+            for name, value in numbers_of(row):
                 if "/" in name:
-                    add(f"{_PREFIX}_{_plain(name)}", f"{name} of the last row.", job, value)
+                    text = f"{name} of the last row."
+                    families.add(f"{_PREFIX}_{_plain(name)}", text, value, job, kind=kind)
         for known, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
-            for name, ours in known.items():
-                add(name, f"{ours} of the last row.", job, rows.get(kind, {}).get(ours))
-    yield from families.values()
+            for name, ours, value in _as_known(known, rows.get(kind, {})):
+                families.add(name, f"{ours} of the last row.", value, job)
+    yield from families.all.values()
+
+
+class _Families:
+    """Gauges by name. Prometheus keeps one of two samples with one name and the same labels."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, GaugeMetricFamily] = {}
+        self._taken: set[tuple[str, ...]] = set()
+
+    def add(self, name: str, text: str, value: float, job: JobRow, **more: str) -> None:
+        labels = {"job_id": job.id, "run": job.name, **more}
+        while (name, *labels.values()) in self._taken:  # of policies `a-b` and `a_b`, say
+            name += "_"
+        self._taken.add((name, *labels.values()))
+        family = self.all.setdefault(name, GaugeMetricFamily(name, text, labels=tuple(labels)))
+        family.add_metric(tuple(labels.values()), value)
+
+
+def _as_known(known: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Name there, name here and value; a `*` at the end of both stands for what is like it."""
+    numbers = dict(numbers_of(row)) | {name: row[name] for name in ("iteration",) if name in row}
+    for name, ours in known.items():
+        if not ours.endswith("*"):
+            found = {name: ours}
+        else:
+            begin = ours[:-1]
+            likes = [one for one in numbers if one.startswith(begin)]
+            found = {name[:-1] + _plain(one.removeprefix(begin)): one for one in likes}
+        yield from ((there, here, numbers[here]) for there, here in found.items() if here in numbers)
 
 
 def _plain(name: str) -> str:

@@ -1,6 +1,9 @@
 """What the dashboard may do to jobs, by the same rules as the routes."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import structlog
 
 from trainer_backend.api.checking import checked
 from trainer_backend.api.control_routes import ask_for
@@ -11,7 +14,7 @@ from trainer_backend.api.submitting import Submission, digest_of, submit
 from trainer_backend.dashboard import services
 from trainer_backend.store.rows import JobRow
 
-_EXAMPLES = Path("configs")
+_log = structlog.get_logger("trainer")
 
 
 class JobsForPages:
@@ -28,9 +31,11 @@ class JobsForPages:
 
         return services.Checked(errors=of("error"), warnings=of("warning"))
 
-    async def submit(self, text: str) -> JobRow:
-        sent = Submission(document_of(text), digest_of(text.encode()))
-        job, _, _ = await submit(self._service, sent, None)
+    async def submit(self, text: str, form: str) -> JobRow:
+        digest = digest_of(text.encode())
+        # With the text in it: who goes back and sends another one wants another job.
+        key = f"form-{form}-{digest[:16]}" if form else None
+        job, _, _ = await submit(self._service, Submission(document_of(text), digest), key)
         return job
 
     async def control(self, job_id: str, action: services.Action) -> JobRow:
@@ -40,10 +45,24 @@ class JobsForPages:
 def dashboard_of(service: Service) -> services.Dashboard:
     """What the pages work with."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
-    return services.Dashboard(service.store, jobs, service.store.clock, _examples())
+    return services.Dashboard(
+        service.store, jobs, service.store.clock, examples_in(service.settings.bounds.roots)
+    )
 
 
-def _examples() -> tuple[tuple[str, str], ...]:
-    """The jobs beside the code, where there are some: names and texts."""
-    files = sorted(_EXAMPLES.glob("*.toml"))
-    return tuple((file.stem, file.read_text(encoding="utf-8")) for file in files)
+def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:
+    """Jobs that the operator offers, *.toml in the folders of --allow-root: names and texts.
+
+    What cannot be read is logged and left out: a form is no reason not to serve.
+    """
+    files = [file for root in roots for file in sorted(root.glob("*.toml"))]
+    stems = [file.stem for file in files]
+    found = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            _log.warning("example_not_read", file=str(file), error=str(error))
+            continue
+        found.append((file.stem if stems.count(file.stem) == 1 else str(file), text))
+    return tuple(found)

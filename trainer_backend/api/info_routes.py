@@ -49,6 +49,7 @@ async def info(request: Request) -> dict[str, Any]:
             "task_urls": sorted(bounds.task_urls),
             "inference_hosts": sorted(bounds.inference_hosts),
             "key_variables": sorted(bounds.key_variables),
+            "models": list(bounds.models),
             "gateway_host": bounds.gateway_host,
         },
     }

@@ -1,6 +1,5 @@
 """Jobs: post one, check one, list them, look at one, delete one."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -10,14 +9,13 @@ from shared_schemas.base import Body
 from trainer_backend.api.checking import Checked, checked
 from trainer_backend.api.finding import job_named, refuse_foreign
 from trainer_backend.api.posted import posted_job
-from trainer_backend.api.service import Service, service_of
+from trainer_backend.api.service import service_of
 from trainer_backend.api.submitting import PostedJob, submission_of, submit, text_of
 from trainer_backend.api.views import JobList, JobView, job_view, list_view
 from trainer_backend.job import dump_job
-from trainer_backend.rundir.lock import holder
 from trainer_backend.store import jobs
-from trainer_backend.store.errors import JobConflict
-from trainer_backend.store.rows import ENDED, JobRow, JobState
+from trainer_backend.store.rows import JobState
+from trainer_backend.supervising.deleting import forget_job
 
 router = APIRouter(tags=["jobs"])
 
@@ -88,13 +86,13 @@ async def create_job(
         posted = await service.ask(posted_job, sent.document, service.settings.bounds, sent.tags)
         resolved = Resolved(toml=dump_job(posted.loaded.config), warnings=posted.loaded.warnings)
         return Response(resolved.model_dump_json(), media_type="application/json")
-    job, made, posted = await submit(service, sent, idempotency_key)
+    job, made, warnings = await submit(service, sent, idempotency_key)
     if not made:
         response.status_code = 200
         response.headers["Idempotency-Replayed"] = "true"
     response.headers["Location"] = f"/jobs/{job.id}"
     view = await service.ask(job_view, job)
-    return Created(**dict(view), warnings=posted.loaded.warnings)
+    return Created(**dict(view), warnings=warnings)
 
 
 @router.post("/jobs/check", openapi_extra=job_body(as_json=False))
@@ -138,19 +136,8 @@ async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery
     service = service_of(request)
     job = await job_named(service, job_id)
     refuse_foreign(service, job)
-    await service.ask(_delete, service, job, query.files)
+    try:
+        await service.ask(forget_job, service.store, service.data, job, files=query.files)
+    finally:  # also where nobody waits any longer for what goes on
+        service.sweeper.wake()
     service.changed(job.id)
-
-
-def _delete(service: Service, job: JobRow, files: bool) -> None:
-    path = Path(job.run_dir) if job.run_dir is not None else None
-    if job.state not in (*ENDED, "paused"):
-        raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
-    found = holder(path) if path is not None else None
-    if found is not None:
-        raise JobConflict(f"job {job.id} is being trained by {found}; stop it first, then delete it")
-    if path is not None:
-        service.data.forget(path)  # first: a run that is neither a job nor forgotten would be found again
-    jobs.remove(service.store, job.id)
-    if path is not None and files:
-        service.data.remove(path)

@@ -1,7 +1,7 @@
 """Names under which other systems publish what we measure, for dashboards that ask for those. Data alone.
 
-Each is a number of the last row of a run that goes on, by its own name in docs/route.md. What is not the same
-thing there and here is not in this table.
+Each is a number of the last row of a run, by its own name in docs/route.md; a `*` stands for whatever is
+there. What is not the same thing there and here is not in this table.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ OF_ITERATIONS: Mapping[str, str] = {
     "critic_rewards_mean": "reward/mean",
     "critic_vf_explained_var": "value/explained_variance",
     "critic_vf_loss": "value/loss",
+    "critic_values_mean": "value/mean",
     "actor_pg_loss": "loss/policy",
     "actor_entropy": "loss/entropy",
     "actor_kl_loss": "loss/kl",
@@ -23,13 +24,25 @@ OF_ITERATIONS: Mapping[str, str] = {
     "timing_s_gen": "time/collect_s",
     "timing_s_update_actor": "time/update_s",
     "timing_s_update_weights": "time/publish_s",
+    "timing_s_save_checkpoint": "time/checkpoint_s",
     "training_global_step": "iteration",
+    # Of source 4.
+    "rollout_policy_choice": "rollout/policy_choice",
     "rollout_using_actor": "rollout/using_actor",
     "rollout_using_fixed": "rollout/using_fixed",
+    "actor_importance_sampling": "actor/importance_sampling",
     "actor_importance_weight_mean": "actor/importance_weight_mean",
+    "actor_importance_weight_std": "actor/importance_weight_std",
+    "actor_importance_weight_min": "actor/importance_weight_min",
+    "actor_importance_weight_max": "actor/importance_weight_max",
     # prime-rl's and others' (prior art: peers, section 4).
     "entropy_mean": "loss/entropy",
     "importance_ratio_mean": "loss/ratio_mean",
+    "importance_ratio_min": "loss/ratio_min",
+    "importance_ratio_max": "loss/ratio_max",
+    "off_policy_mean": "policy/staleness_mean",
+    "off_policy_max": "policy/staleness_max",
+    "stop_*": "stop/*",
     "optim_lr": "optim/lr",
     "optim_grad_norm": "optim/grad_norm",
     "errored_rollouts": "rollout/failed",

@@ -7,6 +7,7 @@ The shape is that of synth-ai: `{job_type, compute, data: {endpoint_base_url, co
 from collections.abc import Iterator
 from typing import Any
 
+from trainer_backend.api.posted import refuse_unwritable
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.model_table import HUB_NAME
 
@@ -46,6 +47,7 @@ def translated(
     Raises:
         JobError: two models are named, or epochs are no numbers.
     """
+    refuse_unwritable(config)
     tables = {name: dict(value) if isinstance(value, dict) else value for name, value in config.items()}
     warnings = tuple(_leave_out(tables))
     _name_model(tables, model)

@@ -15,8 +15,6 @@ from trainer_backend.api.views import job_view
 
 router = APIRouter(tags=["launchers"])
 
-_READ = {"job_type", "data", "compute", "tags"}
-
 
 class LauncherData(OpenBody):
     """`config` is the whole TOML, as tables or as text."""
@@ -55,12 +53,12 @@ async def create_rl_job(
         model=body.data.model or body.data.base_model,
     )
     sent = Submission(tables, digest_of(await request.body()), body.tags)
-    job, made, posted = await submit(service, sent, idempotency_key)
+    job, made, found = await submit(service, sent, idempotency_key)
     if not made:
         response.status_code = 200
         response.headers["Idempotency-Replayed"] = "true"
     view = await service.ask(job_view, job)
-    told = [f"{name} is not read" for name in sorted({*body.model_dump(exclude_unset=True)} - _READ)]
+    told = [f"{name} is not read" for name in sorted(body.model_extra or ())]
     told += ["compute is for other backends and is not read"] if body.compute else []
-    all_warnings = (*told, *warnings, *posted.loaded.warnings)
+    all_warnings = (*told, *warnings, *found)
     return LauncherReply(**dict(view), warnings=all_warnings, job_id=job.id, status=job.state)

@@ -1,4 +1,8 @@
-"""The log-in page: the key once, then a cookie that no script can read and no other site's page can send."""
+"""The log-in page: the key once, then a cookie that no script can read.
+
+A link from elsewhere brings it (SameSite=lax), and only reads; what changes something has to come from a page
+of ours (gate.py), whatever it brings.
+"""
 
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -35,7 +39,7 @@ async def log_in(
         return page("login", status=401, next=own_path(next), refused=True)
     response = RedirectResponse(own_path(next), 303)
     response.set_cookie(
-        COOKIE, keys.cookie(), max_age=SESSION_S, httponly=True, samesite="strict",
+        COOKIE, keys.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",
         secure=request.url.scheme == "https",
     )  # fmt: skip
     return response

@@ -8,6 +8,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _STREAM = "/jobs/{job_id}/events"
 _NO_ROUTE = "none"
+# What HTTP calls a method is any word: a stranger's own must make no new series, nor stay in memory.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_OTHER = "other"
 
 
 @dataclass(slots=True)
@@ -33,7 +36,8 @@ class Observed:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = _route_of(scope)
-                self._requests.answered[scope["method"], route, message["status"]] += 1
+                method = scope["method"] if scope["method"] in _METHODS else _OTHER
+                self._requests.answered[method, route, message["status"]] += 1
                 if route != _STREAM:
                     self._requests.seconds[route] += time.monotonic() - started  # type: ignore[assignment]
             await send(message)

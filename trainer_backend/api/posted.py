@@ -4,16 +4,15 @@ Whoever may post jobs may train; he may not read the operator's files, run code 
 operator's keys to a host of his choice, or listen where he likes. Errors never repeat a key.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import tomli
 
-from trainer_backend.api.settings import Bounds, is_loopback
-from trainer_backend.collect.addresses import DNS
+from trainer_backend.api.settings import Bounds
 from trainer_backend.errors import JobError
 from trainer_backend.job import LoadedJob, parse_job, refuse_what_is_missing
 from trainer_backend.jobfile.layers import anchor
@@ -26,6 +25,9 @@ WHERE = "the posted job"
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY = "WANDB_API_KEY"
 _MOST_TAGS, _LONGEST_TAG = 32, 200
+# Tables and lists in one another; the schema needs a few. What reads and writes TOML calls itself for each.
+_DEEPEST = 32
+_WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's own; longer ones cannot be written down again
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,35 @@ def document_of(text: str) -> dict[str, Any]:
     """
     try:
         return tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
+    except RecursionError as error:
+        raise JobError(f"{WHERE}: {_too_deep('a value')}") from error
+    except ValueError as error:
         raise JobError(f"{WHERE}: not valid TOML: {error}") from error
+
+
+def refuse_unwritable(document: Mapping[str, Any]) -> None:
+    """Before anything walks through a document: what is too deep, or too long a number, for that.
+
+    Raises:
+        JobError: with the table that holds it.
+    """
+    for name, table in document.items():
+        level, depth = [table], 0
+        while level:
+            if any(isinstance(item, int) and item not in _WHOLE_NUMBERS for item in level):
+                raise JobError(f"{WHERE}: {name[:80]} holds a whole number of more than 64 bits")
+            holding = [item for item in level if isinstance(item, Mapping | list)]
+            if holding and depth == _DEEPEST:
+                raise JobError(f"{WHERE}: {_too_deep(name[:80])}")
+            level, depth = [inner for item in holding for inner in _inside(item)], depth + 1
+
+
+def _inside(value: Mapping[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def _too_deep(what: str) -> str:
+    return f"{what} holds tables or lists in one another, more than {_DEEPEST} deep"
 
 
 def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None) -> Posted:
@@ -59,6 +88,7 @@ def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, A
     Raises:
         JobError: it is wrong, or names what it may not; a line for each finding.
     """
+    refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
     found_tags = _tags({**_table(own.pop("tags", {}), "tags"), **(tags or {})})
     _refuse_key(own)
@@ -125,12 +155,20 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             roots = ", ".join(map(str, _roots(key, bounds)))
             yield f"{key} names a file outside of what posted jobs may read: {roots} (--allow-root)"
     for url in config.services.task_url:
-        if url.rstrip("/") not in bounds.task_urls and not _is_here(url):
+        # On this machine too: the operator's key for task apps goes to whoever listens there.
+        if url.rstrip("/") not in bounds.task_urls:
             allowed = ", ".join(sorted(bounds.task_urls)) or "none"
             yield (
-                "services.task_url names a task app that is neither on this machine nor allowed "
-                f"(--allow-task-url: {allowed})"
+                "services.task_url names a task app that the service's key may not be sent to "
+                f"(TASK_URL or --allow-task-url: {allowed})"
             )
+    name = config.model.name
+    if name is not None and not any(fnmatchcase(name, pattern) for pattern in bounds.models):
+        allowed = ", ".join(bounds.models) or "none"
+        yield (
+            "model.name names a model of the hub that posted jobs may not have fetched "
+            f"(--allow-model: {allowed})"
+        )
     yield from _foreign_keys(config, bounds)
 
 
@@ -164,10 +202,6 @@ def _is_allowed(key: str, path: Path, bounds: Bounds) -> bool:
 
 def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
     return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
-
-
-def _is_here(url: str) -> bool:
-    return is_loopback(urlsplit(url.removeprefix(DNS)).hostname or "")
 
 
 def _without_port(host: str) -> str:

@@ -8,16 +8,16 @@ from pydantic import Field
 
 from shared_schemas.base import Body
 from trainer_backend.api.finding import job_named
+from trainer_backend.api.log_lines import last_piece
 from trainer_backend.api.service import service_of
-from trainer_backend.rundir.run_log import read_log
+from trainer_backend.rundir import run_log
 from trainer_backend.store import reads
 from trainer_backend.store.rows import JobRow
 from trainer_backend.supervising.processes import PROCESS_LOG
 
 router = APIRouter(tags=["runs"])
 
-_FILES = {"process": PROCESS_LOG, "task_app": "task_app.log"}
-_MOST_BYTES = 1 << 20
+_FILES = {"run": run_log.FILE, "process": PROCESS_LOG, "task_app": "task_app.log"}
 
 
 class Curve(Body):
@@ -83,7 +83,7 @@ async def metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, 
 
 @router.get("/jobs/{job_id}/log")
 async def log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
-    """What a run has told, line by line."""
+    """What a run has told, line by line; of a long log the last megabyte."""
     service = service_of(request)
     return await service.ask(_log, await job_named(service, job_id), query)
 
@@ -91,25 +91,9 @@ async def log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]
 def _log(job: JobRow, query: LogQuery) -> Log:
     if job.run_dir is None:
         return Log(lines=(), next_offset=0)
-    folder = Path(job.run_dir)
+    piece = last_piece(Path(job.run_dir, _FILES[query.part]), query.offset)
     if query.part == "run":
-        told, end = read_log(folder, offset=query.offset)
-        lines = [Line(time=line.time, text=line.text) for line in told]
+        lines = [Line(time=line.time, text=line.text) for line, _ in piece.told()]
     else:
-        texts, end = _text_lines(folder / _FILES[query.part], query.offset)
-        lines = [Line(time="", text=text) for text in texts]
-    return Log(lines=tuple(lines[-query.tail :]), next_offset=end)
-
-
-def _text_lines(path: Path, offset: int) -> tuple[list[str], int]:
-    """The whole lines of a text file from a byte on, of a long file the last megabyte."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(offset if offset <= size else 0, size - _MOST_BYTES))
-            begin = file.tell()
-            data = file.read()
-    except FileNotFoundError:
-        return [], 0
-    whole = data[: data.rfind(b"\n") + 1]
-    return whole.decode("utf-8", "replace").splitlines(), begin + len(whole)
+        lines = [Line(time="", text=text) for text in piece.texts()]
+    return Log(lines=tuple(lines[-query.tail :]), next_offset=piece.end)

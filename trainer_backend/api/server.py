@@ -8,31 +8,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import structlog
 import uvicorn
 import uvloop
 
 from trainer_backend.api.app import TrainerApp, create_app
 from trainer_backend.api.auth import Keys
+from trainer_backend.api.connections import bounded_protocol
 from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Settings
 from trainer_backend.inference.server import Listener
 from trainer_backend.logs import configure_logs
 from trainer_backend.store.database import open_store
 from trainer_backend.supervising.data_dir import open_data_dir
+from trainer_backend.supervising.deleting import Sweeper
 from trainer_backend.supervising.news import News
 from trainer_backend.supervising.processes import Command, job_command
 from trainer_backend.supervising.supervisor import Supervisor
 from trainer_backend.supervising.watcher import Watcher
 
+log = structlog.get_logger("trainer")
+
 # Of a request's head; h11, unlike httptools, bounds it.
 _HEAD_BYTES = 32_768
+# For a thread that was told to end.
+_LAST_S = 1.0
 
 
-def serve_trainer(settings: Settings, say: Callable[[str], None]) -> None:
+def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Command = job_command) -> None:
     """Serve until somebody stops it.
 
     Args:
         say: is given a line for the person who started it.
+        command: what is started for a job.
 
     Raises:
         StoreError: the database does not answer, or is none of ours.
@@ -42,13 +50,27 @@ def serve_trainer(settings: Settings, say: Callable[[str], None]) -> None:
     configure_logs()
     flags = settings.flags
     # The port first: a taken one must not touch the store of the service that has it.
-    with Listener(flags.host, flags.port) as listener, open_service(settings) as service:
+    with Listener(flags.host, flags.port) as listener, open_service(settings, command=command) as service:
         server = _Server(app_of(service), on_ready=lambda: say(f"listening on {listener.url}"))
         if flags.exit_with_parent:
             server.stop_with_parent()
         say(f"store: {service.store.shown}; runs: {service.data.path}")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(server.serve([listener.socket]))
+    _leave_what_hangs()
+
+
+def _leave_what_hangs() -> None:
+    """End this process, where a thread hangs in a database or a disk: the interpreter would wait for it."""
+    working = [one for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
+    for one in working:
+        one.join(_LAST_S)
+    hanging = [one.name for one in working if one.is_alive()]
+    if hanging:
+        log.warning("threads_left", threads=hanging)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 @contextmanager
@@ -58,13 +80,15 @@ def open_service(settings: Settings, *, command: Command = job_command) -> Itera
         store = open_store(settings.database_url)
         try:
             news = News()
-            watcher = Watcher(store, data, news)
+            answer_s, rules = settings.store_s, settings.rules
+            watcher = Watcher(store, data, news, tidies=rules.max_jobs > 0, answer_s=answer_s)
             supervisor = (
-                Supervisor(store, data, news, watcher, settings.rules, command=command)
-                if settings.rules.max_jobs
+                Supervisor(store, data, news, watcher, rules, command=command, answer_s=answer_s)
+                if rules.max_jobs
                 else None
             )
-            yield Service(settings, store, data, news, watcher, supervisor, Keys(settings.api_key))
+            keys = Keys(settings.api_key)
+            yield Service(settings, store, data, news, watcher, Sweeper(data), supervisor, keys)
         finally:
             store.close()
 
@@ -87,7 +111,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="h11",
+                http=bounded_protocol(app.state.service.settings),
                 h11_max_incomplete_event_size=_HEAD_BYTES,
                 log_config=None,
                 access_log=False,
@@ -98,6 +122,7 @@ class _Server(uvicorn.Server):
         )
         self._app = app
         self._on_ready = on_ready
+        self._told = False
 
     async def startup(self, sockets: "list | None" = None) -> None:  # type: ignore[type-arg]
         await super().startup(sockets)
@@ -110,9 +135,11 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal stops jobs in order, the second ends them at once; neither is an error."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        """The first signal stops jobs in order, the second kills them; neither is an error."""
+        self.force_exit, self._told, self.should_exit = self._told, True, True
+        supervisor = self._app.state.service.supervisor
+        if self.force_exit and supervisor is not None:
+            supervisor.end_at_once()
 
     def stop_with_parent(self) -> None:
         """Stop when stdin closes: the process that holds its other end has ended, however it ended."""

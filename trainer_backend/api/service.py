@@ -11,8 +11,9 @@ from trainer_backend.api.auth import Keys
 from trainer_backend.api.observed import Requests
 from trainer_backend.api.settings import Settings
 from trainer_backend.store.database import Store
-from trainer_backend.store.errors import StoreUnavailable
 from trainer_backend.supervising.data_dir import DataDir
+from trainer_backend.supervising.deleting import Sweeper
+from trainer_backend.supervising.line import late
 from trainer_backend.supervising.news import News
 from trainer_backend.supervising.supervisor import Supervisor
 from trainer_backend.supervising.watcher import Watcher
@@ -35,6 +36,7 @@ class Service:
     data: DataDir
     news: News
     watcher: Watcher
+    sweeper: Sweeper
     supervisor: Supervisor | None
     keys: Keys
     requests: Requests = field(default_factory=Requests)
@@ -52,9 +54,7 @@ class Service:
             async with asyncio.timeout(self.settings.store_s):
                 return await asyncio.to_thread(call, *arguments, **named)
         except TimeoutError as error:
-            raise StoreUnavailable(
-                f"the store {self.store.shown} did not answer within {self.settings.store_s:g} s"
-            ) from error
+            raise late(self.store.shown, self.settings.store_s) from error
 
     def changed(self, job_id: str) -> None:
         """Somebody asked for a change of a job: the supervisor looks now, and so do open pages."""

@@ -11,6 +11,7 @@ from trainer_backend.api.key import KEY_FILE_VARIABLE, KEY_VARIABLE, SettingsErr
 from trainer_backend.collect.addresses import fault_in
 from trainer_backend.inference.server import is_wildcard
 from trainer_backend.services.endpoints import VARIABLE
+from trainer_backend.supervising.line import ANSWER_S
 from trainer_backend.supervising.slots import Rules
 
 TASK_URL_VARIABLE = "TASK_URL"
@@ -34,6 +35,7 @@ class Flags:
     task_urls: tuple[str, ...] = ()
     inference_hosts: tuple[str, ...] = ()
     key_variables: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
     gateway_host: str = "127.0.0.1"
     exit_with_parent: bool = False
 
@@ -49,6 +51,7 @@ class Bounds:
         given_urls: those that TASK_URL names, and nobody has to name.
         inference_hosts: that a warm-up's teacher may ask; `host` stands for all its ports.
         key_variables: environment variables that a key may be taken from.
+        models: patterns of names on the hub: with the operator's access, and onto the operator's disk.
         gateway_host: where the gateway of every job listens.
     """
 
@@ -58,6 +61,7 @@ class Bounds:
     task_urls: frozenset[str] = frozenset()
     inference_hosts: frozenset[str] = frozenset()
     key_variables: frozenset[str] = frozenset()
+    models: tuple[str, ...] = ()
     gateway_host: str = "127.0.0.1"
 
 
@@ -66,11 +70,14 @@ class Settings:
     """
     Attributes:
         api_key: None: nobody but this machine may ask.
+        max_connections: that are open at a time; of the 1024 descriptors that a process has by default they
+            leave enough for jobs and the database.
+        max_head_s: for the head of a request to arrive.
         max_body_bytes, max_body_s: of a request's body.
         heartbeat_s: of an open event stream.
         max_streams: event streams that are open at a time.
         max_queued: jobs that wait for their turn.
-        store_s: for the store to answer a request.
+        store_s: for the store to answer whoever asks: a request, the supervisor, the watcher.
     """
 
     flags: Flags
@@ -78,12 +85,14 @@ class Settings:
     bounds: Bounds
     rules: Rules
     api_key: SecretStr | None = None
+    max_connections: int = 400
+    max_head_s: float = 15.0
     max_body_bytes: int = 1 << 20
     max_body_s: float = 30.0
     heartbeat_s: float = 15.0
     max_streams: int = 64
     max_queued: int = 1000
-    store_s: float = 20.0
+    store_s: float = ANSWER_S
 
 
 def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
@@ -119,6 +128,7 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
         task_urls=frozenset(url.rstrip("/") for url in (*given, *flags.task_urls)),
         inference_hosts=frozenset(host.lower() for host in flags.inference_hosts),
         key_variables=frozenset(flags.key_variables),
+        models=flags.models,
         gateway_host=flags.gateway_host,
     )
     rules = Rules(flags.max_jobs, flags.restarts, flags.stop_grace_s)

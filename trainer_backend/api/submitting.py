@@ -10,9 +10,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from shared_schemas.base import Body, did_you_mean
 from trainer_backend.api.errors import ApiError, QueueFull, RunsNoJobs, UnknownMediaType
-from trainer_backend.api.posted import Posted, document_of, posted_job
+from trainer_backend.api.posted import document_of, posted_job
 from trainer_backend.api.service import Service
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, TrainerError
 from trainer_backend.job import dump_job
 from trainer_backend.store import jobs
 from trainer_backend.store.jobs import NewJob
@@ -114,8 +114,11 @@ def _told(error: ValueError | RecursionError) -> str:
     return f"{name}: {message}" if name else message
 
 
-async def submit(service: Service, sent: Submission, key: str | None) -> tuple[JobRow, bool, Posted]:
-    """Check and store it; the job, whether this request made it, and what was read.
+async def submit(service: Service, sent: Submission, key: str | None) -> tuple[JobRow, bool, tuple[str, ...]]:
+    """Check and store it; the job, whether this request made it, and what may still be wrong with it.
+
+    A request that was accepted before is answered with its job, whatever has become of the queue, of the
+    files that it names and of what posted jobs may name.
 
     Raises:
         JobError: it is wrong, or names what it may not.
@@ -128,6 +131,10 @@ async def submit(service: Service, sent: Submission, key: str | None) -> tuple[J
             "this service only shows runs (--no-jobs)",
             hint="Start one that runs jobs: turnwise trainer.",
         )
+    if key is not None:
+        before = await service.ask(jobs.made_by, service.store, service.data.home, key, sent.digest)
+        if before is not None:
+            return before, False, await service.ask(_warnings_again, service, sent)
     posted = await service.ask(posted_job, sent.document, service.settings.bounds, sent.tags)
     waiting = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
     if waiting >= service.settings.max_queued:
@@ -144,4 +151,12 @@ async def submit(service: Service, sent: Submission, key: str | None) -> tuple[J
     )
     job, made = await service.ask(jobs.create, service.store, new)
     service.changed(job.id)
-    return job, made, posted
+    return job, made, posted.loaded.warnings
+
+
+def _warnings_again(service: Service, sent: Submission) -> tuple[str, ...]:
+    """Of a job that was accepted; none where it would not be now."""
+    try:
+        return posted_job(sent.document, service.settings.bounds, sent.tags).loaded.warnings
+    except TrainerError:
+        return ()

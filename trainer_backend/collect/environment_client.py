@@ -14,6 +14,12 @@ from trainer_backend.errors import TaskAppError
 _NOT_FOUND = 404
 
 
+class NoPictures(TaskAppError):
+    """There are none of an episode, and asking again would change nothing."""
+
+    code = "no_pictures"
+
+
 class EnvironmentClient:
     """Use as an async context manager: it creates the environment, and terminates it at the end.
 
@@ -65,12 +71,13 @@ class EnvironmentClient:
         """A PNG of `side` x `side` pixels.
 
         Raises:
-            TaskAppError: also when the environment, or this task app, draws none.
+            NoPictures: the environment, or this task app, draws none.
+            TaskAppError: another request failed.
         """
         path = f"/env/{self._env_id}/frame"
         reply = await self._send("GET", path, params={"width": side, "height": side})
         if reply.status_code == _NOT_FOUND:
-            raise TaskAppError(f"{self._url} draws no pictures of this environment")
+            raise NoPictures(f"{self._url} draws no pictures of this environment")
         self._check("GET", path, reply)
         return reply.content
 

@@ -87,9 +87,13 @@ def _told(value: Any) -> str:
 
 
 def _default(table: str, key: str) -> str:
-    """As it would stand in a job; NONE where the key must be given, or is absent by itself."""
+    """As it would stand in a job; NONE where the key must be given, or is absent by itself.
+
+    Args:
+        key: of a table that may stand several times, after the name of one.
+    """
     known = JobConfig.model_fields.get(table)
-    field = table_model(known).model_fields.get(key) if known is not None else None
+    field = table_model(known).model_fields.get(key.rpartition(".")[2]) if known is not None else None
     default: Any = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
     if default is PydanticUndefined or default is None:
         return NONE

@@ -2,6 +2,7 @@
 
 import math
 from datetime import datetime
+from decimal import ROUND_HALF_UP, Decimal
 
 from trainer_backend.dashboard.panels import Form
 
@@ -86,9 +87,10 @@ def _digits(value: float) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 1000:
-        return f"{value:,.0f}"
+        return f"{math.floor(value + 0.5):,}"
     if abs(value) >= 1e-4:
         places = max(0, 2 - math.floor(math.log10(abs(value))))
-        told = f"{value:.{places}f}"
+        # A half upwards, as the charts' scripts do: 7.625 is 7.63 here and in a legend.
+        told = str(Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
         return told.rstrip("0").rstrip(".") if "." in told else told
     return f"{value:.1e}"

@@ -5,6 +5,7 @@ from pathlib import Path
 from threading import Lock
 
 from shared_schemas.rollouts import Rollout
+from trainer_backend.collect.environment_client import NoPictures
 from trainer_backend.collect.sources import row_of
 from trainer_backend.dashboard.stored import Kept
 from trainer_backend.jobfile.schema import JobConfig
@@ -35,29 +36,36 @@ class Frames:
 
     def __init__(self, source: FrameSource = played_frames) -> None:
         self._source = source
-        self._kept: Kept[Mapping[int, bytes]] = Kept(_KEPT)
+        self._kept: Kept[Mapping[int, bytes] | str] = Kept(_KEPT)
         self._one_at_a_time = Lock()
 
-    def are_drawn(self, run_dir: Path, rollout: Rollout) -> bool:
-        """Whether `of` has them at once."""
-        return self._kept.known((str(run_dir), rollout.rollout_id)) is not None
+    def known(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
+        """What `of` has at once, or the sentence that says why there are none; None: it would play."""
+        return self._kept.known((str(run_dir), rollout.rollout_id))
 
     def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
         """By turn a PNG of what the game showed after it; turn 0 is the start. Blocks.
 
         Raises:
-            TrainerError: no task app, no pictures there, or a replay that departs from the record.
+            NoPictures: nothing is drawn there, or the replay departs from the record; it is not played again.
+            TrainerError: no task app.
         """
         with self._one_at_a_time:  # a page asks for several frames at once, and they are one replay
-            return self._kept.get((str(run_dir), rollout.rollout_id), lambda: self._drawn(run_dir, rollout))
+            found = self._kept.get((str(run_dir), rollout.rollout_id), lambda: self._drawn(run_dir, rollout))
+        if isinstance(found, str):
+            raise NoPictures(found)
+        return found
 
-    def _drawn(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
+    def _drawn(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str:
         episode = rollout.trajectory
         if episode is None:
             return {}
         turns = range(len(episode.steps) + 1)
         job = _by_itself(open_run(run_dir).job())
-        return {frame.turn: frame.png for frame in self._source(job, episode, turns)}
+        try:
+            return {frame.turn: frame.png for frame in self._source(job, episode, turns)}
+        except NoPictures as error:
+            return str(error)
 
 
 def _by_itself(job: JobConfig) -> JobConfig:

@@ -1,5 +1,7 @@
 """Pages that change something: the form of a new job, and what is asked of one that there is."""
 
+import asyncio
+import secrets
 from typing import Annotated, Any
 
 from fastapi import Form, Request
@@ -20,6 +22,8 @@ router = page_router()
 
 _MOST_CHARS = 1_000_000
 Toml = Annotated[str, Form(max_length=_MOST_CHARS)]
+# Made with each form, and sent with it: a second click on its button begins no second job.
+FormId = Annotated[str, Form(max_length=32, pattern="^[0-9a-f]*$")]
 
 
 @router.get("/new", response_class=HTMLResponse)
@@ -38,20 +42,20 @@ def new(request: Request, like: str = "") -> Response:
 def check(request: Request, toml: Toml = "") -> Response:
     """What is wrong with the text so far."""
     checked = _desk(dashboard_of(request)).check(_lines(toml))
-    return page("findings", checked=checked, refused="")
+    return page("findings", checked=checked)
 
 
 @router.post("/new", response_class=HTMLResponse)
-async def submit(request: Request, toml: Toml = "") -> Response:
+async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Response:
     """Begin the job, and show it; or the form again, with what is wrong."""
     dashboard = dashboard_of(request)
     try:
-        job = await _desk(dashboard).submit(_lines(toml))
+        job = await _desk(dashboard).submit(_lines(toml), form)
     except TrainerError as error:
         if isinstance(error, OnlyShows):
             raise
-        form = _form(request, dashboard, "") | {"checked": Checked((Finding(str(error)),))}
-        return page("new", status=error.status, toml=toml, **form)
+        again = _form(request, dashboard, "") | {"checked": Checked((Finding(str(error)),))}
+        return page("new", status=error.status, toml=toml, **again)
     return RedirectResponse(f"/runs/{job.id}", status_code=303)
 
 
@@ -61,7 +65,7 @@ async def control(request: Request, job_id: str, action: Action) -> Response:
     await _desk(dashboard_of(request)).control(job_id, action)
     if request.headers.get("HX-Request") != "true":
         return RedirectResponse(f"/runs/{job_id}", status_code=303)
-    return page("head", **run_frame(request, job_id, ""))
+    return page("head", **await asyncio.to_thread(run_frame, request, job_id, ""))
 
 
 def _desk(dashboard: Dashboard) -> Jobs:
@@ -78,7 +82,13 @@ def _form(request: Request, dashboard: Dashboard, like: str) -> dict[str, Any]:
             starts.insert(0, (like, f"the job {name}"))
         except UnknownJob:
             pass
-    return {"starts": starts, "like": like, "checked": None, "refused": "", **frame(request, "new")}
+    return {
+        "starts": starts,
+        "like": like,
+        "form_id": secrets.token_hex(8),
+        "checked": None,
+        **frame(request, "new"),
+    }
 
 
 def _lines(toml: str) -> str:

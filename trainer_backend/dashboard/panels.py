@@ -6,7 +6,7 @@ measured is hidden.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["iteration", "evaluation"]
@@ -54,6 +54,7 @@ class Panel:
 
 
 _ACHIEVEMENTS = "episode/unique_achievements"  # of an environment that has some
+_UNIQUE_TITLE = "Unique achievements an episode"
 _HELD_OUT = Line(
     "eval/outcome_reward",
     "held-out",
@@ -71,6 +72,17 @@ PANELS: tuple[Panel, ...] = (
                 band=("episode/outcome_reward_low", "episode/outcome_reward_high"),
             ),
             _HELD_OUT,
+        ),
+        wide=True,
+    ),
+    Panel(
+        "unique", _UNIQUE_TITLE, "Means of training and of held-out episodes. Band: 95 %, over episodes.",
+        (
+            Line(_ACHIEVEMENTS, "training"),
+            Line(
+                "eval/unique_achievements", "held-out", "evaluation",
+                ("eval/unique_achievements_low", "eval/unique_achievements_high"),
+            ),
         ),
         wide=True,
     ),
@@ -214,10 +226,23 @@ def found_in(panels: Iterable[Panel], known: Iterable[tuple[str, str]]) -> list[
     for panel in panels:
         lines = tuple(line for wanted in panel.lines for line in _lines(wanted, pairs))
         if lines:
-            shown.append(
-                Panel(panel.key, panel.title, panel.note, lines, panel.form, panel.stacked, panel.wide)
-            )
+            shown.append(replace(panel, lines=lines))
     return shown
+
+
+def named_by(panels: Iterable[Panel], outcome: str) -> list[Panel]:
+    """Where the outcome is the number of unique achievements, one chart shows both, by the name of that.
+
+    Args:
+        outcome: what the environment calls its outcome.
+    """
+    if outcome != "unique achievements":
+        return list(panels)
+    return [
+        replace(panel, title=_UNIQUE_TITLE) if panel.key == "outcome" else panel
+        for panel in panels
+        if panel.key != "unique"
+    ]
 
 
 def rest_of(known: Iterable[tuple[str, str]]) -> list[Panel]:

@@ -168,21 +168,21 @@ def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, A
     for index, segment in enumerate(segments):
         if any(t + 1 == turn for t, _, _ in assistant_turn_boundaries(segment)):
             return {
-                "segment": _segment(dashboard, episode, segment, index),
+                "segment": _segment(dashboard, episode, segment, index, turn),
                 "segments": len(segments),
                 "no_tokens": "",
             }
     return {"segment": None, "segments": len(segments), "no_tokens": "This decision sampled no token."}
 
 
-def _segment(dashboard: Dashboard, episode: Episode, segment: Any, index: int) -> SegmentView:
+def _segment(dashboard: Dashboard, episode: Episode, segment: Any, index: int, turn: int) -> SegmentView:
     rows = token_advantages(episode.stored.columns)
 
     def advantages(t: int) -> Sequence[float | None]:
         return rows[t] if t < len(rows) else ()
 
     return segment_view(
-        segment, index,
+        segment, index, turn=turn,
         decode=dashboard.token_texts(episode.run_dir) or (lambda one: f"[{one}]"),
         advantages=advantages,
         largest=max((abs(value) for row in rows for value in row), default=0.0),

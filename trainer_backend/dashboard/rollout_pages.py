@@ -88,6 +88,7 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
     if episode.trajectory is None or not episode.trajectory.steps:
         return page("rollout", lines=(), **values)
     decision = episode.decision(turn)
+    pictures = dashboard.frames.known(episode.run_dir, episode.stored.rollout)
     count = len(episode.trajectory.steps)
     return page(
         "rollout",
@@ -101,8 +102,8 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
         turn=turn,
         frames=f"/runs/{job_id}/frames?" + urlencode({"rollout": episode.row.rollout_id, "turn": turn}),
         frame_png=_frame_address(job_id, episode.row.rollout_id),
-        missing="",
-        drawn=dashboard.frames.are_drawn(episode.run_dir, episode.stored.rollout),
+        missing=pictures if isinstance(pictures, str) else "",
+        drawn=pictures is not None,
         anchors=anchor_lines(dashboard, job_id, episode, decision),
         colour="advantage" if decision.credit else "logprob",
         **segment_of(dashboard, episode, turn),

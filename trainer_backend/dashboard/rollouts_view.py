@@ -1,5 +1,6 @@
 """Pure: the list of rollouts: what an address asks for, and the lines of its table."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -12,6 +13,8 @@ from trainer_backend.store.rows import Facets, RolloutRow
 
 _SORTS: dict[str, RolloutSort] = {name: name for name in get_args(RolloutSort)}
 _NUMBERS = {"iteration": int, "min_reward": float}
+# What a database compares with: of a larger whole number it makes an error.
+_LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,10 @@ def _value(name: str, text: str) -> Any:
     if kind is None:
         return text
     try:
-        return kind(text)
-    except ValueError as error:
+        value = kind(text)
+    except ValueError:
+        value = math.inf
+    if not abs(value) <= _LARGEST:  # nor is it NaN
         what = "a whole number" if kind is int else "a number"
-        raise BadAddress(f"{name} is {text[:40]!r}; it must be {what}") from error
+        raise BadAddress(f"{name} is {text[:40]!r}; it must be {what} of at most {_LARGEST}")
+    return value

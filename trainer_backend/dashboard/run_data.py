@@ -5,11 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from trainer_backend.dashboard.key_view import Ends
-from trainer_backend.dashboard.panels import PANELS, Panel, found_in, metrics_of, one_line_each, rest_of
+from trainer_backend.dashboard.panels import (
+    PANELS,
+    Panel,
+    found_in,
+    metrics_of,
+    named_by,
+    one_line_each,
+    rest_of,
+)
 from trainer_backend.dashboard.run_view import Head, head_of, seconds_an_iteration
 from trainer_backend.dashboard.series import Chart, Curves, chart_of
 from trainer_backend.dashboard.services import Dashboard
-from trainer_backend.rundir.run_log import read_log
+from trainer_backend.evaluation.outcome import outcome_name
+from trainer_backend.rundir.run_log import FILE as LOG
 from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
@@ -50,8 +59,15 @@ def known_metrics(store: Store, job_ids: Sequence[str]) -> list[tuple[str, str]]
 def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:
     """The panels that these runs have something for, and those of all that stands in none of them."""
     known = known_metrics(store, job_ids)
-    found = found_in(PANELS, known)
+    found = named_by(found_in(PANELS, known), _outcome(store, job_ids))
     return found if len(job_ids) == 1 else one_line_each(found), rest_of(known)
+
+
+def _outcome(store: Store, job_ids: Sequence[str]) -> str:
+    """What all of these runs call their outcome; of runs that differ in that, just that."""
+    lines = (reads.last_line(store, job_id, kind) for job_id in job_ids for kind in _KINDS)
+    names = {outcome_name(_row(line)) for line in lines if line is not None}
+    return names.pop() if len(names) == 1 else outcome_name(None)
 
 
 def charts(store: Store, runs: Sequence[JobRow], panels: Sequence[Panel]) -> list[Chart]:
@@ -89,8 +105,14 @@ def _place(store: Store, job: JobRow) -> str:
     """How far the store and the log have come, as the stream of events counts it (api/events_routes.py)."""
     lines = [reads.last_line(store, job.id, kind) for kind in _KINDS]
     row = max((line.number for line in lines if line is not None), default=0)
-    _, byte = read_log(Path(job.run_dir)) if job.run_dir else ([], 0)
-    return f"{row}.{byte}"
+    return f"{row}.{_size(Path(job.run_dir) / LOG) if job.run_dir else 0}"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _row(line: Any) -> dict[str, Any]:

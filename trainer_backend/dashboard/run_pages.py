@@ -23,7 +23,7 @@ from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.rundir.run_log import LogLine, read_log
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import JobRow, Series
+from trainer_backend.store.rows import ENDED, JobRow, Series
 
 router = page_router()
 
@@ -52,7 +52,8 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
     if len(runs) > 1:
         return page(
             "compare", panels=panels, rest=len(rest), query=_query(others), overlaid=_overlaid(runs),
-            differs=differing_keys(runs), **frame(request, "runs"),
+            live=any(item.state not in ENDED for item in runs), differs=differing_keys(runs),
+            **frame(request, "runs"),
         )  # fmt: skip
     iterations, held_out = (run_data.ends(store, job_id, kind) for kind in ("iteration", "evaluation"))
     told = outcome_name(held_out.last or iterations.last)

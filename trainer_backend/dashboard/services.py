@@ -38,8 +38,12 @@ class Jobs(Protocol):
 
     def check(self, text: str) -> Checked: ...
 
-    async def submit(self, text: str) -> JobRow:
-        """
+    async def submit(self, text: str, form: str) -> JobRow:
+        """The job of a form's text.
+
+        Args:
+            form: which form was sent; the same text in the same form, sent again, is the same job.
+
         Raises:
             TrainerError: the job is refused.
         """

@@ -8,14 +8,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.dashboard.figures import number, signed
 
 STEPS = 4  # of the scale of advantages, on each side of 0
 _PROBABILITIES = (0.99, 0.9, 0.5, 0.1, 0.01)
-# Context longer than this is folded but for its ends: a window may hold a hundred thousand tokens.
+# A run of context or of a neighbour that is longer than this is folded but for its ends: a window may hold a
+# hundred thousand tokens.
 _FOLD, _ENDS = 400, 60
+# So is the decision that is looked at, where it is longer than this.
+_MOST, _MOST_ENDS = 8000, 4000
 
 # Of a decision t: the advantage of each token that it sampled.
 Advantages = Callable[[int], Sequence[float | None]]
@@ -43,7 +47,7 @@ class Run:
 
     Attributes:
         turn: of the decision, from 1; None for context.
-        tokens: of folded context those at its beginning.
+        tokens: of a folded run those at its beginning.
         folded: how many are left out after `tokens`; those at its end are in `rest`.
     """
 
@@ -54,13 +58,27 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Further:
+    """What of a segment stands before or after the tokens that are shown.
+
+    Attributes:
+        tokens: how many.
+        turn: of its nearest decision, where they can be seen.
+    """
+
+    tokens: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentView:
-    """A segment as it is trained.
+    """A segment as it is trained, around one of its decisions.
 
     Attributes:
         number: from 1.
         turns: of the decisions that it trains.
         length, sampled: tokens of it, and those among them that are trained.
+        runs: of the decision, of those beside it, and the context between and around them.
     """
 
     number: int
@@ -68,25 +86,65 @@ class SegmentView:
     length: int
     sampled: int
     runs: tuple[Run, ...]
+    before: Further | None = None
+    after: Further | None = None
+
+
+class _Place(NamedTuple):
+    """Where a run is: `end` is the token after its last; `turn` None for context."""
+
+    turn: int | None
+    start: int
+    end: int
 
 
 def segment_view(
-    segment: Segment, index: int, *, decode: Decode, advantages: Advantages, largest: float
+    segment: Segment, index: int, *, turn: int, decode: Decode, advantages: Advantages, largest: float
 ) -> SegmentView:
     """What a page shows of a segment.
 
     Args:
         index: which segment of the episode it is, from 0.
+        turn: of the decision that is looked at, from 1, which the segment must train.
         advantages: of the tokens of a decision t, in their order; None where credit gave none.
         largest: of all abs(advantage) of the episode: the end of the colours' scale.
     """
-    runs, start = [], 0
-    for _, group in groupby(segment.decision):
+    places = _places(segment)
+    turns = list(dict.fromkeys(place.turn for place in places if place.turn is not None))
+    shown, before, after = _around(places, turns, turn)
+    runs = []
+    for place in shown:
+        tell = _teller(segment, place, decode, advantages, largest)
+        bounds = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
+        runs.append(_run(place, tell, *bounds))
+    return SegmentView(
+        index + 1, tuple(turns), len(segment), len(segment.sampled_positions), tuple(runs), before, after
+    )
+
+
+def _places(segment: Segment) -> list[_Place]:
+    places, start = [], 0
+    for decision, group in groupby(segment.decision):
         end = start + sum(1 for _ in group)
-        runs.append(_run(segment, start, end, decode, advantages, largest))
+        places.append(_Place(None if decision == CONTEXT else decision + 1, start, end))
         start = end
-    turns = tuple(dict.fromkeys(run.turn for run in runs if run.turn is not None))
-    return SegmentView(index + 1, turns, len(segment), len(segment.sampled_positions), tuple(runs))
+    return places
+
+
+def _around(
+    places: Sequence[_Place], turns: Sequence[int], turn: int
+) -> tuple[Sequence[_Place], Further | None, Further | None]:
+    """The runs of a decision and its neighbours, with the context around them; what is before and after."""
+    at = turns.index(turn)
+    near = turns[max(0, at - 1) : at + 2]
+    found = [number for number, place in enumerate(places) if place.turn in near]
+    first, last = found[0], found[-1]
+    first -= first > 0 and places[first - 1].turn is None
+    last += last + 1 < len(places) and places[last + 1].turn is None
+    start, end = places[first].start, places[last].end
+    before = Further(start, turns[at - 2]) if start else None
+    after = Further(places[-1].end - end, turns[at + 2]) if end < places[-1].end else None
+    return places[first : last + 1], before, after
 
 
 def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence[float]]:
@@ -114,20 +172,25 @@ def probability_step(logprob: float) -> int:
     return sum(probability < bound for bound in _PROBABILITIES)
 
 
-def _run(
-    segment: Segment, start: int, end: int, decode: Decode, advantages: Advantages, largest: float
-) -> Run:
-    decision = segment.decision[start]
-    if decision == CONTEXT:
-        if end - start <= _FOLD:
-            return Run(None, _context(segment, start, end, decode))
-        head, tail = start + _ENDS, end - _ENDS
-        return Run(
-            None, _context(segment, start, head, decode), tail - head, _context(segment, tail, end, decode)
-        )
-    given = _spread(advantages(decision), end - start)
-    tokens = [_sampled(segment, place, decode, given[place - start], largest) for place in range(start, end)]
-    return Run(decision + 1, tuple(tokens))
+def _run(place: _Place, tell: Callable[[int], Token], fold: int, ends: int) -> Run:
+    """The tokens of a run; of one of more than `fold` so many at each of its ends."""
+    _, start, end = place
+    if end - start <= fold:
+        return Run(place.turn, tuple(map(tell, range(start, end))))
+    head, tail = start + ends, end - ends
+    return Run(
+        place.turn, tuple(map(tell, range(start, head))), tail - head, tuple(map(tell, range(tail, end)))
+    )
+
+
+def _teller(
+    segment: Segment, place: _Place, decode: Decode, advantages: Advantages, largest: float
+) -> Callable[[int], Token]:
+    """What makes a token of its place in the segment, one of this run."""
+    if place.turn is None:
+        return lambda at: _context(segment.token_ids[at], decode)
+    given = _spread(advantages(place.turn - 1), place.end - place.start)
+    return lambda at: _sampled(segment, at, decode, given[at - place.start], largest)
 
 
 def _spread(values: Sequence[float | None], count: int) -> Sequence[float | None]:
@@ -137,9 +200,8 @@ def _spread(values: Sequence[float | None], count: int) -> Sequence[float | None
     return [values[0] if values else None] * count
 
 
-def _context(segment: Segment, start: int, end: int, decode: Decode) -> tuple[Token, ...]:
-    ids = segment.token_ids[start:end]
-    return tuple(Token(decode(one), "m0", f"id {one}, context: not trained") for one in ids)
+def _context(one: int, decode: Decode) -> Token:
+    return Token(decode(one), "m0", f"id {one}, context: not trained")
 
 
 def _sampled(segment: Segment, place: int, decode: Decode, advantage: float | None, largest: float) -> Token:

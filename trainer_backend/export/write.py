@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shared_schemas.rollouts import Rollout
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.export.choose import Choice, Exported, why_not
 from trainer_backend.export.rows import Row, rows_of
@@ -84,7 +85,7 @@ def export_run(run: RunDirectory, to: Path, choice: Choice) -> Exported:
 
     Raises:
         RunDirectoryError: `to` exists, ends otherwise, or cannot be written; a file of the run cannot be
-            read; no episode is left, with the causes.
+            read, or was removed meanwhile; no episode is left, with the causes.
     """
     if to.exists():
         raise RunDirectoryError(f"{to} exists; nothing is replaced: name another --to, or remove it")
@@ -127,8 +128,8 @@ def _export(run: RunDirectory, choice: Choice, sink: _Sink) -> Exported:
     # In the order of the stages: who reads JSONL takes the types from the first rows, and those of a warm-up
     # have no reward.
     for file in sorted(files, key=lambda file: choice.stages.index(file.stage)):
-        credits = {row["rollout_id"]: row["decisions"] for row in read_index(file.path)}
-        for rollout in read_rollouts(file.path):
+        rollouts, credits = _stored(file.path)
+        for rollout in rollouts:
             rows = [] if (why := why_not(choice, rollout)) else rows_of(rollout, credits[rollout.rollout_id])
             if not rows:
                 left_out[why or "without a decision worth imitating"] += 1
@@ -136,6 +137,17 @@ def _export(run: RunDirectory, choice: Choice, sink: _Sink) -> Exported:
             sink.put(rows)
             row_count, episodes = row_count + len(rows), episodes + 1
     return Exported(row_count, episodes, left_out)
+
+
+def _stored(path: Path) -> tuple[list[Rollout], dict[str, list[dict[str, Any]]]]:
+    """The rollouts of a file, and by their ids the columns of their decisions."""
+    try:
+        return read_rollouts(path), {row["rollout_id"]: row["decisions"] for row in read_index(path)}
+    except FileNotFoundError as error:
+        # Not OSError, which around here is one of the file that is written.
+        raise RunDirectoryError(
+            f"{path} was removed while it was exported", hint="[retention] removes old ones; export again."
+        ) from error
 
 
 class _Lines:

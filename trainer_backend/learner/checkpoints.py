@@ -26,6 +26,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
+from trainer_backend.rundir.whole_files import flush
 
 
 def save_checkpoint(
@@ -57,8 +58,8 @@ def save_checkpoint(
         save_file(_rng_states(), aside / "rng.safetensors")
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         for path in aside.rglob("*"):
-            _flush(path)
-        _flush(aside)
+            flush(path)
+        flush(aside)
         _put_in_place(aside, folder)
     except Exception as error:
         # safetensors raises an error class of its own for a full disk, so OSError alone would miss it.
@@ -85,7 +86,7 @@ def _put_in_place(aside: Path, folder: Path) -> None:
             os.replace(old, folder)
         raise
     # A rename is on disk only when the folder that holds the names is.
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -147,11 +148,3 @@ def _restore_optimizer(
             raise CheckpointError(f"{folder}: the optimizer state is of another model ({key})")
         state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({**full, "state": state})
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,8 +15,7 @@ from typing import Any
 from shared_schemas.trajectory import StepData, Trajectory
 from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.environment_client import EnvironmentClient
-from trainer_backend.errors import TaskAppError
+from trainer_backend.collect.environment_client import EnvironmentClient, NoPictures
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.services.task_apps import task_apps
 
@@ -72,7 +71,8 @@ async def replay(
     """Play the episode again up to the last of `turns`; a frame after each of them.
 
     Raises:
-        TaskAppError: a request failed, nothing is drawn there, or the replay departs from the record.
+        NoPictures: nothing is drawn there, or the replay departs from the record.
+        TaskAppError: a request failed.
     """
     wanted = frozenset(turns)
     frames = []
@@ -96,4 +96,4 @@ def _compare(step: StepData, answer: Mapping[str, Any]) -> None:
     executed = tuple(answer["info"]["executed_actions"])
     counts = answer["observation"]["achievements_counts"]
     if executed != step.step_info.executed_actions or counts != after.achievements_counts:
-        raise TaskAppError(f"the replay departed from the recorded episode at decision {step.turn}")
+        raise NoPictures(f"the replay departed from the recorded episode at decision {step.turn}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.boundary import writing
+from trainer_backend.rundir.whole_files import replace_text
 
 STATE_FILE = "state.json"
 
@@ -54,10 +55,7 @@ def model_in(folder: Path) -> Path:
 
 def mark_best(folder: Path) -> None:
     """Point `best` at this checkpoint."""
-    pointer, aside = folder.parent / "best", folder.parent / ".best.tmp"
-    with writing(pointer):
-        aside.write_text(folder.name, encoding="utf-8")
-        os.replace(aside, pointer)
+    replace_text(folder.parent / "best", folder.name)
 
 
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
+from trainer_backend.rundir.whole_files import replace_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,8 @@ def begin_record(run: RunDirectory, found: Mapping[str, FixedModel]) -> None:
     if not found:
         path.unlink(missing_ok=True)
         return
-    with writing(path):
-        aside = path.with_suffix(".tmp")
-        text = json.dumps({name: asdict(model) for name, model in found.items()}, indent=2)
-        aside.write_text(text + "\n", encoding="utf-8")
-        aside.replace(path)
+    text = json.dumps({name: asdict(model) for name, model in found.items()}, indent=2)
+    replace_text(path, text + "\n")
 
 
 def continue_record(run: RunDirectory, found: Mapping[str, FixedModel]) -> list[str]:

@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer_backend.rundir.boundary import writing
+from trainer_backend.rundir.whole_files import flush, replace_text
 
 
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
@@ -34,6 +35,8 @@ def append_text(path: Path, line: str, *, durable: bool) -> None:
             raise
         if durable:
             os.fsync(file.fileno())
+            if end == 0:
+                flush(path.parent)  # a file that this line has made: its name is to stay too
 
 
 def read_lines(path: Path, *, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -43,6 +46,15 @@ def read_lines(path: Path, *, offset: int = 0) -> tuple[list[dict[str, Any]], in
     """
     lines, end = read_texts(path, offset=offset)
     return [row for line in lines if (row := _row(line)) is not None], end
+
+
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_lines` from the beginning, one at a time: a long file is never in memory as a whole."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n") and (row := _row(line)) is not None:
+                    yield row
 
 
 def read_texts(path: Path, *, offset: int = 0) -> tuple[list[bytes], int]:
@@ -66,17 +78,14 @@ def read_texts(path: Path, *, offset: int = 0) -> tuple[list[bytes], int]:
     return whole.split(b"\n")[:-1], offset + len(whole)
 
 
-def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of lines anew; aside first, then renamed.
+def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, durable: bool) -> None:
+    """Write a file of lines anew, whole or not at all; `durable` as `append_line`.
 
     Raises:
         RunNotWritten: the disk is full, or refuses.
     """
-    with writing(path):
-        aside = path.with_suffix(".tmp")
-        lines = (json.dumps(row, allow_nan=False, sort_keys=True) + "\n" for row in rows)
-        aside.write_text("".join(lines), encoding="utf-8")
-        aside.replace(path)
+    lines = (json.dumps(row, allow_nan=False, sort_keys=True) + "\n" for row in rows)
+    replace_text(path, "".join(lines), durable=durable)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

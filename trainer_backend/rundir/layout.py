@@ -17,6 +17,7 @@ from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.json_lines import append_line, read_lines, replace_lines
 from trainer_backend.rundir.ledger import forget_consumed_after
 from trainer_backend.rundir.spool import tidy_spools
+from trainer_backend.rundir.whole_files import flush, replace_text
 
 _FOLDERS = ("rollouts", "checkpoints")
 # Of fixed policies (rundir.fixed_record); not there in a run without.
@@ -74,7 +75,7 @@ class RunDirectory:
 
     def replace_job(self, job: JobConfig) -> None:
         """Write the job that the run goes on with."""
-        _write(self.path / "job.toml", dump_job(job))
+        replace_text(self.path / "job.toml", dump_job(job))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """One JSON line, on disk before this returns.
@@ -102,9 +103,10 @@ class RunDirectory:
 
     def forget_after(self, iteration: int) -> None:
         """Drop what metrics and ledger say of later iterations."""
-        replace_lines(
-            self.metrics_file, [row for row in self.metrics() if row.get("iteration", 0) <= iteration]
-        )
+        rows = self.metrics()
+        kept = [row for row in rows if row.get("iteration", 0) <= iteration]
+        if len(kept) < len(rows):
+            replace_lines(self.metrics_file, kept, durable=True)
         forget_consumed_after(self.path, iteration)
 
     def remove_if_unused(self, *, with_log: bool) -> bool:
@@ -148,16 +150,11 @@ def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
                 f"{path} holds a run already; `turnwise train --resume {path}` continues it"
             )
         run.replace_job(job)
-        _write(path / "run.json", json.dumps({"run_id": run.run_id, "format": 1}))  # last: now it is one
+        # Last: now it is one.
+        replace_text(path / "run.json", json.dumps({"run_id": run.run_id, "format": 1}))
+        with writing(path):
+            flush(path.parent)  # its own name, which stands there
     return run
-
-
-def _write(path: Path, text: str) -> None:
-    """Aside first, then renamed."""
-    with writing(path):
-        aside = path.with_suffix(".tmp")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
 
 
 def _free_folder(base: Path) -> Path:

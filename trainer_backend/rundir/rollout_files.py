@@ -4,8 +4,7 @@ The flat columns and `decisions` are for people and queries; `rollout` is the wh
 that a stored rollout replays through segments, rewards and advantages exactly (`read_rollouts`).
 """
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -13,13 +12,16 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import ValidationError
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData
 from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas, unique_achievements
+from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.boundary import writing
+from trainer_backend.rundir.whole_files import replaced
 
 _DECISION = pa.struct(
     [
@@ -116,7 +118,8 @@ def write_rollouts(
     credits: Sequence[Credit] | None = None,
     scored: Mapping[str, ScoredTokens] = MappingProxyType({}),
 ) -> None:
-    """Write all rollouts of a stage, failed ones too; aside first, then renamed.
+    """Write all rollouts of a stage, failed ones too. They are on disk before this returns: a task app is
+    told to forget them then.
 
     Args:
         scored: by rollout id, what policy and reference said of its tokens, of those that were asked.
@@ -131,17 +134,48 @@ def write_rollouts(
     for row in rows:
         _add_scored(row, scored.get(row["rollout_id"]))
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)
-    with writing(path, pa.ArrowException):
+    with replaced(path, pa.ArrowException) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
         pq.write_table(table, aside, compression="zstd")
-        os.replace(aside, path)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a file, as they were collected, but for the snapshots that branches began at."""
-    column = pq.read_table(path, columns=["rollout"]).column("rollout")
-    return [Rollout.model_validate_json(text) for text in column.to_pylist()]
+    """The rollouts of a file, as they were collected, but for the snapshots that branches began at.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunDirectoryError: it is no Parquet file of ours.
+    """
+    try:
+        column = pq.read_table(path, columns=["rollout"]).column("rollout")
+        return [Rollout.model_validate_json(text) for text in column.to_pylist()]
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, KeyError, ValidationError) as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error}") from error
+
+
+def stored_before(path: Path, tell: Callable[[str], None]) -> list[Rollout]:
+    """The rollouts that an earlier start has stored of a stage; none where none did.
+
+    Args:
+        tell: is given a sentence about a file that cannot be read: it is set aside, and counts as not there.
+
+    Raises:
+        RunNotWritten: the disk refuses.
+    """
+    try:
+        return read_rollouts(path)
+    except FileNotFoundError:
+        return []
+    except RunDirectoryError as error:
+        number = 1
+        while (aside := path.with_name(f"{path.name}.unreadable-{number}")).exists():
+            number += 1
+        with writing(path):
+            path.rename(aside)
+        tell(f"{error}; it is left as {aside.name}, and what it held is asked for again")
+        return []
 
 
 def read_rollout(path: Path, rollout_id: str) -> Rollout:

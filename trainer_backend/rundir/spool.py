@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.json_lines import append_text, read_lines, read_texts, replace_lines
+from trainer_backend.rundir.ledger import planned_id
 
 _ENDING = ".spool.jsonl"
 
@@ -48,7 +49,7 @@ class Spool:
         header = {"plan": plan_digest(requests, gateway_url), "policy_version": policy_version}
         rows, _ = read_lines(path)
         if rows and rows[0] == header:
-            found = {_in_any_start(item.rollout_id): item for item in _rollouts_in(path)}
+            found = {planned_id(item.rollout_id): item for item in _rollouts_in(path)}
             if found:
                 tell(f"{len(found)} rollouts of {path.name} were collected before, and are used")
             return cls(path, header, found)
@@ -61,7 +62,7 @@ class Spool:
 
         A task app has logged it under the id of an earlier start, in which only the run's id was another.
         """
-        found = ((request, self._found.get(_in_any_start(request.rollout_id))) for request in requests)
+        found = ((request, self._found.get(planned_id(request.rollout_id))) for request in requests)
         return {request.rollout_id: _named(old, request) for request, old in found if old is not None}
 
     def keep(self, rollout: Rollout) -> None:
@@ -71,7 +72,7 @@ class Spool:
             RunNotWritten: the disk is full, or refuses.
         """
         if not self._is_there:
-            replace_lines(self.path, [self._header])
+            replace_lines(self.path, [self._header], durable=False)
             self._is_there = True
         append_text(self.path, rollout.model_dump_json(exclude_unset=True), durable=False)
 
@@ -126,17 +127,12 @@ def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
 def _asked_for(request: RolloutRequest, gateway_url: str | None) -> dict[str, Any]:
     """A request without what is another in every start."""
     wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
-    wire["rollout_id"] = _in_any_start(request.rollout_id)
+    wire["rollout_id"] = planned_id(request.rollout_id)
     config = wire["policy"]["config"]
     wire["policy"]["config"] = {
         key: value for key, value in config.items() if (key, value) != ("inference_url", gateway_url)
     }
     return wire
-
-
-def _in_any_start(rollout_id: str) -> str:
-    """Without the run's id, which is another in every start, and without the number of an attempt."""
-    return rollout_id.partition("/")[2].partition(":")[0]
 
 
 def _named(rollout: Rollout, request: RolloutRequest) -> Rollout:

@@ -2,13 +2,12 @@
 read; nothing of the run depends on it, and the lock beside it says whether that process still lives."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.lock import Holder, holder
+from trainer_backend.rundir.whole_files import replace_text
 
 FILE = "state.json"
 StateName = Literal["starting", "training", "evaluating", "ended", "stopped", "failed"]
@@ -27,7 +26,8 @@ class RunState:
         code, detail: of the error, where it failed; of JobError and the like, else empty.
         since: when `state` became what it is; UTC, ISO 8601.
         starts: how often the run was begun or continued, this time counted.
-        run_id: that task apps know this start by; empty before they are asked for anything.
+        run_id: that task apps know this start by; until they are asked for anything, that of the start before
+            (empty: it is the first).
     """
 
     state: StateName
@@ -82,8 +82,5 @@ def write_state(folder: Path, state: RunState) -> None:
     Raises:
         RunNotWritten: the disk is full, or refuses.
     """
-    path = folder / FILE
-    with writing(path):
-        aside = folder / f".{FILE}.tmp"
-        aside.write_text(json.dumps(asdict(state)), encoding="utf-8")
-        os.replace(aside, path)
+    # Each second, for those who watch: not worth a wait for the disk.
+    replace_text(folder / FILE, json.dumps(asdict(state)), durable=False)

@@ -25,7 +25,7 @@ from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.fixed_record import begin_record, continue_record
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.rundir.rollout_files import stored_before, write_rollouts
 from trainer_backend.rundir.spool import Spool
 from trainer_backend.running.collecting import collected
 from trainer_backend.running.joining import joined_policies
@@ -161,7 +161,7 @@ class Beginning:
         if not requests:
             return []
         path = self._directory.rollouts_file(_FILES[kind])
-        stored = read_rollouts(path) if path.exists() else []
+        stored = stored_before(path, self._reporter.say)
         started = time.monotonic()
         if any(rollout.trajectory is not None for rollout in stored):
             collection, time_taken, told = _collection_of(stored), {}, "as stored before"

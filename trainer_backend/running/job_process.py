@@ -6,23 +6,28 @@ saves what is finished; and its exit code (exit_codes.py). What it has to tell s
 """
 
 import sys
+
+from trainer_backend.running.parent import end_with_parent
+
+if __name__ == "__main__":
+    # Before the imports, which take seconds: a service that is killed meanwhile leaves nobody behind.
+    end_with_parent()
+
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from trainer_backend.errors import TrainerError, UpdateStopped
+from trainer_backend.errors import TrainerError
 from trainer_backend.job import load_job
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.running.exit_codes import DONE, ERROR, FAILED, REFUSED, STOPPED
-from trainer_backend.running.parent import end_with_parent
+from trainer_backend.running.exit_codes import DONE, ERROR, FAILED, REFUSED, STOPPED, is_final
 from trainer_backend.running.planned_runs import Planned
 from trainer_backend.running.train_command import train_one
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train; how it ended, as an exit code."""
-    end_with_parent()
     # Wide: these lines are read in a log, and a table of one row a line is broken nowhere.
     console = Console(width=200, force_terminal=False)
     try:
@@ -34,11 +39,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return REFUSED if is_final(error) else FAILED
     return DONE if finished else STOPPED
-
-
-def is_final(error: TrainerError) -> bool:
-    """Whether the same start would fail the same way: the user's mistake, or weights that went wrong."""
-    return error.status < 500 or isinstance(error, UpdateStopped)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,15 @@ class RecordingReporter:
         self._written_s = clock()
         before = read_state(directory.path) or RunState("starting", 0, starts=0)
         self.left_behind = before.run_id
+        # Known by the old name until `runs_as`: a start that fails before it has ended what was left behind
+        # must leave that to the next one.
         self._state = RunState(
-            "starting", os.getpid(), before.iteration, since=now(), starts=before.starts + 1
+            "starting",
+            os.getpid(),
+            before.iteration,
+            since=now(),
+            starts=before.starts + 1,
+            run_id=before.run_id,
         )
         self._write()
 
@@ -67,7 +74,7 @@ class RecordingReporter:
         return self._state.starts - 1
 
     def runs_as(self, run_id: str) -> None:
-        """What task apps will know this start by."""
+        """What task apps will know this start by; what was left behind has been ended, or tried to be."""
         with self._lock:
             self._change(self._state.state, run_id=run_id)
             self._write()

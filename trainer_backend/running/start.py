@@ -76,9 +76,9 @@ async def _run(
                 timeout_s=job.services.iteration_timeout_s,
                 max_running=job.rollout.max_concurrent_rollouts,
             )
-            reporter.runs_as(run_id)
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
+            reporter.runs_as(run_id)
             reporter.say(told_of(apps))
             reporter.say(echo_of_switches(job))
             for line in data.told if data is not None else ():

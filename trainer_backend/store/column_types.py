@@ -4,6 +4,14 @@ from datetime import UTC, datetime
 
 from sqlalchemy import DateTime, Dialect, Text, TypeDecorator
 
+_WHOLE_NUMBERS = range(-(2**31), 2**31)  # of a column of PostgreSQL; SQLite's are longer
+
+
+def fits(number: int) -> bool:
+    """Whether a column of whole numbers could hold it. What could not, is asked of no database: one answers
+    with an error, the other's driver with another."""
+    return number in _WHOLE_NUMBERS
+
 
 class UtcDateTime(TypeDecorator[datetime]):
     """A moment with its zone, UTC: SQLite keeps none, and would give back a naive one."""

@@ -19,6 +19,18 @@ from trainer_backend.store.schema_version import migrate
 _BUSY_S = 15.0  # how long a writer waits for another one of SQLite
 _CONNECT_S = 5  # PostgreSQL: an address that swallows packets must not hold a start for minutes
 _STATEMENT_S = 60  # and no statement may wait for ever, not for a lock either
+# A server that is gone without a word is told in half a minute: the system would wait a quarter of an hour
+# where it has sent something, and two hours where it only listens.
+_PEER = {
+    "connect_timeout": _CONNECT_S,
+    "keepalives": 1,
+    "keepalives_idle": 15,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,  # milliseconds
+}
+# SQLite does so by itself.
+_ONE_STATE = {"postgresql": {"isolation_level": "REPEATABLE READ"}}
 
 
 def utc_now() -> datetime:
@@ -45,8 +57,10 @@ class Store:
         Raises:
             StoreUnavailable: the database does not answer.
         """
-        with self._errors(), self.engine.connect() as connection, connection.begin():
-            yield connection
+        with self._errors(), self.engine.connect() as connection:
+            connection = connection.execution_options(**_ONE_STATE.get(self.engine.dialect.name, {}))
+            with connection.begin():
+                yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -60,6 +74,20 @@ class Store:
         """
         with self._errors(), self.engine.connect() as connection:
             connection = connection.execution_options(writes=True)
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def migrating(self) -> Iterator[Connection]:
+        """As `writing`, for `schema_version.migrate`: a table of SQLite that is copied to be changed takes
+        nothing with it that refers to it.
+
+        Raises:
+            StoreUnavailable: the database does not answer, is read-only or full.
+        """
+        with self._errors(), self.engine.connect() as connection:
+            connection.detach()  # what it is prepared for, no other use of it is to meet
+            connection = connection.execution_options(writes=True, migrates=True)
             with connection.begin():
                 yield connection
 
@@ -89,7 +117,7 @@ def open_store(url: str, *, clock: Callable[[], datetime] = utc_now) -> Store:
     address = _address(url)
     store = Store(_engine(address), _shown(address), clock)
     try:
-        with store.writing() as connection:
+        with store.migrating() as connection:
             migrate(connection, store.shown)
     except BaseException:
         store.close()
@@ -124,7 +152,7 @@ def _shown(address: URL) -> str:
 def _engine(address: URL) -> Engine:
     # hide_parameters: an error would repeat whole jobs and rollouts in the log.
     if address.drivername.startswith("postgresql"):
-        given = {"connect_timeout": _CONNECT_S} if "connect_timeout" not in address.query else {}
+        given = {name: value for name, value in _PEER.items() if name not in address.query}
         engine = create_engine(
             address, pool_pre_ping=True, pool_recycle=1800, connect_args=given, hide_parameters=True
         )
@@ -153,7 +181,10 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("writes", False)
+    options = connection.get_execution_options()
+    if options.get("migrates", False):
+        connection.exec_driver_sql("PRAGMA foreign_keys = OFF")
+    writes = options.get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 

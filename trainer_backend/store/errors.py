@@ -31,6 +31,17 @@ class UnknownRollout(StoreError):
     title = "Unknown rollout"
 
 
+class UnknownCursor(StoreError):
+    """Where a page would begin, and no page before has said so."""
+
+    code = "request_invalid"
+    status = 422
+    title = "Request cannot be read"
+
+    def __init__(self, cursor: str) -> None:
+        super().__init__(f"cursor is {cursor[:40]!r}; give back the one of the page before, as it came")
+
+
 class IdempotencyConflict(StoreError):
     """The same key with another body."""
 

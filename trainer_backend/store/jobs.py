@@ -10,8 +10,15 @@ from uuid import uuid4
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from trainer_backend.store.column_types import fits
 from trainer_backend.store.database import Store
-from trainer_backend.store.errors import IdempotencyConflict, JobChanged, JobConflict, UnknownJob
+from trainer_backend.store.errors import (
+    IdempotencyConflict,
+    JobChanged,
+    JobConflict,
+    UnknownCursor,
+    UnknownJob,
+)
 from trainer_backend.store.rows import ENDED, JobRow, JobState, Origin, Page, Wanted
 from trainer_backend.store.states import refuse_leap
 from trainer_backend.store.tables import Job
@@ -42,7 +49,8 @@ class NewJob:
         config: the resolved TOML, without secrets.
         home: which service runs it.
         run_dir: absolute; None until it has one.
-        idempotency_key, body_hash: the client's name of its request, and a digest of what it sent.
+        idempotency_key, body_hash: the client's name of its request to that service, and a digest of what it
+            sent.
     """
 
     name: str
@@ -55,6 +63,17 @@ class NewJob:
     tags: tuple[tuple[str, str], ...] = ()
     idempotency_key: str | None = None
     body_hash: str | None = None
+
+
+def made_by(store: Store, home: str, key: str, body_hash: str) -> JobRow | None:
+    """The job that a request has made at a service; None: none yet.
+
+    Raises:
+        IdempotencyConflict: the key was used there with another body.
+        StoreUnavailable: the database does not answer.
+    """
+    with store.reading() as connection:
+        return _of_key(connection, home, key, body_hash)
 
 
 def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
@@ -85,29 +104,33 @@ def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
     }
     try:
         with store.writing() as connection:
-            found = _of_key(connection, new)
+            found = _of_request(connection, new)
             if found is not None:
                 return found, False
             connection.execute(insert(Job).values(values))
             return _one(connection, job_id), True
     except IntegrityError as error:  # the directory is another job's, or somebody was quicker with the key
         with store.reading() as connection:
-            found = _of_key(connection, new)
+            found = _of_request(connection, new)
         if found is not None:
             return found, False
         raise JobConflict(f"another job has the run directory {new.run_dir}") from error
 
 
-def _of_key(connection: Connection, new: NewJob) -> JobRow | None:
+def _of_request(connection: Connection, new: NewJob) -> JobRow | None:
     if new.idempotency_key is None:
         return None
-    query = select(Job.id, Job.body_hash).where(Job.idempotency_key == new.idempotency_key)
+    return _of_key(connection, new.home, new.idempotency_key, new.body_hash)
+
+
+def _of_key(connection: Connection, home: str, key: str, body_hash: str | None) -> JobRow | None:
+    query = select(Job.id, Job.body_hash).where(Job.home == home, Job.idempotency_key == key)
     found = connection.execute(query).first()
     if found is None:
         return None
-    if found.body_hash != new.body_hash:
+    if found.body_hash != body_hash:
         raise IdempotencyConflict(
-            f"Idempotency-Key {new.idempotency_key!r} made job {found.id} of another body; take a new key"
+            f"Idempotency-Key {key!r} made job {found.id} of another body; take a new key"
         )
     return _one(connection, found.id)
 
@@ -163,10 +186,10 @@ def number_of(cursor: str) -> int:
     """What a cursor says.
 
     Raises:
-        JobConflict: it is none of ours.
+        UnknownCursor: it is none of ours.
     """
-    if not cursor.isdecimal() or len(cursor) > 18:
-        raise JobConflict(f"cursor is {cursor[:40]!r}; give back the one of the page before, as it came")
+    if not cursor.isdecimal() or len(cursor) > 18 or not fits(int(cursor)):
+        raise UnknownCursor(cursor)
     return int(cursor)
 
 

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 from sqlalchemy import Connection, and_, func, select
 
+from trainer_backend.store.column_types import fits
 from trainer_backend.store.database import Store
 from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
 from trainer_backend.store.tables import Checkpoint, Curve, Iteration, Metric, MetricRow
@@ -119,6 +120,8 @@ def metric_lines(
 ) -> tuple[MetricLine, ...]:
     """Rows of metrics.jsonl whose number is above `after`, oldest first: what a live page has not seen."""
     table = MetricRow
+    if not fits(after):
+        return ()  # no row has so high a number
     with store.reading() as connection:
         query = (
             select(table.number, table.kind, table.iteration, table.row)

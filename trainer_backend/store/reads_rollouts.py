@@ -2,14 +2,16 @@
 
 import base64
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
+from trainer_backend.store.column_types import fits
 from trainer_backend.store.database import Store
-from trainer_backend.store.errors import StoreError, UnknownRollout
+from trainer_backend.store.errors import UnknownCursor, UnknownRollout
 from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
 from trainer_backend.store.tables import Consumed, Decision, Rollout, SyncedFile
 from trainer_backend.store.writing import job_number
@@ -34,7 +36,7 @@ class RolloutFilter:
 
     Attributes:
         min_reward: of the outcome.
-        text: a part of the rollout id.
+        text: a part of the rollout id, in small letters or capitals.
     """
 
     stage: str | None = None
@@ -65,13 +67,13 @@ def rollouts(
 
     Raises:
         UnknownJob: there is none of that id.
-        StoreError: the cursor is none of ours.
+        UnknownCursor: it is none of ours.
     """
     by = _SORTS[sort]
     with store.reading() as connection:
         query = _selected().where(*_conditions(job_number(connection, job_id), where))
         if cursor is not None:
-            query = query.where(_beyond(by, *_read_cursor(cursor), descending=descending))
+            query = query.where(_beyond(by, *_read_cursor(cursor, by), descending=descending))
         order = (by.desc(), Rollout.number.desc()) if descending else (by.asc(), Rollout.number.asc())
         query = query.order_by(order[0].nulls_last(), order[1]).limit(limit + 1)
         rows = [RolloutRow(*row) for row in connection.execute(query)]
@@ -96,12 +98,15 @@ def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
     equal = [field.name for field in fields(where) if field.name not in ("min_reward", "text")]
     found = [Rollout.job == job]
     for name in equal:
-        if getattr(where, name) is not None:
-            found.append(getattr(Rollout, name) == getattr(where, name))
+        value = getattr(where, name)
+        if isinstance(value, int) and not fits(value):
+            found.append(false())  # as of any other number that no rollout has
+        elif value is not None:
+            found.append(getattr(Rollout, name) == value)
     if where.min_reward is not None:
         found.append(Rollout.outcome_reward >= where.min_reward)
     if where.text:
-        found.append(Rollout.rollout_id.contains(where.text, autoescape=True))
+        found.append(Rollout.rollout_id.icontains(where.text, autoescape=True))
     return found
 
 
@@ -117,36 +122,40 @@ def _cursor(value: float | None, number: int) -> str:
     return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
 
 
-def _read_cursor(cursor: str) -> tuple[float | None, int]:
+def _read_cursor(cursor: str, by: Any) -> tuple[float | None, int]:
+    """The value that the page before ended at, one that the column sorted by could hold, and the number."""
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        if not isinstance(number, int) or not isinstance(value, int | float | None):
-            raise ValueError
-    except ValueError as error:
-        raise StoreError(
-            f"cursor is {cursor[:40]!r}; give back the one of the page before, as it came"
-        ) from error
+        whole = by.type.python_type is int
+        known = value is None or (_is_whole(value) if whole else math.isfinite(value))
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise UnknownCursor(cursor) from error
+    if not (known and _is_whole(number)):
+        raise UnknownCursor(cursor)
     return value, number
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and fits(value)
 
 
 def facets(store: Store, job_id: str) -> Facets:
     """What the rollouts of a run can be filtered by."""
     columns = (Rollout.stage, Rollout.policy, Rollout.status, Rollout.failure_code, Rollout.stop_reason)
     counts: list[dict[str, int]] = [{} for _ in columns]
+    spans: list[int] = []
+    query = select(*columns, func.count(), func.min(Rollout.iteration), func.max(Rollout.iteration))
     with store.reading() as connection:
-        mine = Rollout.job == job_number(connection, job_id)
-        for *values, count in connection.execute(
-            select(*columns, func.count()).where(mine).group_by(*columns)
-        ):
+        mine = query.where(Rollout.job == job_number(connection, job_id)).group_by(*columns)
+        for *values, count, first, last in connection.execute(mine):
+            spans += [first, last]
             for found, value in zip(counts, values, strict=True):
                 if value is not None:
                     found[value] = found.get(value, 0) + count
-        query = select(func.min(Rollout.iteration), func.max(Rollout.iteration)).where(mine)
-        first, last = connection.execute(query).one()
     stages, policies, statuses, failure_codes, stop_reasons = (
         dict(sorted(found.items())) for found in counts
     )
-    iterations = None if first is None else (first, last)
+    iterations = (min(spans), max(spans)) if spans else None
     return Facets(stages, policies, statuses, failure_codes, stop_reasons, iterations)
 
 
@@ -160,7 +169,9 @@ def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
         mine = _selected().where(Rollout.job == job_number(connection, job_id))
         found = connection.execute(mine.where(Rollout.rollout_id == rollout_id)).all()
         if not found:
-            ends = Rollout.rollout_id.endswith(f"/{rollout_id}", autoescape=True)
+            end = f"/{rollout_id}"
+            # Not LIKE: SQLite's knows no capitals.
+            ends = func.substr(Rollout.rollout_id, func.length(Rollout.rollout_id) - len(end) + 1) == end
             found = connection.execute(mine.where(ends).limit(3)).all()
     if len(found) != 1:
         some = f": {', '.join(row.rollout_id for row in found)}" if found else ""

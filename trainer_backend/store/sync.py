@@ -18,11 +18,14 @@ from trainer_backend.store.tables import SyncedFile
 from trainer_backend.store.writing import job_number
 
 
-def sync_run(store: Store, job_id: str, directory: RunDirectory) -> bool:
+def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:
     """Bring the store to what the run directory holds, and both to what [retention] says.
 
     Each file is a transaction of its own: one that is cut short has done a part, and the next does the rest.
     A file that cannot be read holds up no other.
+
+    Args:
+        tidies: False for who only shows what is there: no file is removed.
 
     Returns:
         Whether anything was new.
@@ -36,7 +39,7 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory) -> bool:
         job = job_number(connection, job_id)
         known = _known(connection, job)
     parts: list[Callable[[], bool]] = [
-        lambda: sync_rollouts(store, job_id, directory.path, known),
+        lambda: sync_rollouts(store, job_id, directory.path, known, tidies=tidies),
         lambda: sync_lines(store, job_id, directory.metrics_file, known, put_metrics),
         lambda: sync_lines(store, job_id, directory.path / LEDGER, known, put_ledger),
         lambda: sync_checkpoints(store, job_id, directory.checkpoints),

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from sqlalchemy import Connection, delete, insert, select
 
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.ledger import learned_twice, planned_id
 from trainer_backend.store.database import Store
 from trainer_backend.store.tables import Consumed, Curve, Iteration, Metric, MetricRow, SyncedFile
 from trainer_backend.store.writing import job_number
@@ -229,12 +230,17 @@ def put_ledger(connection: Connection, job: int, new: NewLines) -> None:
     """What updates learned from.
 
     Raises:
-        RunDirectoryError: a rollout stands in two lines, which the trainer refuses to do.
+        RunDirectoryError: a planned rollout stands there twice, which the trainer refuses to write.
     """
     if new.whole:
         connection.execute(delete(Consumed).where(Consumed.job == job))
     values = [
-        {"job": job, "rollout_id": rollout_id, "iteration": int(row.get("iteration", 0))}
+        {
+            "job": job,
+            "planned": planned_id(rollout_id),
+            "rollout_id": rollout_id,
+            "iteration": int(row.get("iteration", 0)),
+        }
         for row in new.rows
         for rollout_id in row.get("rollout_ids", ())
     ]
@@ -246,18 +252,12 @@ def put_ledger(connection: Connection, job: int, new: NewLines) -> None:
 def _refuse_twice(connection: Connection, job: int, values: Sequence[Mapping[str, Any]]) -> None:
     seen: dict[str, int] = {}
     for value in values:
-        known = seen.setdefault(value["rollout_id"], value["iteration"])
-        if known != value["iteration"]:
-            _twice(value["rollout_id"], known, value["iteration"])
+        if value["planned"] in seen:
+            raise learned_twice(value["planned"], seen[value["planned"]], value["iteration"])
+        seen[value["planned"]] = value["iteration"]
     ids = list(seen)
     for first in range(0, len(ids), _AT_ONCE):
-        mine = (Consumed.job == job, Consumed.rollout_id.in_(ids[first : first + _AT_ONCE]))
-        stored = connection.execute(select(Consumed.rollout_id, Consumed.iteration).where(*mine)).first()
+        mine = (Consumed.job == job, Consumed.planned.in_(ids[first : first + _AT_ONCE]))
+        stored = connection.execute(select(Consumed.planned, Consumed.iteration).where(*mine)).first()
         if stored is not None:
-            _twice(stored.rollout_id, stored.iteration, seen[stored.rollout_id])
-
-
-def _twice(rollout_id: str, first: int, second: int) -> None:
-    raise RunDirectoryError(
-        f"ledger.jsonl: rollout {rollout_id} was learned from in iterations {first} and {second}"
-    )
+            raise learned_twice(stored.planned, stored.iteration, seen[stored.planned])

@@ -15,14 +15,21 @@ from trainer_backend.store.tables import Decision, Rollout, SyncedFile
 from trainer_backend.store.writing import job_number
 
 
-def sync_rollouts(store: Store, job_id: str, run: Path, known: Mapping[str, Known]) -> bool:
+def sync_rollouts(
+    store: Store, job_id: str, run: Path, known: Mapping[str, Known], *, tidies: bool = True
+) -> bool:
     """Bring the rollout files of a run into the store, and take out what is gone or not to be kept.
+
+    Args:
+        tidies: also remove the files that are not to be kept.
 
     Raises:
         RunDirectoryError: a file cannot be read; the others are in.
     """
     retention = retention_of(run)
-    files = remove_old_files(retention, rollout_files(run))
+    files = rollout_files(run)
+    if tidies:
+        files = remove_old_files(retention, files)
     newest, now_ns = newest_iteration(files), int(store.clock().timestamp() * 1e9)
     changed, problems = False, []
     for file in files:

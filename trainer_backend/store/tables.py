@@ -6,7 +6,7 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, MetaData, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from trainer_backend.store.column_types import AnyText, UtcDateTime
@@ -40,7 +40,10 @@ class Job(Base):
     """A job: posted, or found as a run directory that `turnwise train` made."""
 
     __tablename__ = "jobs"
-    __table_args__ = ({"sqlite_autoincrement": True},)  # a number is never used twice, also after a delete
+    __table_args__ = (
+        UniqueConstraint("home", "idempotency_key"),
+        {"sqlite_autoincrement": True},  # a number is never used twice, also after a delete
+    )
 
     number: Mapped[int] = mapped_column(primary_key=True)  # in order of creation; pages go by it
     id: Mapped[str] = mapped_column(unique=True)  # uuid, hex
@@ -52,7 +55,7 @@ class Job(Base):
     run_id: Mapped[str | None]
     origin: Mapped[str]
     home: Mapped[str]  # which service runs it: several may share one PostgreSQL, and no disk
-    idempotency_key: Mapped[str | None] = mapped_column(unique=True)
+    idempotency_key: Mapped[str | None]  # a client's name of its request to that service
     body_hash: Mapped[str | None]
     tags: Mapped[dict[str, str]]
     attempt: Mapped[int]
@@ -144,6 +147,16 @@ class Rollout(Base):
         Index(None, "job", "stage", "iteration"),
         Index(None, "job", "outcome_reward"),
         Index(None, "job", "group_id"),
+        # What pages are sorted by: SQLite would sort all rollouts of a run for each.
+        Index(None, "job", "number"),
+        Index(None, "job", "reward"),
+        Index(None, "job", "unique_achievements"),
+        Index(None, "job", "decisions"),
+        # All that facets count: of a hundred thousand rollouts the index is read, and not the table.
+        Index(
+            "ix_rollouts_facets",
+            *("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration"),
+        ),
     )
 
     number: Mapped[int] = mapped_column(primary_key=True)
@@ -200,11 +213,13 @@ class Checkpoint(Base):
 
 
 class Consumed(Base):
-    """A rollout that an update learned from: once in a run's life, which the key holds."""
+    """A rollout that an update learned from. What was planned is learned from once in a run's life, whatever
+    start has played it, which the key holds."""
 
     __tablename__ = "consumed"
     __table_args__ = (Index(None, "job", "iteration"),)
 
     job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    rollout_id: Mapped[str] = mapped_column(primary_key=True)
+    planned: Mapped[str] = mapped_column(primary_key=True)  # rundir.ledger.planned_id
+    rollout_id: Mapped[str]
     iteration: Mapped[int]

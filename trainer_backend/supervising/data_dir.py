@@ -2,23 +2,31 @@
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import tomli
+
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job import parse_job
+from trainer_backend.rundir import lock
 from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.store.rows import JobRow
 
 _SERVICE = ".service"
 # A run directory that holds it was deleted as a job, and its files were kept: it is not found again.
 FORGOTTEN = "forgotten"
 # How far below the data directory runs lie: `turnwise train --seeds` makes NAME-seeds/seed_0.
 _DEPTHS = ("*/run.json", "*/*/run.json")
+# What `create_run` has made when it is killed: the file that makes it a run, run.json, is written last.
+_BEGUN_FILES = frozenset({lock.FILE, "job.toml"})
+_BEGUN_FOLDERS = frozenset({"rollouts", "checkpoints"})
+# In the service's own folder: a run directory that is being removed.
+_DELETED = "deleted-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,43 +44,80 @@ class DataDir:
         """Where a new job's run is to be; not made yet. Nobody else is given the same."""
         return self.path / f"{name}-{uuid4().hex[:8]}"
 
-    def run_for(self, path: Path, config: JobConfig) -> RunDirectory:
-        """The run of a job, made if it is not there; what a kill left half made is made anew.
+    def run_of(self, job: JobRow) -> RunDirectory:
+        """The run of a posted job, made if the job has none yet; what a kill left half made is made whole.
 
         Raises:
-            RunDirectoryError: it cannot be written, or holds something else.
+            JobError: this version cannot read the job.
+            RunDirectoryError: its run is gone, or lies elsewhere, or cannot be written.
         """
+        config = parse_job(tomli.loads(job.config), where=f"job {job.id}").config
+        assert job.run_dir is not None, "a posted job is created with its run directory"
+        path = Path(job.run_dir)
+        if self._outside(path):
+            raise RunDirectoryError(
+                f"the run directory of job {job.id}, {path}, is not below the data directory {self.path}",
+                hint="A moved data directory is put back, or each run goes on by `turnwise train --resume`.",
+            )
         if (path / "run.json").exists():
             return open_run(path)
-        with writing(path):
-            if path.exists():  # ours by its name, and without the file that is written last
-                shutil.rmtree(path)
+        if job.run_id is not None:
+            raise RunDirectoryError(
+                f"job {job.id} trained in {path}, and its run is not there any more (no run.json)",
+                hint="Put the run directory back and resume the job, or post it anew.",
+            )
+        _refuse_to_overwrite(path)
         return create_run(config, path)
 
     def runs(self) -> list[Path]:
         """Every run directory in here that was not forgotten."""
         found = [file.parent for pattern in _DEPTHS for file in self.path.glob(pattern)]
-        return sorted(path for path in found if not (path / FORGOTTEN).exists())
+        ours = self.path / _SERVICE
+        return sorted(
+            path for path in found if not (path.is_relative_to(ours) or (path / FORGOTTEN).exists())
+        )
 
     def forget(self, path: Path) -> None:
         """Keep the files of a run, and let `runs` pass over them."""
-        if path.is_dir():
-            with writing(path):
-                (path / FORGOTTEN).touch()
-
-    def remove(self, path: Path) -> None:
-        """Delete a run directory with all that it holds.
-
-        Raises:
-            RunDirectoryError: it is no run directory below this folder, or does not let itself be deleted.
-        """
-        if not path.exists():
-            return
-        inside = path.resolve().is_relative_to(self.path) and not path.is_symlink()
-        if not inside or path.resolve() == self.path or not (path / "job.toml").exists():
-            raise RunDirectoryError(f"{path} is no run directory in {self.path}, so it is not deleted")
         with writing(path):
-            shutil.rmtree(path)
+            (path / FORGOTTEN).touch()
+
+    def refuse_foreign(self, path: Path) -> None:
+        """
+        Raises:
+            RunDirectoryError: it is no run directory below this folder, so nothing of it is deleted.
+        """
+        if self._outside(path) or path.is_symlink() or not (path / "job.toml").exists():
+            raise RunDirectoryError(f"{path} is no run directory in {self.path}, so it is not deleted")
+
+    def move_aside(self, path: Path) -> Path:
+        """Where a run directory that is to be removed has been moved, as a whole; `aside` names it."""
+        aside = self.path / _SERVICE / f"{_DELETED}{uuid4().hex}"
+        with writing(path):
+            return path.rename(aside)
+
+    def aside(self) -> list[Path]:
+        """What was moved aside and is there still."""
+        return sorted((self.path / _SERVICE).glob(f"{_DELETED}*"))
+
+    def _outside(self, path: Path) -> bool:
+        found = path.resolve()
+        return found == self.path or not found.is_relative_to(self.path)
+
+
+def _refuse_to_overwrite(path: Path) -> None:
+    """
+    Raises:
+        RunDirectoryError: there is more in this folder than a kill in `create_run` leaves.
+    """
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        begun = entry.name in _BEGUN_FILES or entry.suffix == ".tmp"  # of a file that was being written
+        if begun or (entry.name in _BEGUN_FOLDERS and not any(entry.iterdir())):
+            continue
+        raise RunDirectoryError(
+            f"{path} holds {entry.name!r} and no run.json, so it is no run, and it is not overwritten",
+            hint="Restore its run.json, or move it away, and resume the job.",
+        )
 
 
 @contextmanager
@@ -83,7 +128,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
         runs_jobs: False for a service that only shows what is there: any number of those may.
 
     Raises:
-        RunDirectoryError: it cannot be written, or another service runs jobs in it.
+        RunDirectoryError: it cannot be written, another service runs jobs in it, or it is a copy.
     """
     folder = path.resolve()
     with writing(folder):
@@ -95,7 +140,10 @@ def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
                 f"another trainer service runs jobs in {path}",
                 hint="Stop it, choose another --data-dir, or start this one with --no-jobs.",
             )
-        yield DataDir(folder, _home_of(folder / _SERVICE / "home"))
+        home = _home_of(folder / _SERVICE / "home")
+        if runs_jobs:
+            _claim_place(folder, home)
+        yield DataDir(folder, home)
     finally:
         os.close(descriptor)
 
@@ -118,3 +166,23 @@ def _home_of(file: Path) -> str:
             name = uuid4().hex
             home.write(name)
         return name
+
+
+def _claim_place(folder: Path, home: str) -> None:
+    """Note where this folder lies. One that was copied has the name of the other: on a store that both share
+    each would take the other's jobs.
+
+    Raises:
+        RunDirectoryError: the folder that it is a copy of is still there.
+    """
+    ours, note = folder / _SERVICE / "home", folder / _SERVICE / "place"
+    with writing(note):
+        before = Path(note.read_text(encoding="utf-8").strip()) if note.exists() else folder
+        other = before / _SERVICE / "home"
+        copied = before != folder and other.exists() and not other.samefile(ours)
+        if copied and other.read_text(encoding="utf-8").strip() == home:
+            raise RunDirectoryError(
+                f"{folder} is a copy of {before}, which is still there: one name of a service, twice",
+                hint=f"Delete {ours} to make it a service of its own, or remove the other.",
+            )
+        note.write_text(f"{folder}\n", encoding="utf-8")

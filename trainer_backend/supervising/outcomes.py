@@ -22,12 +22,14 @@ class Ending:
         state: the last that the process wrote; None: it wrote none.
         crashes: crashes of this job without an iteration in between, this one counted, if it is one.
         said: the error that it printed last; None: none.
+        code: of the error that kept it from starting, which is then what was `said`; None: it started.
     """
 
     exit_code: int
     state: RunState | None
     crashes: int
     said: str | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,12 @@ def is_stop(exit_code: int) -> bool:
 
 def is_crash(exit_code: int) -> bool:
     return exit_code not in (DONE, REFUSED) and not is_stop(exit_code)
+
+
+def stays(job: JobRow, exit_code: int) -> bool:
+    """Whether a job whose process has ended while the service stops is left as it is: the next start goes on
+    with it, also where its process was killed because it had not saved in time."""
+    return job.wanted == "run" and exit_code not in (DONE, REFUSED)
 
 
 def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
@@ -87,7 +95,9 @@ def without_process(job: JobRow, now: datetime) -> Changes | None:
 
 
 def _told(ending: Ending) -> tuple[str, str]:
-    """A code and a sentence: what the process wrote of itself, else what killed it."""
+    """A code and a sentence: what kept the process from starting, what it wrote of itself, what killed it."""
+    if ending.code is not None:
+        return ending.code, ending.said or ""
     if ending.exit_code < 0:
         name = _signal_name(-ending.exit_code)
         hint = "; often the system, short of memory" if name == "SIGKILL" else ""

@@ -29,12 +29,13 @@ class JobProcess:
 
     Attributes:
         told: a signal to stop was sent.
+        late: it had to be killed after that.
         exit_code: None while it runs; negative: the signal that killed it.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.told = False
+        self.told = self.late = False
 
     @property
     def pid(self) -> int:
@@ -44,14 +45,21 @@ class JobProcess:
     def exit_code(self) -> int | None:
         return self._process.returncode
 
-    def stop(self) -> None:
-        """Ask it to save what is finished, and to end; once."""
+    def stop(self, grace_s: float) -> None:
+        """Ask it to save what is finished, and to end; once. After that time it is killed, by a clock of its
+        own: whoever asked may be waiting for a store that hangs."""
         if not self.told:
             self.told = True
             self._signal(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(grace_s, self._kill_late)
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
+
+    def _kill_late(self) -> None:
+        if self.exit_code is None:
+            self.late = True
+            self.kill()
 
     async def ended(self) -> int:
         """Wait for its end."""
@@ -86,20 +94,21 @@ async def start_process(
     return JobProcess(process)
 
 
-def last_words(job: JobRow) -> str | None:
-    """The error that the job's last process printed at its end (job_process.py); None: it ended otherwise."""
-    if job.run_dir is None:
-        return None
+def last_words(job: JobRow, process: JobProcess) -> tuple[RunState | None, str | None]:
+    """What this process wrote last of its run, not what one before it did; and the error that it printed at
+    its end (job_process.py). None: it did not."""
+    folder = None if job.run_dir is None else Path(job.run_dir)
+    if folder is None:
+        return None, None
+    state = read_state(folder)
+    return state if state is not None and state.pid == process.pid else None, _printed_error(folder)
+
+
+def _printed_error(folder: Path) -> str | None:
     try:
-        with Path(job.run_dir, PROCESS_LOG).open("rb") as file:
+        with (folder / PROCESS_LOG).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
             lines = file.read().decode("utf-8", "replace").strip().splitlines()
     except OSError:
         return None
     return lines[-1].removeprefix(ERROR) if lines and lines[-1].startswith(ERROR) else None
-
-
-def last_state(job: JobRow, process: JobProcess) -> RunState | None:
-    """What this process wrote last of its run; not what one before it did."""
-    state = None if job.run_dir is None else read_state(Path(job.run_dir))
-    return state if state is not None and state.pid == process.pid else None

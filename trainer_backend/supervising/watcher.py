@@ -8,7 +8,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -27,6 +29,7 @@ from trainer_backend.store.rows import ACTIVE, JobRow
 from trainer_backend.store.sync import sync_run
 from trainer_backend.supervising.data_dir import DataDir
 from trainer_backend.supervising.found import changes_for_found
+from trainer_backend.supervising.line import ANSWER_S, Line
 from trainer_backend.supervising.news import News
 
 log = structlog.get_logger("trainer")
@@ -34,7 +37,8 @@ log = structlog.get_logger("trainer")
 # What grows or is replaced while a run goes on: what the store keeps of it, and what is read where it is.
 _STORED = ("metrics.jsonl", ledger.FILE, "rollouts", "checkpoints")
 _SHOWN = (run_log.FILE, state_file.FILE)
-
+# What tells that a directory that could not be shown is another one now: it may be being copied in.
+_NAMING = ("run.json", "job.toml")
 
 _PAGE = 500
 
@@ -55,19 +59,38 @@ class Watcher:
     Args:
         look_s: between two looks at the runs that go on.
         find_s: between two looks at all of them.
+        tidies: whether files that [retention] does not keep are removed; False for a service that only shows.
+        answer_s: for the store to answer; a look that takes longer may be hanging, or syncing a large run.
     """
 
     def __init__(
-        self, store: Store, data: DataDir, news: News, *, look_s: float = 1.0, find_s: float = 10.0
+        self,
+        store: Store,
+        data: DataDir,
+        news: News,
+        *,
+        look_s: float = 1.0,
+        find_s: float = 10.0,
+        tidies: bool = True,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._store, self._data, self._news = store, data, news
-        self._look_s, self._find_s = look_s, find_s
+        self._look_s, self._find_s, self._answer_s = look_s, find_s, answer_s
+        self._tidies = tidies
+        self._looking = ThreadPoolExecutor(1, "watcher")
+        self._beside = Line("watcher-asks", store.shown, answer_s)
         self._stored: dict[str, tuple[int, ...]] = {}
         self._shown: dict[str, tuple[int, ...]] = {}
         self._unread: set[str] = set()
-        self._refused: set[Path] = set()
-        self._one_at_a_time = threading.Lock()  # the supervisor has a run synced when its process ends
+        self._refused: dict[Path, tuple[int, ...]] = {}
+        # One at a time of each run: the supervisor has it synced when its process ends.
+        self._syncing: dict[str, threading.Lock] = {}
         self.looked = Looked()
+
+    @property
+    def threads(self) -> tuple[ThreadPoolExecutor, ...]:
+        """What has to have ended before the store is closed."""
+        return self._looking, self._beside.thread
 
     async def run(self) -> None:
         """Look around until cancelled."""
@@ -76,16 +99,39 @@ class Watcher:
             now_s = asyncio.get_running_loop().time()
             everything = now_s - found_at_s >= self._find_s
             try:
-                for job_id in await asyncio.to_thread(self.look, everything=everything):
+                for job_id in await self._one_look(everything=everything):
                     self._news.tell(job_id)
                 found_at_s = now_s if everything else found_at_s
                 self.looked.store_up = True
             except StoreUnavailable as error:
-                self.looked.store_up = False
-                log.warning("store_away", detail=str(error))
+                self._away(error)
             except Exception:
                 log.exception("look_failed")
             await asyncio.sleep(self._look_s)
+
+    async def _one_look(self, *, everything: bool) -> list[str]:
+        """However long it takes: the first sync of a large run takes minutes. Whether it hangs behind the
+        store is asked beside it."""
+        loop = asyncio.get_running_loop()
+        look = loop.run_in_executor(self._looking, partial(self.look, everything=everything))
+        try:
+            while not (await asyncio.wait({look}, timeout=self._answer_s))[0]:
+                await self._ask_beside()
+            return look.result()
+        finally:
+            look.cancel()
+
+    async def _ask_beside(self) -> None:
+        try:
+            await self._beside.ask(jobs.find, self._store, limit=1)
+        except StoreUnavailable as error:
+            self._away(error)
+        else:
+            self.looked.store_up = True
+
+    def _away(self, error: StoreUnavailable) -> None:
+        self.looked.store_up = False
+        log.warning("store_away", detail=str(error))
 
     def look(self, *, everything: bool) -> list[str]:
         """One look; the ids of jobs that have something new. On a thread.
@@ -98,10 +144,9 @@ class Watcher:
         """
         if everything:
             self._find()
-            self._stored = {
-                job_id: seen for job_id, seen in self._stored.items() if job_id not in self._unread
-            }
-        return [row.id for row in self._rows(everything=everything) if self._has_news(row)]
+            for job_id in tuple(self._unread):
+                self._stored.pop(job_id, None)
+        return [row.id for row in self._rows(everything=everything) if self._boundary(row)]
 
     def sync(self, row: JobRow) -> None:
         """Bring one run into the store now, whatever was seen of it before; a fault is logged and counted."""
@@ -119,6 +164,17 @@ class Watcher:
             if cursor is None:
                 return rows
 
+    def _boundary(self, row: JobRow) -> bool:
+        """Whether there is something new of a job; what goes wrong with it, unforeseen, holds up no other."""
+        try:
+            return self._has_news(row)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            self.looked.failures += 1
+            log.exception("look_failed", job=row.id)
+            return False
+
     def _has_news(self, row: JobRow) -> bool:
         if row.run_dir is None:
             return False
@@ -135,18 +191,19 @@ class Watcher:
 
     def _sync(self, row: JobRow, path: Path, stored: tuple[int, ...]) -> None:
         started = time.monotonic()
-        with self._one_at_a_time:
+        with self._syncing.setdefault(row.id, threading.Lock()):
             try:
-                sync_run(self._store, row.id, open_run(path))
+                sync_run(self._store, row.id, open_run(path), tidies=self._tidies)
                 self._unread.discard(row.id)
             except UnknownJob:
                 pass  # deleted meanwhile
             except StoreUnavailable:
                 raise
-            except TrainerError as error:
+            except Exception as error:  # also unforeseen: a damaged file, one that was pruned meanwhile
                 self._unread.add(row.id)
                 self.looked.failures += 1
-                log.warning("sync_failed", job=row.id, detail=str(error))
+                unforeseen = not isinstance(error, TrainerError)
+                log.warning("sync_failed", job=row.id, detail=str(error), exc_info=unforeseen)
         self._stored[row.id] = stored
         self.looked.syncs += 1
         self.looked.sync_s += time.monotonic() - started
@@ -170,7 +227,8 @@ class Watcher:
         """Give every run directory that has no row one."""
         known = {row.run_dir for row in self._rows(everything=True)}
         for path in self._data.runs():
-            if str(path) in known or path in self._refused:
+            facts = _fingerprint(path, _NAMING)
+            if str(path) in known or self._refused.get(path) == facts:
                 continue
             try:
                 jobs.create(self._store, _found_job(path, self._data.home))
@@ -178,9 +236,10 @@ class Watcher:
                 continue  # another service was quicker
             except StoreUnavailable:
                 raise
-            except TrainerError as error:
-                self._refused.add(path)
-                log.warning("run_not_shown", run=str(path), detail=str(error))
+            except Exception as error:
+                self._refused[path] = facts
+                unforeseen = not isinstance(error, TrainerError)
+                log.warning("run_not_shown", run=str(path), detail=str(error), exc_info=unforeseen)
 
 
 def _found_job(path: Path, home: str) -> NewJob:

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -33,6 +33,14 @@ class ServiceUnreachable(TrainerError):
     title = "The trainer service does not answer"
 
 
+class Event(NamedTuple):
+    """`identity` says how far the reader has come; None: this one does not say."""
+
+    name: str
+    data: dict[str, Any]
+    identity: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class JobsClient:
     """
@@ -58,19 +66,26 @@ class JobsClient:
     def delete(self, path: str, **query: Any) -> None:
         self._ask("DELETE", path, params=query)
 
-    def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and data of each event, until the service says that there are no more."""
-        with self._client(_SILENCE_S) as client, self._errors(), client.stream("GET", path) as answer:
+    def events(self, path: str, *, after: str | None = None) -> Iterator[Event]:
+        """Each event behind the one of that identity, until the service says no more."""
+        query = {} if after is None else {"after": after}
+        with (
+            self._client(_SILENCE_S) as client,
+            self._errors(),
+            client.stream("GET", path, params=query) as answer,
+        ):
             if not answer.is_success:
                 answer.read()
                 raise _refusal(answer)
-            name = ""
+            name, identity = "", None
             for line in answer.iter_lines():
                 kind, _, value = line.partition(": ")
                 if kind == "event":
-                    name = value
+                    name, identity = value, None
+                elif kind == "id":
+                    identity = value
                 elif kind == "data":
-                    yield name, json.loads(value)
+                    yield Event(name, json.loads(value), identity)
 
     def _ask(self, method: str, path: str, **named: Any) -> httpx.Response:
         with self._client(_TIMEOUT_S) as client, self._errors():

@@ -11,7 +11,7 @@ from rich.text import Text
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.sending import text_to_send
 from trainer_backend.terminal.options import JobPaths, Overrides
-from trainer_backend.terminal.telling import tell
+from trainer_backend.terminal.telling import line_of, tell
 
 if TYPE_CHECKING:  # at run time only where it is asked for: every other command starts without it
     from trainer_backend.terminal.jobs_client import JobsClient
@@ -36,7 +36,10 @@ def submit(
     job: JobPaths,
     url: Url = None,
     dry_run: Annotated[bool, typer.Option(help="check it only, and print it with every default")] = False,
-    follow: Annotated[bool, typer.Option(help="go on printing what it tells, until it has ended")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(help="go on printing what it tells, until it has ended; exit code 1: not with success"),
+    ] = False,
     idempotency_key: Annotated[
         str | None, typer.Option(help="your name for this: the same again makes no second job")
     ] = None,
@@ -110,7 +113,9 @@ def show(
 def logs(
     job: JobName,
     url: Url = None,
-    follow: Annotated[bool, typer.Option(help="go on until the job has ended")] = False,
+    follow: Annotated[
+        bool, typer.Option(help="go on until the job has ended; exit code 1: not with success")
+    ] = False,
     part: Annotated[str, typer.Option(help="run, process or task_app")] = "run",
     tail: Annotated[int, typer.Option(min=1, max=10_000, help="the last so many lines")] = 1000,
 ) -> None:
@@ -122,7 +127,7 @@ def logs(
         _follow(client, job)
         return
     for line in client.get(f"/jobs/{job}/log", part=part, tail=tail)["lines"]:
-        _line(line)
+        tell(_out, line_of(line))
 
 
 @jobs.command()
@@ -169,17 +174,10 @@ def _ask(job: str, verb: str, url: str | None) -> None:
 
 
 def _follow(client: "JobsClient", job: str) -> None:
-    for name, data in client.events(f"/jobs/{job}/events"):
-        if name == "log":
-            _line(data)
-        elif name == "store":
-            tell(_err, f"warning: {data['detail']}")
-        elif name == "end":
-            tell(_err, f"the job is {data['state']}")
+    from trainer_backend.terminal.following import follow
 
-
-def _line(line: dict[str, Any]) -> None:
-    tell(_out, f"{line['time'][:19]}  {line['text']}" if line["time"] else line["text"])
+    if follow(client, job, _out, _err) != "succeeded":
+        raise typer.Exit(1)
 
 
 def _iteration(job: dict[str, Any]) -> str:

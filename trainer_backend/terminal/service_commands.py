@@ -75,6 +75,7 @@ def trainer(
     allow_task_url: options.TaskUrls = None,
     allow_inference_host: options.InferenceHosts = None,
     allow_key_variable: options.KeyVariables = None,
+    allow_model: options.Models = None,
     gateway_host: options.GatewayHost = "127.0.0.1",
     exit_with_parent: options.ExitWithParent = False,
 ) -> None:
@@ -98,6 +99,7 @@ def trainer(
         task_urls=tuple(allow_task_url or ()),
         inference_hosts=tuple(allow_inference_host or ()),
         key_variables=tuple(allow_key_variable or ()),
+        models=tuple(allow_model or ()),
         gateway_host=gateway_host,
         exit_with_parent=exit_with_parent,
     )

@@ -33,7 +33,7 @@ Roots = Annotated[
 ]
 TaskUrls = Annotated[
     list[str] | None,
-    typer.Option(help="a task app that posted jobs may name, beside those of this machine and of TASK_URL"),
+    typer.Option(help="a task app that posted jobs may name, beside those of TASK_URL; it is sent their key"),
 ]
 InferenceHosts = Annotated[
     list[str] | None,
@@ -41,6 +41,10 @@ InferenceHosts = Annotated[
 ]
 KeyVariables = Annotated[
     list[str] | None, typer.Option(help="an environment variable that a posted job may take a key from")
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(help="models of the hub that posted jobs may name, such as 'Qwen/*'; may be repeated"),
 ]
 GatewayHost = Annotated[
     str,

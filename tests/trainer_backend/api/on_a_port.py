@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from tests.trainer_backend.api.served import acted
+from trainer_backend.api.connections import bounded_protocol
 from trainer_backend.api.server import app_of, open_service
 from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Settings
@@ -26,7 +27,10 @@ def on_a_port(settings: Settings) -> Iterator[tuple[str, Service]]:
             ready.set()
 
     with Listener("127.0.0.1", 0) as listener, open_service(settings, command=acted) as service:
-        server = Server(uvicorn.Config(app_of(service), log_config=None, timeout_graceful_shutdown=5))
+        http = bounded_protocol(settings)
+        server = Server(
+            uvicorn.Config(app_of(service), http=http, log_config=None, timeout_graceful_shutdown=5)
+        )
         thread = threading.Thread(target=server.run, args=([listener.socket],), daemon=True)
         thread.start()
         try:

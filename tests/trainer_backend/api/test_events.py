@@ -60,11 +60,39 @@ async def test_sent_back_an_id_goes_on_behind_it(served):
     assert [data["iteration"] for name, _, data in rest if name == "metrics"] == [2]
 
 
-@pytest.mark.parametrize("identity", ["x", "1", "1.", "-1.2", "1.2.3", "1" * 41])
+@pytest.mark.parametrize(
+    "identity", ["x", "1", "1.", "-1.2", "1.2.3", "1" * 41, "9" * 19 + ".0", "0." + "9" * 20]
+)
 async def test_an_id_of_somebody_else_is_refused(served, identity):
     job_id = await served.post("quick")
     answer = await served.client.get(f"/jobs/{job_id}/events", headers={"Last-Event-ID": identity})
     assert answer.status_code == 422
+
+
+async def test_a_connection_that_is_cut_in_the_middle_of_a_batch_loses_no_line(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    events = await all_events(served, job_id)  # the three lines are one batch
+    lines = [(identity, data["text"]) for name, identity, data in events if name == "log"]
+    assert [text for _, text in lines] == ["start 1", "iteration 1", "iteration 2"]
+    for came, (identity, _) in enumerate(lines, start=1):
+        rest = await all_events(served, job_id, headers={"Last-Event-ID": identity})
+        assert [data["text"] for name, _, data in rest if name == "log"] == [text for _, text in lines[came:]]
+
+
+async def test_a_long_log_comes_in_pieces_and_whole(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    path = Path((await served.job(job_id))["run_dir"], "run.log")
+    rows = [json.dumps({"time": "", "text": f"{number:06d} {'x' * 9_000}"}) for number in range(300)]
+    path.write_text("".join(f"{row}\n" for row in rows))  # 2.7 MB
+    told = [data["text"][:6] for name, _, data in await all_events(served, job_id) if name == "log"]
+    assert told == [f"{number:06d}" for number in range(300)]
+    found = (await served.client.get(f"/jobs/{job_id}/log")).json()
+    assert found["next_offset"] == path.stat().st_size
+    texts = [line["text"][:6] for line in found["lines"]]
+    first = 300 - (1 << 20) // (len(rows[0]) + 1)  # the last megabyte, in whole lines
+    assert texts == [f"{number:06d}" for number in range(first, 300)]
 
 
 async def test_what_happens_comes_while_it_happens(served):

@@ -58,6 +58,10 @@ async def test_a_job_is_posted_as_toml_or_json(served, sent):
             "'tolm' is not known here; known: config, tags, toml. Did you mean 'toml'?",
         ),
         ({"json": {"config": {"model": 3}}}, 400, "model"),
+        ({"content": f"x = {'[' * 5_000}"}, 400, "more than 32 deep"),
+        ({"content": f"{'.'.join('a' * 1_000)} = 1"}, 400, "a holds tables or lists in one another"),
+        ({"content": TOML + f"[rollout]\nenv_config.{'.'.join('a' * 300)} = 1"}, 400, "rollout holds tables"),
+        ({"content": f"x = {'1' * 5_000}"}, 400, "not valid TOML"),
         (
             {"content": TOML, "headers": {"Content-Type": "image/png"}},
             415,
@@ -72,6 +76,13 @@ async def test_what_is_no_job_is_refused_with_its_place(served, sent, status, to
     assert (answer.status_code, answer.json()["status"]) == (status, status)
     assert told in answer.json()["detail"], answer.text
     assert (await served.client.get("/jobs")).json()["jobs"] == []
+
+
+@pytest.mark.parametrize("cursor", ["abc", "-1", "9" * 18, "2147483648"])
+async def test_a_place_that_no_page_has_told_is_refused(served, cursor):
+    answer = await served.client.get("/jobs", params={"cursor": cursor})
+    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+    assert "give back the one of the page before" in answer.json()["detail"]
 
 
 async def test_a_file_that_curl_has_joined_to_one_line_is_told(served):
@@ -92,19 +103,6 @@ async def test_a_check_answers_with_findings(served):
     answer = await served.client.post("/jobs/check", content="[model]\npreset = 3\n")
     assert answer.json()["ok"] is False
     assert answer.json()["findings"][0]["line"] == 2
-
-
-async def test_the_same_request_again_is_the_same_job(served):
-    first, again = [
-        await served.client.post("/jobs", content=TOML, headers={"Idempotency-Key": "k-1"}) for _ in range(2)
-    ]
-    assert (first.status_code, again.status_code) == (201, 200)
-    assert first.json()["id"] == again.json()["id"]
-    assert [("idempotency-replayed" in answer.headers) for answer in (first, again)] == [False, True]
-    other = await served.client.post("/jobs", content=TOML + "\n", headers={"Idempotency-Key": "k-1"})
-    assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
-    without = await served.client.post("/jobs", content=TOML)
-    assert without.json()["id"] != first.json()["id"]
 
 
 async def test_many_clients_with_one_key_make_one_job_and_without_one_each_their_own(served):
@@ -237,70 +235,3 @@ async def test_a_queue_that_is_full_says_so(tmp_path):
         await served.post("waiting")
         answer = await served.client.post("/jobs", content=TOML)
         assert (answer.status_code, answer.json()["code"]) == (503, "queue_full")
-
-
-# ---- launchers
-
-
-async def test_a_launchers_job_is_ours_with_its_keys_translated(served):
-    body = {
-        "job_type": "rl",
-        "compute": {"gpu_type": "H100"},
-        "data": {
-            "endpoint_base_url": "http://127.0.0.1:8001",
-            "base_model": "Qwen/Qwen3-0.6B",
-            "config": {
-                "job": {"name": "waiting"},
-                "algorithm": {"type": "online", "method": "policy_gradient", "variety": "gspo"},
-                "model": {"base": "Qwen/Qwen3-0.6B", "trainer_mode": "full", "label": "x"},
-                "training": {"num_epochs": 2, "iterations_per_epoch": 5, "group_size": 4},
-                "judge": {},
-            },
-        },
-        "tags": {"source": "cli"},
-        "client": "1.2",
-    }
-    answer = await served.client.post("/rl/jobs", json=body, headers={"Idempotency-Key": "launch"})
-    job = answer.json()
-    assert (answer.status_code, job["job_id"], job["status"]) == (201, job["id"], "queued")
-    config = tomli.loads((await served.client.get(f"/jobs/{job['id']}/config")).text)
-    assert config["training"]["iterations"] == 10
-    assert config["model"]["name"] == "Qwen/Qwen3-0.6B"
-    assert config["services"]["task_url"] == ["http://127.0.0.1:8001"]
-    assert set(job["warnings"]) == {
-        "client is not read",
-        "compute is for other backends and is not read",
-        "algorithm.type is for other backends and is not read",
-        "algorithm.method is for other backends and is not read",
-        "algorithm.variety is for other backends and is not read",
-        "model.trainer_mode is for other backends and is not read",
-        "model.label is for other backends and is not read",
-        "[judge] is for other backends and is not read",
-    }
-    again = await served.client.post("/api/rl/jobs", json=body, headers={"Idempotency-Key": "launch"})
-    assert (again.status_code, again.json()["job_id"]) == (200, job["id"])
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "told"),
-    [
-        ({"job_type": "sft", "data": {"config": {}}}, 422, "job_type"),
-        ({"job_type": "rl"}, 422, "data"),
-        ({"job_type": "rl", "data": {"config": "[x"}}, 400, "not valid TOML"),
-        ({"job_type": "rl", "data": {"config": {}, "model": "a/b"}, "tags": {"a": []}}, 422, "tags"),
-        (
-            {"job_type": "rl", "data": {"config": {"model": {"base": "a/b"}}, "model": "c/d"}},
-            400,
-            "two models",
-        ),
-        ({"job_type": "rl", "data": {"config": {"training": {"num_epochs": "x"}}}}, 400, "whole numbers"),
-        (
-            {"job_type": "rl", "data": {"config": {}, "model": "a/b", "endpoint_base_url": "http://far"}},
-            400,
-            "allowed",
-        ),
-    ],
-)
-async def test_a_launchers_mistakes_are_told(served, body, status, told):
-    answer = await served.client.post("/rl/jobs", json=body)
-    assert answer.status_code == status and told in answer.json()["detail"], answer.text

@@ -168,14 +168,13 @@ def test_whether_a_foreign_file_is_there_is_not_told(bounds):
 # ---- addresses and keys
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8001", "http://localhost:9", "http://[::1]:8001"])
-def test_a_task_app_of_this_machine_may_be_named(bounds, url):
-    assert posted(bounds, services={"task_url": url}).loaded.config.services.task_url == (url,)
-
-
 @pytest.mark.parametrize(
     "url",
     [
+        # The operator's key is sent to whoever listens there, on this machine too.
+        "http://127.0.0.1:8001",
+        "http://localhost:9",
+        "http://[::1]:8001",
         "http://169.254.169.254",
         "http://task-app:8001",
         "http://127.0.0.1.example.com",
@@ -183,9 +182,9 @@ def test_a_task_app_of_this_machine_may_be_named(bounds, url):
         "http://0.0.0.0:8001",
     ],
 )
-def test_another_one_only_if_the_operator_allowed_it(bounds, url):
+def test_a_task_app_may_be_named_only_if_the_operator_allowed_it(bounds, url):
     told = refused(bounds, services={"task_url": url})
-    assert "neither on this machine nor allowed" in told
+    assert "that the service's key may not be sent to (TASK_URL or --allow-task-url: none)" in told
     allowed = Bounds(data_dir=bounds.data_dir, task_urls=frozenset({url}))
     posted(allowed, services={"task_url": f"{url}/" if "dns" not in url else url})
 
@@ -193,6 +192,27 @@ def test_another_one_only_if_the_operator_allowed_it(bounds, url):
 def test_a_posted_job_holds_no_key_and_no_error_repeats_one(bounds):
     told = refused(bounds, services={"task_api_key": "s3cret-key"})
     assert "services.task_api_key is a key" in told and "s3cret" not in told
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ("org/model", True),
+        ("org/*", True),
+        ("*", True),
+        ("ORG/*", False),
+        ("org/mod", False),
+        ("other/*", False),
+    ],
+)
+def test_a_model_of_the_hub_may_be_named_only_if_the_operator_allowed_it(bounds, pattern, fits):
+    named = {"name": "org/model"}
+    assert "may not have fetched (--allow-model: none)" in refused(bounds, model=named)
+    allowed = Bounds(data_dir=bounds.data_dir, models=("some/other", pattern))
+    if fits:
+        posted(allowed, model=named)
+    else:
+        assert f"(--allow-model: some/other, {pattern})" in refused(allowed, model=named)
 
 
 def test_a_variable_is_read_only_if_the_operator_listed_it(bounds):
@@ -254,6 +274,44 @@ def test_all_that_is_wrong_is_told_at_once(bounds):
         services={"task_url": "http://far:1", "gateway_host": "10.0.0.9"},
     )
     assert len(told.splitlines()) == 3
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_tables_in_one_another_may_be_32_deep(bounds):
+    found = posted(bounds, rollout={"env_config": nested(31)}).loaded.config  # and [rollout] around it
+    assert found.rollout.env_config == nested(31)
+    assert document_of(dump_job(found))["rollout"]["env_config"] == nested(31)
+    for depth in (32, 5_000):
+        told = refused(bounds, rollout={"env_config": nested(depth)})
+        assert told == "the posted job: rollout holds tables or lists in one another, more than 32 deep"
+
+
+@pytest.mark.parametrize("depth", [33, 300, 400, 20_000])
+def test_toml_of_any_depth_is_refused_with_a_sentence(bounds, depth):
+    for text in (
+        f"[rollout]\nenv_config = {'{a=' * depth}1{'}' * depth}",
+        f"x = {'[' * depth}{']' * depth}",
+        f"{'.'.join(['rollout', 'env_config', *['a'] * depth])} = 1",
+    ):
+        with pytest.raises(JobError, match="in one another, more than 32 deep"):
+            posted_job(document_of(text), bounds)
+
+
+@pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "0x" + "f" * 5_000])
+def test_a_number_that_toml_has_not_is_refused(bounds, number):
+    with pytest.raises(JobError, match="rollout holds a whole number of more than 64 bits"):
+        posted_job(document_of(f"[rollout]\nenv_config = {{seed = {number}}}"), bounds)
+
+
+def test_a_number_too_long_to_be_read_is_refused():
+    with pytest.raises(JobError, match="not valid TOML: Exceeds the limit"):
+        document_of(f"x = {'1' * 5_000}")
 
 
 def test_tags_come_from_the_table_and_from_the_post(bounds):

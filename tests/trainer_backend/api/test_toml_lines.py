@@ -60,7 +60,10 @@ def test_a_message_is_about_the_first_key_in_it_that_is_there(message, line):
             [("error", 4, "Did you mean 'iterations'?"), ("error", 5, "Did you mean 'group_size'?")],
         ),
         ('[model]\npreset = "tiny-0.3m"\n[vllm]\nx = 1\n', [("warning", 3, "[vllm] is for other backends")]),
-        ('[model]\npreset = "tiny-0.3m"\n[services]\ntask_url = "http://far:1"\n', [("error", 4, "allowed")]),
+        (
+            '[model]\npreset = "tiny-0.3m"\n[services]\ntask_url = "http://far:1"\n',
+            [("error", 4, "--allow-task-url")],
+        ),
         ("", [("error", None, "model is required")]),
     ],
 )

@@ -61,10 +61,10 @@ class DeskOfTests:
             return Checked(errors=(Finding("wrong <b>is</b> not a key", line=2),))
         return Checked(warnings=(Finding("[compute] is not read"),) if "compute" in text else ())
 
-    async def submit(self, text: str) -> JobRow:
+    async def submit(self, text: str, form: str) -> JobRow:
         if "wrong" in text:
             raise JobError("wrong is not a key")
-        self.submitted.append(text)
+        self.submitted.append((text, form))
         return jobs.create(self.store, NewJob(name="new", config=text, home="h"))[0]
 
     async def control(self, job_id: str, action: str) -> JobRow:

@@ -1,6 +1,6 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
-from trainer_backend.dashboard.panels import PANELS, Line, Panel, found_in, one_line_each, rest_of
+from trainer_backend.dashboard.panels import PANELS, Line, Panel, found_in, named_by, one_line_each, rest_of
 from trainer_backend.dashboard.series import chart_of, summary, table
 from trainer_backend.store.rows import Series
 
@@ -28,7 +28,7 @@ def test_a_line_that_would_say_nothing_is_left_out():
     known = [("iteration", name) for name in ("decision/nonzero_frac", "reward/nonzero_episode_frac")]
     (panel,) = found_in(PANELS, known)
     assert [line.label for line in panel.lines] == ["episodes"]
-    (panel,) = found_in(PANELS, [*known, ("iteration", "episode/unique_achievements")])
+    _, panel = found_in(PANELS, [*known, ("iteration", "episode/unique_achievements")])
     assert [line.label for line in panel.lines] == ["decisions", "episodes"]
 
 
@@ -45,6 +45,21 @@ def test_what_stands_in_no_panel_is_drawn_alone_so_nothing_measured_is_hidden():
         ("iteration", "episode/outcome_reward_low"), ("iteration", "episode/outcome_reward"),
     ]  # fmt: skip
     assert [panel.key for panel in rest_of(known)] == ["rest:my/own"]
+
+
+def test_unique_achievements_are_a_chart_with_their_band_and_one_where_they_are_the_outcome():
+    known = [
+        ("iteration", "episode/outcome_reward"), ("iteration", "episode/unique_achievements"),
+        ("evaluation", "eval/outcome_reward"), ("evaluation", "eval/unique_achievements"),
+    ]  # fmt: skip
+    both = named_by(found_in(PANELS, known), "score of a judge")
+    assert [(panel.key, panel.title) for panel in both] == [
+        ("outcome", "Outcome an episode"), ("unique", "Unique achievements an episode"),
+    ]  # fmt: skip
+    assert [line.label for line in both[1].lines] == ["training", "held-out"]
+    assert both[1].lines[1].band == ("eval/unique_achievements_low", "eval/unique_achievements_high")
+    (one,) = named_by(found_in(PANELS, known), "unique achievements")
+    assert (one.key, one.title, one.lines) == ("outcome", "Unique achievements an episode", both[0].lines)
 
 
 def test_keys_of_panels_are_different():

@@ -1,6 +1,10 @@
 """The job form, and what is asked of a job: by the same rules as the API, which is given here."""
 
-from tests.trainer_backend.dashboard.shown import Shown
+import asyncio
+import re
+from dataclasses import replace
+
+from tests.trainer_backend.dashboard.shown import NOON, Shown
 
 
 def test_the_form_begins_from_an_example_or_from_another_job(shown: Shown, tmp_path):
@@ -29,10 +33,42 @@ def test_a_job_is_begun_and_shown_or_refused_with_all_that_was_written(shown: Sh
     assert answer.status_code == 303 and answer.headers["location"].startswith("/runs/")
     for tab in ("", "/rollouts", "/config", "/log"):  # it has no run directory yet
         assert "queued" in shown.page(answer.headers["location"] + tab)
-    assert shown.desk.submitted == ["[model]\nx = 1\n"]  # a form's line ends are not the file's
+    assert shown.desk.submitted == [("[model]\nx = 1\n", "")]  # a form's line ends are not the file's
     refused = shown.client.post("/new", data={"toml": "wrong & <more>"})
     assert refused.status_code == 400
     assert "wrong &amp; &lt;more&gt;" in refused.text and "wrong is not a key" in refused.text
+
+
+def test_each_form_is_sent_under_a_name_of_its_own(shown: Shown):
+    names = [re.search(r'name="form" value="(\w+)"', shown.page("/new"))[1] for _ in range(2)]
+    assert names[0] != names[1]
+    for _ in range(2):  # a double click
+        shown.client.post("/new", data={"toml": "[model]\n", "form": names[0]})
+    assert shown.desk.submitted == [("[model]\n", names[0])] * 2
+    assert shown.client.post("/new", data={"toml": "[model]\n", "form": "no hex"}).status_code == 400
+
+
+def test_findings_come_into_a_region_that_stays(shown: Shown):
+    text = shown.page("/new")
+    assert '<div id="findings" aria-live="polite">' in text
+    assert "outerHTML" not in re.search(r"<textarea.*?>", text, re.S)[0]
+    assert "aria-live" not in shown.client.post("/new/check", data={"toml": ""}).text
+
+
+def test_the_head_is_read_on_a_thread_and_not_where_requests_are_taken(shown: Shown, tmp_path):
+    job_id = shown.small(tmp_path / "tiny", state="running")
+    loops = []
+
+    def clock():
+        try:
+            loops.append(asyncio.get_running_loop())
+        except RuntimeError:
+            loops.append(None)
+        return NOON
+
+    shown.client.app.state.dashboard = replace(shown.dashboard, clock=clock)
+    shown.client.post(f"/runs/{job_id}/pause", headers={"HX-Request": "true"})
+    assert loops == [None]
 
 
 def test_buttons_ask_and_show_the_head_as_it_is_then(shown: Shown, tmp_path):

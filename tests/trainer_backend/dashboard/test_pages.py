@@ -74,6 +74,7 @@ def test_a_run_shows_its_charts_rates_and_checkpoints(shown: Shown, job_id):
     by_key = {chart["key"]: chart for chart in charts}
     assert set(by_key) == set(re.findall(r'data-chart="([^"]*)"', text))
     assert by_key["outcome"]["x"] == [0, 1, 2]
+    assert by_key["outcome"]["title"] == "Unique achievements an episode" and "unique" not in by_key
     assert by_key["outcome"]["curves"][0]["y"] == [None, 1.0, 2.0]
     assert by_key["time"]["stacked"]
 
@@ -104,6 +105,23 @@ def test_runs_are_laid_over_one_another_a_chart_for_each_line(shown: Shown, job_
     assert "no run is chosen" in shown.page("/compare", 400)
 
 
+def test_runs_under_way_that_are_laid_over_one_another_are_asked_for_again(shown: Shown, job_id, tmp_path):
+    ended = shown.small(tmp_path / "ended")
+    assert "data-every" not in shown.page(f"/runs/{job_id}?with={ended}")
+    running = shown.small(tmp_path / "running", state="running")
+    text = shown.page(f"/runs/{job_id}?with={running}")
+    assert f'id="overlaid" data-live="/runs/{job_id}?with={running}" data-every=' in text
+
+
+def test_the_list_of_rollouts_follows_as_it_is_filtered_and_sorted(shown: Shown, job_id):
+    text = shown.page(f"/runs/{job_id}/rollouts?stage=train&sort=reward&down=0")
+    (list_of,) = re.findall(r'<div id="list" data-live="([^"]*)" data-on="metrics">', text)
+    assert list_of == f"/runs/{job_id}/rollouts?stage=train&amp;sort=reward&amp;down=0"
+    part = text[text.index('<div id="list"') :]
+    for name, value in (("sort", "reward"), ("down", "0")):  # what a filter is sent with
+        assert f'<input type="hidden" name="{name}" value="{value}" form="filters">' in part
+
+
 def test_a_run_that_has_only_begun_has_a_page(shown: Shown, tmp_path):
     run = empty_run(tiny_job(), tmp_path / "new")
     append_log(run.path, "memory: <enough>")
@@ -127,9 +145,31 @@ def test_rollouts_can_be_filtered_sorted_and_paged(shown: Shown, job_id):
     assert ids("?stage=train&iteration=1&sort=reward&down=1") == [ROLLOUT, FIRST_ROLLOUT]
     assert ids("?stage=train&iteration=1&sort=reward&down=0") == [FIRST_ROLLOUT, ROLLOUT]
     assert "No rollout is like that" in shown.page(f"/runs/{job_id}/rollouts?policy=nobody")
-    assert "iteration is &#39;x&#39;; it must be a whole number" in shown.page(
-        f"/runs/{job_id}/rollouts?iteration=x", 400
-    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("iteration", "x", "a whole number"),
+        ("iteration", "99999999999999999999", "a whole number"),  # a database takes no such number
+        ("iteration", "-99999999999999999999", "a whole number"),
+        ("min_reward", "nan", "a number"),
+        ("min_reward", "1e300", "a number"),
+    ],
+)
+def test_a_number_that_cannot_be_one_is_said(shown: Shown, job_id, name, value, what):
+    told = shown.page(f"/runs/{job_id}/rollouts?{name}={value}", 400)
+    assert f"{name} is &#39;{value}&#39;; it must be {what} of at most 2147483647" in told
+
+
+def test_no_number_of_an_address_is_an_error_of_ours(shown: Shown, job_id):
+    huge = "9" * 30
+    for path in (
+        f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn={huge}",
+        f"/runs/{job_id}/frames?rollout={FIRST_ROLLOUT}&turn={huge}",
+        f"/runs/{job_id}/frame.png?rollout={FIRST_ROLLOUT}&turn={huge}",
+    ):
+        assert shown.client.get(path).status_code == 404
 
 
 def test_an_episode_is_shown_decision_by_decision(shown: Shown, job_id):

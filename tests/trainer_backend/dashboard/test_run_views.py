@@ -151,6 +151,39 @@ def test_a_job_to_begin_from_has_what_was_chosen_and_reads_back_to_the_same_job(
     assert "[warmup]" in to_begin_from(every_default)
 
 
+def test_a_job_with_two_fixed_policies_and_a_schedule_begins_another_as_it_is():
+    written = """
+[model]
+preset = "tiny-0.3m"
+[[rollout_only]]
+name = "strong-1"
+inference_url = "http://127.0.0.1:8000/v1"
+model = "big"
+weight = 3.0
+objective = "single_ratio"
+[[rollout_only]]
+name = "clone_2"
+model_path = "runs/clone"
+baseline = "per_policy"
+[rollout_allocation_schedule]
+type = "step"
+switch_steps = [2, 7]
+initial_policy = "actor"
+unit = "group"
+"""
+    job = parse_job(tomllib.loads(written), where="test").config
+    stored = replace(JOB, config=dump_job(job))
+    text = to_begin_from(stored)
+    assert parse_job(tomllib.loads(text), where="test").config == job
+    assert text.count("[[rollout_only]]") == 2 and "switch_steps" in text
+    again = replace(JOB, config=dump_job(parse_job(tomllib.loads(text), where="test").config))
+    assert to_begin_from(again) == text
+    chosen = {key: value for key, value, _ in chosen_keys(stored)}
+    assert chosen["rollout_only.strong-1.weight"] == "3.0"
+    assert chosen["rollout_only.clone_2.model_path"] == '"runs/clone"'
+    assert "rollout_only.clone_2.weight" not in chosen  # as it is by itself
+
+
 def test_of_several_jobs_the_keys_are_shown_in_which_they_differ():
     other = replace(JOB, config=CONFIG.replace("20", "30") + "[algorithm]\ngamma = 0.5\n")
     assert differing_keys([JOB, other]) == [

@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import WOOD, rollout, small_run
+from trainer_backend.collect.environment_client import NoPictures
 from trainer_backend.dashboard.frames import Frames, can_be_drawn
 from trainer_backend.dashboard.stored import Kept, StoredRollouts
 from trainer_backend.errors import RunDirectoryError, TaskAppError
@@ -79,11 +80,11 @@ def test_an_episode_is_played_once_for_all_its_pictures_whoever_asks_meanwhile(t
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(frames.of, run.path, shown) for _ in range(2)]
         assert begun.wait(20)
-        assert not frames.are_drawn(run.path, shown)
+        assert frames.known(run.path, shown) is None
         go_on.set()
         assert [set(one.result()) for one in asked] == [{0, 1, 2}] * 2
     assert played == [[0, 1, 2]]
-    assert frames.are_drawn(run.path, shown)
+    assert frames.known(run.path, shown) == {turn: b"png" for turn in range(3)}
 
 
 @pytest.mark.parametrize(
@@ -123,3 +124,18 @@ def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
     with pytest.raises(TaskAppError, match="away"):
         frames.of(run.path, shown)
     assert frames.of(run.path, shown) == {0: b"png"}
+
+
+def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reason_stays(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    played = []
+
+    def source(*_):
+        played.append(1)
+        raise NoPictures("the replay departed")
+
+    frames, shown = Frames(source), rollout(1, [WOOD])
+    for _ in range(2):
+        with pytest.raises(NoPictures, match="departed"):
+            frames.of(run.path, shown)
+    assert (len(played), frames.known(run.path, shown)) == (1, "the replay departed")

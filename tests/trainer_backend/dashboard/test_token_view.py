@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.dashboard.token_view import (
     STEPS,
+    Further,
     advantage_step,
     probability_step,
     segment_view,
@@ -24,9 +25,9 @@ def segment(decision, logprobs=None):
     )  # fmt: skip
 
 
-def view(shown, rows):
+def view(shown, rows, turn=1):
     return segment_view(
-        shown, 0, decode=lambda one: f"<{one}>", advantages=lambda t: rows[t],
+        shown, 0, turn=turn, decode=lambda one: f"<{one}>", advantages=lambda t: rows[t],
         largest=max(abs(value) for row in rows for value in row),
     )  # fmt: skip
 
@@ -60,6 +61,28 @@ def test_long_context_is_folded_but_for_its_ends():
     context = found.runs[0]
     assert (len(context.tokens), context.folded, len(context.rest)) == (60, 880, 60)
     assert (context.tokens[0].text, context.rest[-1].text) == ("<0>", "<999>")
+
+
+def test_of_a_long_conversation_the_decision_is_shown_with_those_beside_it_and_the_rest_is_counted():
+    # six decisions of three tokens, each after two of context: 30 tokens, the fourth begins at 15
+    long = segment([one for t in range(6) for one in (CONTEXT, CONTEXT, t, t, t)])
+    found = view(long, [[1.0]] * 6, turn=4)
+    assert [(run.turn, len(run.tokens)) for run in found.runs] == [
+        (None, 2), (3, 3), (None, 2), (4, 3), (None, 2), (5, 3), (None, 2),
+    ]  # fmt: skip
+    assert (found.before, found.after) == (Further(10, 2), Further(3, 6))
+    assert (found.turns, found.length, found.sampled) == ((1, 2, 3, 4, 5, 6), 30, 18)
+    first, last = view(long, [[1.0]] * 6, turn=1), view(long, [[1.0]] * 6, turn=6)
+    assert (first.before, first.after) == (None, Further(18, 3))
+    assert (last.before, last.after) == (Further(20, 4), None)
+
+
+def test_what_a_page_shows_of_a_segment_is_bounded():
+    rows = [[0.5] * 20_000] * 5
+    found = view(segment([one for t in range(5) for one in (*[CONTEXT] * 5000, *[t] * 20_000)]), rows, turn=3)
+    assert sum(len(run.tokens) + len(run.rest) for run in found.runs) == 4 * 120 + 2 * 120 + 8000
+    assert [run.folded for run in found.runs if run.turn == 3] == [12_000]
+    assert all(token.kind == "m1 p0 ap4" for run in found.runs if run.turn for token in run.rest)
 
 
 @given(st.floats(-10, 10), st.floats(0.1, 10))

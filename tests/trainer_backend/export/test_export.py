@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -114,6 +115,31 @@ def test_another_ending_or_stage_is_refused(run: RunDirectory, tmp_path: Path):
         export_run(run, tmp_path / "x.csv", Choice())
     with pytest.raises(JobError, match="--stage is 'training'; known: train, warmup"):
         Choice(stages=["training"])
+
+
+def test_a_file_that_cannot_be_read_is_named_and_not_the_one_that_is_written(
+    run: RunDirectory, tmp_path: Path
+):
+    broken = run.rollouts_file("warmup")
+    broken.write_bytes(b"PAR1 but no more")
+    with pytest.raises(RunDirectoryError) as told:
+        export_run(run, tmp_path / "x.parquet", Choice())
+    assert str(told.value).startswith(f"{broken} cannot be read: ")
+
+
+def test_a_file_that_retention_removes_meanwhile_is_named_and_not_the_one_that_is_written(
+    run: RunDirectory, tmp_path: Path
+):
+    class Stages(tuple[str, ...]):
+        def index(self, *stage: Any) -> int:
+            """Asked when the files have been listed, and none was read."""
+            run.rollouts_file("warmup").unlink(missing_ok=True)
+            return super().index(*stage)
+
+    with pytest.raises(RunDirectoryError) as told:
+        export_run(run, tmp_path / "x.jsonl", Choice(stages=Stages(("train", "warmup"))))
+    assert str(told.value).startswith(f"{run.rollouts_file('warmup')} was removed while it was exported")
+    assert not (tmp_path / "x.jsonl").exists()
 
 
 def test_what_a_killed_export_left_is_in_nobodys_way(run: RunDirectory, tmp_path: Path):

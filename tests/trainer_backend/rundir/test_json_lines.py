@@ -50,7 +50,7 @@ def test_a_file_that_was_written_anew_and_is_shorter_is_read_from_its_beginning(
     for number in range(3):
         append_line(path, {"n": number}, durable=False)
     _, end = read_lines(path)
-    replace_lines(path, [{"n": 7}])
+    replace_lines(path, [{"n": 7}], durable=True)
     assert read_lines(path, offset=end) == ([], 0)
     assert read_lines(path)[0] == [{"n": 7}]
 

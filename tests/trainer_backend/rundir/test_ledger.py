@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
-from trainer_backend.rundir.ledger import FILE, Consumed, append_consumed, forget_consumed_after, read_ledger
+import pytest
+
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.ledger import (
+    FILE,
+    Consumed,
+    append_consumed,
+    forget_consumed_after,
+    planned_id,
+    read_ledger,
+)
 
 
 def test_lines_come_back_and_those_of_iterations_to_be_done_again_are_dropped(tmp_path: Path):
@@ -26,3 +36,24 @@ def test_a_line_that_was_cut_short_is_no_line(tmp_path: Path):
         file.write('{"iteration": 2, "policy_ver')
     append_consumed(tmp_path, Consumed(2, 2, ("b",)))
     assert [line.rollout_ids for line in read_ledger(tmp_path)] == [("a",), ("b",)]
+
+
+def test_the_same_planned_rollout_is_not_learned_from_twice_whatever_start_has_played_it(tmp_path: Path):
+    append_consumed(tmp_path, Consumed(1, 1, ("run.1/train/1/0/0", "run.1/train/1/0/1:1")))
+    append_consumed(tmp_path, Consumed(2, 2, ("run.2/train/2/0/0",)))
+    before = read_ledger(tmp_path)
+    for again in ("run.2/train/1/0/0", "run.1/train/1/0/0", "run.3/train/1/0/1"):
+        told = f"rollout {planned_id(again)} was learned from in iterations 1 and 3"
+        with pytest.raises(RunDirectoryError, match=told):
+            append_consumed(tmp_path, Consumed(3, 3, ("run.3/train/3/0/0", again)))
+    with pytest.raises(RunDirectoryError, match="train/3/0/0 was learned from in iterations 3 and 3"):
+        append_consumed(tmp_path, Consumed(3, 3, ("run.3/train/3/0/0", "run.3/train/3/0/0:1")))
+    assert read_ledger(tmp_path) == before
+    forget_consumed_after(tmp_path, 1)  # its weights are gone, so it is learned from anew
+    append_consumed(tmp_path, Consumed(2, 2, ("run.3/train/2/0/0",)))
+
+
+def test_a_planned_rollout_has_one_id_in_every_start_and_attempt():
+    assert planned_id("crafter.0123.4567/train/3/0/1") == planned_id("crafter.0123.89ab/train/3/0/1:2")
+    assert planned_id("run.1/train/3/0/1") == "train/3/0/1"
+    assert planned_id("a") == "a"

@@ -53,7 +53,7 @@ def looks_unbroken(folder: Path, whole: Path) -> None:
     assert weights_of(folder) == weights_of(whole)
     rows = [(row["kind"], row["iteration"]) for row in run.metrics()]
     assert rows == [(row["kind"], row["iteration"]) for row in other.metrics()]
-    every_id = Counter(name for line in read_ledger(run.path) for name in line.rollout_ids)
+    every_id = Counter(path_of(name) for line in read_ledger(run.path) for name in line.rollout_ids)
     assert set(every_id.values()) == {1}
     assert [line.iteration for line in read_ledger(run.path)] == list(range(1, ITERATIONS + 1))
     for line in read_ledger(run.path):

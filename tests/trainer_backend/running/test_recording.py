@@ -69,7 +69,17 @@ def test_the_next_start_knows_what_this_one_was_called_at_task_apps(run: RunDire
     first.runs_as("tiny.1")
     assert (first.left_behind, state_of(run).run_id) == ("", "tiny.1")
     second = RecordingReporter(run, ListReporter())
-    assert (second.left_behind, state_of(run).run_id) == ("tiny.1", "")
+    assert (second.left_behind, state_of(run).run_id) == ("tiny.1", "tiny.1")
+
+
+def test_a_start_that_fails_early_leaves_what_was_left_behind_to_the_next(run: RunDirectory):
+    RecordingReporter(run, ListReporter()).runs_as("tiny.1")  # and is killed
+    with pytest.raises(TaskAppError), RecordingReporter.opened(run, ListReporter()):
+        raise TaskAppError("nobody answers")  # before anything at task apps could be ended
+    third = RecordingReporter(run, ListReporter())
+    assert third.left_behind == "tiny.1"
+    third.runs_as("tiny.3")
+    assert state_of(run).run_id == "tiny.3"
 
 
 def test_every_start_is_counted(run: RunDirectory):

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import Trajectory
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.trainer_backend.report.hand_made import WOOD, rollout
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Planner
 from trainer_backend.errors import PortTaken, TaskAppError
-from trainer_backend.rundir.layout import create_run
+from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.rundir.state import watch
 from trainer_backend.running.beginning import Beginning, Stopped
@@ -72,25 +73,43 @@ def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
     assert warmup["warmup/steps"] > 0
 
 
+class OneEpisode:
+    """A collector that plays one episode, whatever it is asked for."""
+
+    async def collect(self, requests: Sequence[RolloutRequest], progress: object, keep: object) -> Collection:
+        return Collection((rollout(1, [WOOD]),))
+
+    async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
+
+
+async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter) -> list[Trajectory]:
+    collector: Any = OneEpisode()
+    planner = Planner(tiny_job(), "run.1")
+    beginning = Beginning(directory, planner, {}, collector, reporter, asyncio.Event())
+    return await beginning._played("teacher", planner.warmup())
+
+
 async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):
-    class Collector:
-        async def collect(
-            self, requests: Sequence[RolloutRequest], progress: object, keep: object
-        ) -> Collection:
-            return Collection((rollout(1, [WOOD]),))
-
-        async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
-
-    job = tiny_job()
-    directory = create_run(job, tmp_path / "run")
+    directory = create_run(tiny_job(), tmp_path / "run")
     broken = rollout(1, [WOOD]).model_copy(update={"status": "failed", "trajectory": None})
     write_rollouts(directory.rollouts_file("warmup"), [broken])
-    collector: Any = Collector()
-    planner = Planner(job, "run.1")
-    beginning = Beginning(directory, planner, {}, collector, ListReporter(), asyncio.Event())
-    (played,) = await beginning._played("teacher", planner.warmup())
+    (played,) = await played_by_the_teacher(directory, ListReporter())
     assert played.outcome_reward == 1.0
     assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
+
+
+@pytest.mark.parametrize("left", [b"", b"PAR1 but no more"])
+async def test_a_stored_stage_that_cannot_be_read_is_set_aside_told_and_played_again(
+    tmp_path: Path, left: bytes
+):
+    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+    for number in (1, 2):
+        directory.rollouts_file("warmup").write_bytes(left)
+        assert len(await played_by_the_teacher(directory, reporter)) == 1
+        assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
+        aside = directory.rollouts / f"warmup.parquet.unreadable-{number}"
+        assert aside.read_bytes() == left
+        assert any(f"it is left as {aside.name}" in line for line in reporter.lines)
 
 
 async def test_what_a_killed_start_had_of_the_teachers_episodes_is_not_played_again(tmp_path: Path):

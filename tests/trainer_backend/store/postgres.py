@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -33,12 +34,22 @@ class Postgres:
 
     def kill(self) -> None:
         """SIGKILL to every process of the server, as a machine that goes down."""
+        for process in self._send(signal.SIGKILL):
+            process.wait(10)
+
+    def freeze(self) -> None:
+        """Let it hang: connections stay open, and nobody answers; until `thaw`."""
+        self._send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> list[Any]:
         postmaster = self._server.get_postmaster_info().process
         processes = [postmaster, *postmaster.children(recursive=True)]
         for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
-        for process in processes:
-            process.wait(10)
+            os.kill(process.pid, number)
+        return processes
 
     def close(self) -> None:
         self._server.stop()

@@ -2,6 +2,7 @@
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import event, text
@@ -68,13 +69,34 @@ def test_a_database_of_a_newer_version_is_refused_and_left_as_it_is(url: str):
     with store.writing() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(
-        StoreError, match="has version '9999', and this Turnwise knows up to '0002'"
+        StoreError, match="has version '9999', and this Turnwise knows up to '0003'"
     ) as refused:
         open_store(url)
     assert "A newer Turnwise made it" in str(refused.value)
     with store.reading() as connection:
         assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
     store.close()
+
+
+def test_what_is_read_in_one_transaction_is_one_state_of_the_store(store: Store):
+    with store.reading() as connection:
+        counting = text("SELECT count(*) FROM jobs")
+        assert connection.scalar(counting) == 0
+        jobs.create(store, NewJob("a", config="", home="here"))
+        assert connection.scalar(counting) == 0
+    with store.reading() as connection:
+        assert connection.scalar(counting) == 1
+
+
+def test_a_server_that_is_gone_without_a_word_is_not_waited_for(postgres: Postgres):
+    with postgres.database() as url:
+        for more, idle in (("", "15"), ("&keepalives_idle=99", "99")):
+            store = open_store(url + more)
+            with store.reading() as connection:
+                driver: Any = connection.connection.dbapi_connection
+                given = driver.info.get_parameters()
+            assert (given["keepalives_idle"], given["tcp_user_timeout"]) == (idle, "30000")
+            store.close()
 
 
 def test_a_server_that_is_killed_and_comes_back_is_used_again(postgres: Postgres):

@@ -8,7 +8,13 @@ import pytest
 from tests.trainer_backend.store.conftest import NOON
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store
-from trainer_backend.store.errors import IdempotencyConflict, JobChanged, JobConflict, UnknownJob
+from trainer_backend.store.errors import (
+    IdempotencyConflict,
+    JobChanged,
+    JobConflict,
+    UnknownCursor,
+    UnknownJob,
+)
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
 
@@ -64,9 +70,9 @@ def test_a_page_is_narrowed_by_state_home_and_origin(store: Store):
     assert jobs.find(store, home="there").items == jobs.find(store, origin="cli").items == (other,)
 
 
-@pytest.mark.parametrize("cursor", ["", "x", "-1", "1" * 40])
+@pytest.mark.parametrize("cursor", ["", "x", "-1", "2147483648", "9" * 18, "1" * 40])
 def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, cursor: str):
-    with pytest.raises(JobConflict, match="cursor is"):
+    with pytest.raises(UnknownCursor, match="cursor is"):
         jobs.find(store, cursor=cursor)
 
 

@@ -1,5 +1,6 @@
 """What pages and the API are given, on both databases, of figures worked by hand."""
 
+from base64 import urlsafe_b64encode
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store
-from trainer_backend.store.errors import StoreError, UnknownJob, UnknownRollout
+from trainer_backend.store.errors import UnknownCursor, UnknownJob, UnknownRollout
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.reads_rollouts import RolloutFilter
 from trainer_backend.store.rows import JobRow, Series
@@ -156,10 +157,34 @@ def test_pages_hand_out_every_rollout_once_in_order_those_without_a_number_last(
     assert values == known + [None] * (7 - len(known))
 
 
-@pytest.mark.parametrize("cursor", ["", "x", "bm90IGpzb24", "WzEsICJhIl0"])
+@pytest.mark.parametrize("cursor", ["", "x", "é", "bm90IGpzb24", "WzEsICJhIl0", "NQ"])
 def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, job: JobRow, cursor: str):
-    with pytest.raises(StoreError, match="cursor is"):
+    with pytest.raises(UnknownCursor, match="cursor is"):
         reads_rollouts.rollouts(store, job.id, cursor=cursor)
+
+
+@pytest.mark.parametrize("sort", ["newest", "outcome_reward", "decisions"])
+@pytest.mark.parametrize(
+    "told",
+    ["[1, 2147483648]", "[1e999, 1]", "[NaN, 1]", f"[{'9' * 400}, 1]", "[[], 1]", "[1, null]", "[" * 9_999],
+)
+def test_a_cursor_with_what_no_column_holds_is_refused(store: Store, job: JobRow, sort, told: str):
+    cursor = urlsafe_b64encode(told.encode()).decode()
+    with pytest.raises(UnknownCursor, match="cursor is"):
+        reads_rollouts.rollouts(store, job.id, sort=sort, cursor=cursor)
+
+
+def test_a_number_that_no_column_holds_is_that_of_no_row(store: Store, job: JobRow):
+    assert ids(store, job, RolloutFilter(iteration=10**20)) == []
+    assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(iteration=-(2**31) - 1)) == 0
+    assert reads.metric_lines(store, job.id, after=10**39) == ()
+
+
+def test_capitals_are_alike_in_a_search_and_not_in_an_id(store: Store, job: JobRow):
+    assert ids(store, job, RolloutFilter(text="TRAIN/1/0/1")) == ["train/1/0/1"]
+    assert reads_rollouts.rollout(store, job.id, "train/1/0/1").sibling == 1
+    with pytest.raises(UnknownRollout, match="no rollouts"):
+        reads_rollouts.rollout(store, job.id, "Train/1/0/1")
 
 
 def test_facets_count_what_can_be_filtered_by(store: Store, job: JobRow):

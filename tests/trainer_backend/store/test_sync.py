@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from tests.trainer_backend.store.runs import checkpoint, episodes, evaluate, fin
 from tests.trainer_backend.store.test_database import full
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.checkpoint_paths import mark_best
+from trainer_backend.rundir.json_lines import append_line
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.ledger import Consumed, append_consumed
+from trainer_backend.rundir.ledger import FILE, Consumed, append_consumed
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, open_store
@@ -197,12 +199,24 @@ def test_a_broken_rollout_file_is_told_and_holds_up_nothing_else(store: Store, r
 
 
 def test_a_ledger_that_counts_a_rollout_twice_is_told_by_name(store: Store, run: RunDirectory, job: str):
-    append_consumed(run.path, Consumed(1, 1, ("a", "b")))
+    append_consumed(run.path, Consumed(1, 1, ("run.1/train/1/0/0", "run.1/train/1/0/1")))
     sync_run(store, job, run)
-    append_consumed(run.path, Consumed(2, 2, ("c", "a")))
-    with pytest.raises(RunDirectoryError, match="rollout a was learned from in iterations 1 and 2"):
+    consume_unseen(run, 2, "run.2/train/2/0/0", "run.2/train/1/0/0:1")  # in another start, another attempt
+    with pytest.raises(RunDirectoryError, match="rollout train/1/0/0 was learned from in iterations 1 and 2"):
         sync_run(store, job, run)
-    assert reads_rollouts.consumed_by(store, job, "a") == 1
+    assert reads_rollouts.consumed_by(store, job, "run.1/train/1/0/0") == 1
+    assert reads_rollouts.consumed_by(store, job, "run.2/train/2/0/0") is None
+
+
+def test_a_line_that_names_a_rollout_twice_is_told_by_name(store: Store, run: RunDirectory, job: str):
+    consume_unseen(run, 1, "run.1/train/1/0/0", "run.1/train/1/0/0:1")
+    with pytest.raises(RunDirectoryError, match="train/1/0/0 was learned from in iterations 1 and 1"):
+        sync_run(store, job, run)
+
+
+def consume_unseen(run: RunDirectory, iteration: int, *rollout_ids: str) -> None:
+    """As a version would that does not look through the ledger."""
+    append_line(run.path / FILE, asdict(Consumed(iteration, iteration, rollout_ids)), durable=True)
 
 
 def test_a_ledger_of_more_rollouts_than_a_database_takes_in_one_question_is_read(
@@ -210,7 +224,7 @@ def test_a_ledger_of_more_rollouts_than_a_database_takes_in_one_question_is_read
 ):
     append_consumed(run.path, Consumed(1, 1, tuple(f"a{number}" for number in range(40_000))))
     sync_run(store, job, run)
-    append_consumed(run.path, Consumed(2, 2, (*(f"b{number}" for number in range(600)), "a39999")))
+    consume_unseen(run, 2, *(f"b{number}" for number in range(600)), "a39999")
     with pytest.raises(RunDirectoryError, match="rollout a39999 was learned from in iterations 1 and 2"):
         sync_run(store, job, run)
     assert count(store, "consumed") == 40_000

@@ -1,6 +1,7 @@
 """Runs that others train: found, followed, brought into the store."""
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 from tests.conftest import tiny_job
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.run_log import append_log
 from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import open_store
+from trainer_backend.store.jobs import NewJob
 from trainer_backend.supervising.data_dir import open_data_dir
+from trainer_backend.supervising.line import ended
 from trainer_backend.supervising.news import News
 from trainer_backend.supervising.watcher import Watcher
 
@@ -124,6 +128,70 @@ def test_one_whose_job_is_none_is_passed_over(store, watcher, run, text):
     watcher.look(everything=True)
     watcher.look(everything=True)
     assert jobs.find(store).items == ()
+
+
+def test_a_run_that_is_being_copied_in_is_shown_when_it_is_there(store, watcher, run):
+    text = (run.path / "job.toml").read_text()
+    (run.path / "job.toml").unlink()
+    watcher.look(everything=True)
+    assert jobs.find(store).items == ()
+    (run.path / "job.toml").write_text(text)
+    watcher.look(everything=True)
+    assert only(store).name == "tiny"
+
+
+def test_a_run_that_cannot_be_read_holds_up_no_other_and_is_read_again_once_it_can(store, data, watcher, run):
+    text = (run.path / "job.toml").read_text()
+    sound = create_run(tiny_job(), data.path / "sound")
+    watcher.look(everything=True)
+    by_name = {row.run_dir: row.id for row in jobs.find(store).items}
+    (run.path / "job.toml").write_bytes(b"\xff")  # what nobody thought of: UnicodeDecodeError in the sync
+    for one in (run, sound):
+        one.append_metrics(ROW)
+    watcher.look(everything=True)
+    assert reads.last_line(store, by_name[str(sound.path)], "iteration").row == ROW
+    assert watcher.looked.failures == 1
+    (run.path / "job.toml").write_text(text)
+    watcher.look(everything=True)
+    assert reads.last_line(store, by_name[str(run.path)], "iteration").row == ROW
+
+
+def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, run):
+    broken = NewJob("broken", "", data.home, run_dir=Path("nul\0byte"))  # os.stat refuses it: ValueError
+    jobs.create(store, broken)
+    watcher.look(everything=True)
+    assert {row.name for row in jobs.find(store).items} == {"broken", "tiny"}
+    run.append_metrics(ROW)
+    watcher.look(everything=True)
+    tiny = next(row for row in jobs.find(store).items if row.name == "tiny")
+    assert reads.last_line(store, tiny.id, "iteration").row == ROW
+
+
+async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data, run):
+    watcher = Watcher(store, data, News(), look_s=0.01, answer_s=0.05)
+    watcher.looked.store_up = False  # as after a database that was away
+    with ExitStack() as held:
+        watcher.look(everything=True)
+        lock = watcher._syncing[only(store).id]
+        held.enter_context(lock)  # the sync of a large run, which takes long
+        run.append_metrics(ROW)
+        looking = asyncio.ensure_future(watcher.run())
+        async with asyncio.timeout(60):
+            while not watcher.looked.store_up:
+                await asyncio.sleep(0.01)
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    await ended(watcher.threads, at_most_s=60.0)
+
+
+@pytest.mark.parametrize("tidies", [True, False])
+def test_a_service_that_only_shows_removes_no_files(store, data, run, tidies):
+    (run.path / "job.toml").write_text('[job]\nname = "tiny"\n[retention]\nrollout_files_iterations = 1\n')
+    for iteration in (1, 2):
+        write_rollouts(run.rollouts_file(f"iteration_{iteration}"), [])
+    Watcher(store, data, News(), tidies=tidies).look(everything=True)
+    left = sorted(path.stem for path in run.iteration_files())
+    assert left == (["iteration_2"] if tidies else ["iteration_1", "iteration_2"])
 
 
 def test_what_was_forgotten_is_not_found_again(store, data, watcher, run):

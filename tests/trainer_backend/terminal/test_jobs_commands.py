@@ -60,6 +60,14 @@ def test_a_job_is_sent_followed_listed_shown_and_deleted(jobs, job):
         jobs("show", job_id)
 
 
+@pytest.mark.parametrize(("plays", "code"), [("quick", 0), ("refused", 1)])
+def test_following_says_by_its_exit_code_how_the_job_has_ended(jobs, job, plays, code):
+    asked = ["jobs", "submit", job, "--follow", "--set", f"job.name={plays}"]
+    assert CliRunner().invoke(app, asked).exit_code == code
+    job_id = json.loads(jobs("list", "--json", "--limit", "1"))["jobs"][0]["id"]
+    assert CliRunner().invoke(app, ["jobs", "logs", job_id, "--follow"]).exit_code == code
+
+
 def test_it_is_paused_resumed_and_cancelled(jobs, job):
     job_id = jobs("submit", job, "--set", "job.name=waiting").split()[0]
     assert jobs("pause", job_id).split()[1] in ("paused", "pausing")

@@ -34,10 +34,13 @@ function patch(old, fresh) {
   children(old, fresh);
 }
 
+// Whether all of them came.
 async function renew(parts) {
+  let complete = true;
   for (const address of new Set(parts.map((part) => part.dataset.live))) {
     const answer = await fetch(address, { headers: { "HX-Request": "true" } }).catch(() => null);
-    if (!answer?.ok) continue; // a service that is away for a moment is asked again
+    if ([401, 404].includes(answer?.status)) return location.reload(); // the session has ended, or the job is deleted
+    if (!answer?.ok) { complete = false; continue; } // a service that is away for a moment is asked again
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     for (const part of parts.filter((one) => one.dataset.live === address)) {
       const fresh = page.getElementById(part.id);
@@ -48,17 +51,32 @@ async function renew(parts) {
       window.htmx.process(part);
     }
   }
+  if (!complete) late(AWAY);
+  else if (!document.querySelector("[data-events]") || source?.readyState === EventSource.OPEN) late("");
+  return complete;
 }
 
 async function redraw(room) {
   const first = room.getAttribute("aria-busy") === "true";
-  const complete = await refresh(room);
-  if (!complete && !first) location.reload(); // a metric that the run did not have before: another chart
+  const complete = await refresh(room).catch(() => null);
+  if (complete === null) late(AWAY);
+  else if (!complete && !first) location.reload(); // a metric that the run did not have before: another chart
+}
+
+// Says that the page shows what was; with nothing, that it does not any more. What others have said stays.
+const AWAY = "This page is behind: the service did not answer. It is asked again.";
+function late(why) {
+  const place = document.getElementById("told");
+  if (!why && !place.dataset.late) return;
+  if (place.textContent !== why) place.textContent = why;
+  place.className = why ? "note" : "";
+  place.dataset.late = why;
 }
 
 // ---- a run that goes on: the server says when something is new
 
-let source = null, waiting = null;
+const AGAIN_MS = 3000;
+let source = null, waiting = null, again = null;
 function news(what) {
   waiting ??= { kinds: new Set(), timer: setTimeout(bring, 250) };
   waiting.kinds.add(what);
@@ -75,13 +93,36 @@ function bring() {
 function follow() {
   const part = document.querySelector("[data-events]");
   if (!part || source) return;
-  source = new EventSource(part.dataset.events);
-  for (const kind of ["metrics", "state", "log"]) source.addEventListener(kind, () => news(kind));
-  source.addEventListener("end", () => {
-    source.close();
-    source = null;
+  const stream = new EventSource(part.dataset.events);
+  source = stream;
+  for (const kind of ["metrics", "state", "log"]) stream.addEventListener(kind, () => news(kind));
+  stream.addEventListener("open", () => late(""));
+  stream.addEventListener("store", () => {
+    late("This page is behind: the database of the service does not answer.");
+    later();
+  });
+  stream.addEventListener("error", () => {
+    late(AWAY);
+    if (stream.readyState !== EventSource.CLOSED) return; // by itself a browser asks again; not where it was refused
+    if (source === stream) source = null;
+    later();
+  });
+  stream.addEventListener("end", () => {
+    stream.close();
+    if (source === stream) source = null;
   });
 }
+
+// The head of the page says why there is no stream, and from where on the next one has to tell.
+function later() {
+  again ??= setTimeout(async () => {
+    again = null;
+    if (document.hidden) return; // `wake` comes
+    if (await renew(all("[data-events]"))) follow();
+    else later();
+  }, AGAIN_MS);
+}
+
 // A browser opens six connections to a service: pages that nobody sees leave them to those that somebody does.
 function rest() {
   source?.close();
@@ -96,9 +137,15 @@ function wake() {
   for (const kind of ["state", "metrics", "log"]) news(kind);
 }
 
+// Until it comes without [data-every]: nothing of it is under way any more.
 function every(part) {
-  const seconds = Number(part.dataset.every);
-  if (seconds > 0) setInterval(() => document.hidden || renew([part]), seconds * 1000);
+  const round = setInterval(async () => {
+    if (document.hidden) return;
+    const { tells } = part.dataset;
+    await renew([part]);
+    if (tells) news(tells);
+    if (!part.dataset.every) clearInterval(round);
+  }, Number(part.dataset.every) * 1000);
 }
 
 // ---- tokens: pointed at, or walked through with the arrow keys; what is known of one stands below
@@ -161,8 +208,25 @@ document.addEventListener("click", (event) => {
   text.setSelectionRange(start, start + (lines[line - 1] ?? "").length);
 });
 
+// ---- what has taken the place of what is said to who does not see it; and is coloured as what stood there was
+
+const title = () => document.querySelector("#decision-title, #list caption, #list .empty")?.textContent ?? "";
+let shown = title(), colour = null;
+function tellOfIt() {
+  if (title() === shown) return;
+  shown = title();
+  document.getElementById("shown").textContent = shown;
+}
+document.addEventListener("change", ({ target }) => { if (target.name === "by") colour = target.value; });
+function recolour() {
+  const chosen = colour && document.querySelector(`input[name=by][value=${colour}]`);
+  if (chosen) chosen.checked = true;
+}
+
 document.addEventListener("htmx:afterSettle", () => {
   choose();
+  tellOfIt();
+  recolour();
   follow();
   all("[data-charts][aria-busy=true]").forEach((room) => redraw(room));
 });

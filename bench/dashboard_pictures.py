@@ -1,0 +1,153 @@
+"""The pictures of docs/dashboard.md, taken by Chromium from the runs of a data directory.
+
+    PYTHONPATH=. python bench/dashboard_pictures.py runs --run crafter_cpu --others crafter_gigpo crafter_gae
+        [--talk documents_statelm] [--to docs/img]
+
+A trainer service is started on the directory, which takes up the jobs that are under way there: take a copy
+without its database. Of the run: its page, list of rollouts, and a decision that unlocked something;
+`--others` are laid over it; `--talk` is a run whose model deletes messages, without which that picture stays.
+"""
+
+import argparse
+import io
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+DESK, TALL, PHONE = (1280, 800), (1280, 1000), (390, 844)
+SAYS = "listening on "
+READ_S = 120.0  # for the service to read the runs
+
+
+@contextmanager
+def service(data_dir: Path) -> Iterator[str]:
+    """Its address."""
+    command = [sys.executable, "-m", "trainer_backend", "trainer", "--data-dir", str(data_dir), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield next(line.split(SAYS)[1].strip() for line in process.stdout if SAYS in line)
+        finally:
+            process.terminate()
+
+
+class Camera:
+    """A browser that goes from page to page and keeps what it sees."""
+
+    def __init__(self, browser: Any, url: str, folder: Path) -> None:
+        self._browser, self._url, self._folder = browser, url, folder
+
+    @contextmanager
+    def at(self, path: str, size: tuple[int, int] = DESK, scheme: str = "light") -> Iterator[Any]:
+        context = self._browser.new_context(
+            viewport={"width": size[0], "height": size[1]},
+            color_scheme=scheme,
+            device_scale_factor=2 if size == PHONE else 1,
+        )
+        page = context.new_page()
+        page.set_default_timeout(120_000)
+        page.goto(self._url + path)
+        yield page
+        context.close()
+
+    def take(self, name: str, page: Any) -> None:
+        """What the window shows, once all that it asked for is there."""
+        page.wait_for_selector("[aria-busy=true]", state="detached")
+        page.locator(".frames img").evaluate_all("all => Promise.all(all.map(one => one.decode()))")
+        seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        # 256 colours: a third of the bytes, and nobody sees it.
+        seen.quantize(256, dither=Image.Dither.NONE).save(
+            self._folder / f"dashboard-{name}.png", optimize=True
+        )
+        print(f"dashboard-{name}.png: {page.url}")
+
+
+def run_pages(camera: Camera, run: str, others: Sequence[str]) -> None:
+    for name, path, size, scheme in (
+        ("runs", "/", DESK, "light"),
+        ("run", f"/runs/{run}", TALL, "light"),
+        ("phone", f"/runs/{run}", PHONE, "light"),
+        ("rollouts", f"/runs/{run}/rollouts?stage=train&sort=outcome_reward", DESK, "light"),
+        ("compare", f"/runs/{run}?" + "&".join(f"with={other}" for other in others), DESK, "dark"),
+        ("new", f"/new?like={run}", DESK, "light"),
+    ):
+        with camera.at(path, size, scheme) as page:
+            if name == "new":
+                page.locator("#findings .state").wait_for()
+            camera.take(name, page)
+
+
+def decision(camera: Camera, run: str) -> None:
+    """The last decision of the best episode that unlocked something; on a desk, and on a phone."""
+    with camera.at(f"/runs/{run}/rollouts?stage=train&sort=outcome_reward", TALL) as page:
+        page.locator("tbody .name a").first.click()
+        page.locator(".decisions tr", has=page.locator(".won")).last.locator("a").click()
+        page.locator("#shown", has_text="Decision").wait_for(state="attached")
+        camera.take("decision", page)
+        path = page.evaluate("location.pathname + location.search")
+    with camera.at(path, PHONE) as page:
+        page.evaluate("document.getElementById('decision').scrollIntoView()")
+        camera.take("decision-phone", page)
+
+
+def deleted(camera: Camera, run: str) -> None:
+    """The first decision of the newest rollouts whose prompt shows what was deleted before it."""
+    with camera.at(f"/runs/{run}/rollouts", (1280, 900)) as page:
+        found = page.locator("tbody .name a").evaluate_all("all => all.map(one => one.pathname)")
+    for path in found:
+        with camera.at(path, (1280, 900)) as page:
+            while page.locator("a[rel=next]").count() and not page.locator(".message.edited").count():
+                page.goto(page.locator("a[rel=next]").evaluate("one => one.href"))
+            if page.locator(".message.edited").count():
+                camera.take("context", page)
+                return
+    raise SystemExit(f"no rollout of {run} on the first page of them shows a deleted message")
+
+
+def ids_of(url: str, names: Sequence[str]) -> list[str]:
+    """Of runs by their folders' names, once the service has read them: metrics come after rollouts."""
+    until = time.monotonic() + READ_S
+    while time.monotonic() < until:
+        jobs = httpx.get(f"{url}/jobs", params={"limit": 200}).raise_for_status().json()["jobs"]
+        ids = {Path(job["run_dir"]).name: job["id"] for job in jobs if job["run_dir"]}
+        found = [ids[name] for name in names if name in ids]
+        rows = [httpx.get(f"{url}/jobs/{one}/metrics", params={"names": "episode/*"}).json() for one in found]
+        if len(found) == len(names) and all(row["series"] for row in rows):
+            return found
+        time.sleep(0.5)
+    raise SystemExit(f"not all of {', '.join(names)} are runs with metrics in that directory")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data_dir", type=Path)
+    parser.add_argument("--run", required=True, help="by its folder's name")
+    parser.add_argument("--others", nargs="+", required=True)
+    parser.add_argument("--talk")
+    parser.add_argument("--to", type=Path, default=Path("docs/img"))
+    options = parser.parse_args(arguments)
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    with service(options.data_dir) as url, sync_playwright() as started:
+        talks = [options.talk] if options.talk else []
+        run, *others = ids_of(url, [options.run, *options.others, *talks])
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        camera = Camera(browser, url, options.to)
+        run_pages(camera, run, others[: len(options.others)])
+        decision(camera, run)
+        for talk in others[len(options.others) :]:
+            deleted(camera, talk)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

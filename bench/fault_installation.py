@@ -1,0 +1,135 @@
+"""What bench/study_faults.py trains in: a trainer service, its PostgreSQL, a task app, each to be killed."""
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import httpx
+import psutil
+from fault_processes import ROOT, Database, Server, free_port
+
+Kind = Literal["service", "job", "task_app", "database"]
+KINDS: tuple[Kind, ...] = ("service", "job", "task_app", "database")
+JOB_PROCESS = "trainer_backend.running.job_process"
+# What has not come to anything by then never will.
+PATIENCE_S = 600.0
+# A process of a job whose service is gone ends at once; one that has just begun first imports what it needs.
+_MOMENT_S, _ORPHANED_S = 1.0, 60.0
+_ANSWER_S = 5.0
+
+
+class Posted(NamedTuple):
+    """How a job was posted: `times`, until the service answered with `code`, and the id that it gave."""
+
+    job_id: str
+    times: int
+    code: int
+
+
+class Installation:
+    """An operator's, on this machine, which answers from its beginning; `with` ends it.
+
+    Attributes:
+        runs: the service's data directory.
+        task_url: of the task app.
+        refusals: answers that nothing here explains: not a word of a store that is away.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.runs, self._folder = folder / "runs", folder
+        self.refusals: list[str] = []
+        self._ending: list[psutil.Process] = []
+        app_port, port = free_port(), free_port()
+        self.task_url = f"http://127.0.0.1:{app_port}"
+        key, app_key = secrets.token_hex(16), secrets.token_hex(16)
+        environ = {"ENVIRONMENT_API_KEY": app_key, "PYTHONPATH": str(ROOT)}
+        python = (sys.executable, "-m")
+        self.database = Database()
+        app = (*python, "task_app", "--port", str(app_port), "--exit-with-parent")
+        self._app = Server(app, environ, folder / "task_app.log")
+        trainer = (*python, "trainer_backend", "trainer", "--port", str(port), "--exit-with-parent")
+        store = {"TRAINER_API_KEY": key, "TURNWISE_DATABASE_URL": self.database.url}
+        self._service = Server(
+            (*trainer, "--data-dir", str(self.runs)), {**environ, **store}, folder / "service.log"
+        )
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers={"X-API-Key": key}, timeout=_ANSWER_S
+        )
+
+    def __enter__(self) -> Self:
+        until_s = time.monotonic() + PATIENCE_S
+        while self.ask("/jobs") is None and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._service.kill()
+        self._app.kill()
+        self.database.close(self._folder / "postgresql.log")
+        self._http.close()
+
+    def post(self, toml: str, key: str) -> Posted:
+        """Post a job until the service says that it has it, always with the same key."""
+        until_s, times = time.monotonic() + PATIENCE_S, 0
+        headers = {"Content-Type": "application/toml", "Idempotency-Key": key}
+        while time.monotonic() < until_s:
+            times += 1
+            answer = self._answer("POST", "/jobs", content=toml, headers=headers)
+            if answer is not None:
+                return Posted(answer.json()["id"], times, answer.status_code)
+            time.sleep(0.05)
+        raise SystemExit(f"{self._folder}: no service took the job within {PATIENCE_S:g} s: {self.refusals}")
+
+    def ask(self, path: str, **query: str) -> Any:
+        """What the service answers; None where nobody does, or its store is away."""
+        answer = self._answer("GET", path, params=query)
+        return None if answer is None else answer.json()
+
+    def _answer(self, method: str, path: str, **named: Any) -> httpx.Response | None:
+        try:
+            answer = self._http.request(method, path, **named)
+        except httpx.TransportError:
+            return None
+        if answer.is_error and answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            self.refusals.append(f"{method} {path}: {answer.status_code} {answer.text[:200]}")
+        return answer if answer.is_success else None
+
+    def job_process(self) -> psutil.Process | None:
+        return self._service.child(JOB_PROCESS)
+
+    def kill(self, kind: Kind) -> None:
+        """With SIGKILL; the process of the job ends with its service, after its imports."""
+        job = self.job_process()
+        if kind != "job":
+            self._killable[kind].kill()
+        elif job is not None:
+            job.kill()
+        if kind in ("job", "service") and job is not None:
+            self._ending += psutil.wait_procs([job], timeout=_MOMENT_S)[1]
+
+    def left_behind(self) -> list[int]:
+        """Processes of the job that outlived their service."""
+        return [process.pid for process in psutil.wait_procs(self._ending, timeout=_ORPHANED_S)[1]]
+
+    def start(self, kind: Kind) -> None:
+        """What was killed; the process of a job is started by its supervisor."""
+        if kind != "job":
+            self._killable[kind].start()
+
+    def keep_up(self) -> list[Kind]:
+        """Start what has ended by itself, as `restart: unless-stopped` does: a service without its store."""
+        servers: dict[Kind, Server] = {"service": self._service, "task_app": self._app}
+        ended = [kind for kind, server in servers.items() if server.ended]
+        for kind in ended:
+            servers[kind].start()
+        return ended
+
+    @property
+    def _killable(self) -> Mapping[Kind, Server | Database]:
+        return {"service": self._service, "task_app": self._app, "database": self.database}

@@ -1,0 +1,187 @@
+"""Looks at a job of bench/study_faults.py from its post to its end, kills when it is time, takes times."""
+
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fault_installation import PATIENCE_S, Installation, Kind
+
+from shared_schemas.rollouts import Rollout
+from trainer_backend.rundir.json_lines import read_texts
+from trainer_backend.rundir.state import RunState, read_state
+from trainer_backend.store.rows import ENDED
+
+# Between two looks at files; between two questions to the service, also to one that did not answer.
+_LOOK_S, _ASK_S, _SILENT_S = 0.02, 0.5, 0.1
+# A start takes some seconds; half the kills before it is over meet the post itself.
+_STARTING_S, _POSTING_S = 6.0, 0.04
+
+
+class Fault(NamedTuple):
+    """Due so long after an iteration has ended; -1: after the post has begun, 0: the run itself."""
+
+    iteration: int
+    delay_s: float
+    kind: Kind
+
+
+@dataclass
+class Seen:
+    """What happened to one job, and what does not hold of it.
+
+    Attributes:
+        kills: by kind and stage, `job in collect`.
+        losses: rollouts that were begun and asked for again, by cause.
+        recovery_s: by kind, from a kill to the first new rollout on disk; not where another kill came before
+            that, and not of the database, which no rollout waits for.
+        answers_s: by kind, until the service answers again out of its store.
+        kept: rollouts that a kill found finished, by their planned id.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    losses: Counter[str] = field(default_factory=Counter)
+    recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    answers_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    kept: dict[str, Rollout] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def hold(self, what: str, *, holds: bool) -> None:
+        if not holds and what not in self.wrong:
+            self.wrong.append(what)
+
+
+@dataclass
+class Wound:
+    """A kill that is not recovered from: so many lines of rollouts there were, by spool."""
+
+    kind: Kind
+    at_s: float
+    lines: dict[str, int]
+
+
+def drawn_faults(
+    draws: random.Random, kinds: Sequence[Kind], *, iterations: int, iteration_s: float
+) -> list[Fault]:
+    """One of each kind, anywhere in a job, in order; an iteration takes about so long."""
+    chosen = list(kinds)
+    draws.shuffle(chosen)
+    moments = []
+    for _ in chosen:
+        iteration = draws.randrange(-1, iterations)
+        most_s = iteration_s if iteration >= 0 else draws.choice((_POSTING_S, _STARTING_S))
+        moments.append((iteration, draws.uniform(0.0, most_s)))
+    return [Fault(*moment, kind) for moment, kind in zip(sorted(moments), chosen, strict=True)]
+
+
+class Watch:
+    """Of one job, whose post begins now."""
+
+    def __init__(self, place: Installation, faults: Sequence[Fault], seen: Seen) -> None:
+        self._place, self._faults, self._seen = place, list(faults), seen
+        self._reached_s = {-1: time.monotonic()}
+        self._wound: Wound | None = None
+        self._silent: tuple[Kind, float] | None = None
+        self._asked_s = 0.0
+
+    def until_it_ended(self) -> dict[str, Any] | None:
+        """The job as the service then tells of it; None: it has not ended in time."""
+        until_s = self._reached_s[-1] + PATIENCE_S
+        while time.monotonic() < until_s:
+            self._seen.counts.update(f"{kind}_ended_by_itself" for kind in self._place.keep_up())
+            self._note_progress()
+            if self._faults and self._is_due(self._faults[0]):
+                self._strike(self._faults.pop(0))
+            if time.monotonic() - self._asked_s >= (_ASK_S if self._silent is None else _SILENT_S):
+                job = self._asked()
+                if job is not None and job["state"] in (*ENDED, "paused"):
+                    self._seen.counts["too_late"] = len(self._faults)
+                    return job
+            time.sleep(_LOOK_S)
+        return None
+
+    def _run(self) -> Path | None:
+        """The run directory, as soon as there is one."""
+        return next((path.parent for path in self._place.runs.glob("*/run.json")), None)
+
+    def _state(self) -> RunState | None:
+        run = self._run()
+        return None if run is None else read_state(run)
+
+    def _note_progress(self) -> None:
+        now, state = time.monotonic(), self._state()
+        if state is not None and state.stage:
+            for iteration in range(state.iteration + 1):
+                self._reached_s.setdefault(iteration, now)
+        wound = self._wound
+        if wound is not None and any(n > wound.lines.get(name, 0) for name, n in self._lines().items()):
+            self._seen.recovery_s[wound.kind].append(round(now - wound.at_s, 2))
+            self._wound = None
+
+    def _asked(self) -> dict[str, Any] | None:
+        """The one job there is, as the service tells of it now."""
+        self._asked_s = time.monotonic()
+        answer = self._place.ask("/jobs")
+        if answer is None:
+            return None
+        if self._silent is not None:
+            kind, at_s = self._silent
+            self._seen.answers_s[kind].append(round(time.monotonic() - at_s, 2))
+            self._silent = None
+        self._seen.hold("one job at any time", holds=len(answer["jobs"]) <= 1)
+        return next(iter(answer["jobs"]), None)
+
+    def _is_due(self, fault: Fault) -> bool:
+        reached_s = self._reached_s.get(fault.iteration)
+        if reached_s is None or time.monotonic() - reached_s < fault.delay_s:
+            return False
+        return fault.kind != "job" or self._place.job_process() is not None
+
+    def _strike(self, fault: Fault) -> None:
+        kind = fault.kind
+        self._seen.kills[f"{kind} in {self._stage()}"] += 1
+        self._seen.counts[f"{kind}_killed"] += 1
+        at_s = time.monotonic()
+        self._place.kill(kind)
+        if kind != "database":
+            self._seen.counts["overtaken"] += self._wound is not None
+            self._wound = Wound(kind, at_s, self._lines())
+        self._keep_in_mind()
+        self._place.start(kind)
+        if kind in ("service", "database"):
+            self._silent, self._asked_s = (kind, at_s), 0.0
+
+    def _stage(self) -> str:
+        """What the job is at, in a word."""
+        process, state = self._place.job_process(), self._state()
+        if process is None:
+            return "queue" if state is None else "restart"
+        if state is None or state.pid != process.pid:
+            return "start"
+        return (state.stage or state.state).partition(" ")[0]
+
+    def _spools(self) -> dict[str, list[bytes]]:
+        """The rollouts in each, as they stand there."""
+        run = self._run()
+        paths = [] if run is None else run.glob("rollouts/*.spool.jsonl")
+        return {path.name: read_texts(path)[0][1:] for path in paths}
+
+    def _lines(self) -> dict[str, int]:
+        return {name: len(lines) for name, lines in self._spools().items()}
+
+    def _keep_in_mind(self) -> None:
+        """What stands in a spool has finished, and must be what its iteration learns from."""
+        for name, lines in self._spools().items():
+            if name.startswith("iteration_"):
+                for line in lines:
+                    rollout = Rollout.model_validate_json(line)
+                    self._seen.kept[planned_id(rollout.rollout_id)] = rollout
+
+
+def planned_id(rollout_id: str) -> str:
+    """Without the id of the start, and without the number of an attempt."""
+    return rollout_id.partition("/")[2].partition(":")[0]

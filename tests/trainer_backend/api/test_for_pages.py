@@ -1,0 +1,41 @@
+"""What the dashboard asks of the service: jobs of its form, and those that the form can begin from."""
+
+from structlog.testing import capture_logs
+
+from trainer_backend.api.for_pages import JobsForPages, dashboard_of, examples_in
+
+TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n'
+
+
+async def test_a_form_that_is_sent_twice_is_one_job_and_another_text_another(served):
+    desk = JobsForPages(served.service)
+    first, again = await desk.submit(TOML, "ab12"), await desk.submit(TOML, "ab12")
+    assert first.id == again.id
+    other_text = await desk.submit(TOML + "[training]\niterations = 3\n", "ab12")
+    other_form = await desk.submit(TOML, "ab13")
+    assert len({first.id, other_text.id, other_form.id}) == 3
+
+
+def test_examples_are_those_of_the_operator_s_folders_and_what_is_none_is_left_out(tmp_path):
+    mine, yours = tmp_path / "mine", tmp_path / "yours"
+    for folder in (mine, yours):
+        folder.mkdir()
+        (folder / "both.toml").write_text(f"# {folder.name}\n")
+    (mine / "alone.toml").write_text("# alone\n")
+    (mine / "latin.toml").write_bytes(b"# \xe9\n")
+    (mine / "folder.toml").mkdir()
+    with capture_logs() as logs:
+        found = examples_in([mine, yours, tmp_path / "none"])
+    assert found == (
+        ("alone", "# alone\n"),
+        (str(mine / "both.toml"), "# mine\n"),
+        (str(yours / "both.toml"), "# yours\n"),
+    )
+    assert [line["file"] for line in logs] == [str(mine / "folder.toml"), str(mine / "latin.toml")]
+
+
+async def test_the_form_offers_what_lies_under_allow_root(served):
+    roots = served.service.settings.bounds.roots
+    names = {file.stem for root in roots for file in root.glob("*.toml")}
+    assert {name for name, _ in dashboard_of(served.service).examples} == names
+    assert "crafter_cpu" in names

@@ -1,0 +1,116 @@
+"""Deleting jobs: what goes, what stays, and what is left of it when something gets in between."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_job
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.rundir.lock import locked
+from trainer_backend.store import jobs
+from trainer_backend.store.database import open_store
+from trainer_backend.store.errors import JobConflict, UnknownJob
+from trainer_backend.store.jobs import NewJob
+from trainer_backend.supervising.data_dir import open_data_dir
+from trainer_backend.supervising.deleting import Sweeper, forget_job, sweep
+
+
+@pytest.fixture
+def data(tmp_path: Path):
+    with open_data_dir(tmp_path / "runs", runs_jobs=True) as found:
+        yield found
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    found = open_store(f"sqlite:///{tmp_path}/store.db")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def row(store, data):
+    run = create_run(tiny_job(), data.path / "mine")
+    new = NewJob(name="mine", config="", home=data.home, state="paused", run_dir=run.path)
+    return jobs.create(store, new)[0]
+
+
+def test_with_its_files_it_is_gone_at_once_and_they_are_removed_later(store, data, row):
+    forget_job(store, data, row, files=True)
+    with pytest.raises(UnknownJob):
+        jobs.get(store, row.id)
+    assert not Path(row.run_dir).exists() and data.runs() == []
+    (aside,) = data.aside()
+    assert (aside / "run.json").exists(), "moved as a whole"
+    sweep(data)
+    assert data.aside() == []
+
+
+def test_without_them_they_stay_and_are_not_found_again(store, data, row):
+    forget_job(store, data, row, files=False)
+    assert (Path(row.run_dir) / "run.json").exists() and data.runs() == []
+
+
+def test_what_is_half_removed_is_no_run_again(store, data, row):
+    forget_job(store, data, row, files=True)
+    (aside,) = data.aside()
+    (aside / "forgotten").unlink()  # a kill in the middle of the removal
+    assert data.runs() == []
+    sweep(data)  # the next start
+    assert data.aside() == []
+
+
+def test_a_row_that_stays_keeps_its_files(store, data, row):
+    with pytest.raises(JobConflict):
+        forget_job(store, data, replace(row, state="running"), files=True)
+    jobs.change(store, row.id, lambda job: {"state": "queued"})
+    with pytest.raises(JobConflict):
+        forget_job(store, data, row, files=True)
+    assert (Path(row.run_dir) / "run.json").exists() and data.aside() == []
+
+
+def test_nothing_is_deleted_that_somebody_trains_in(store, data, row):
+    with (
+        locked(Path(row.run_dir)),
+        pytest.raises(JobConflict, match="is being trained by process"),
+    ):
+        forget_job(store, data, row, files=True)
+    assert (Path(row.run_dir) / "run.json").exists()
+
+
+def test_nothing_is_removed_whose_row_is_being_deleted_still(store, data, row):
+    aside = data.move_aside(Path(row.run_dir))
+    with locked(aside):
+        sweep(data)
+        assert data.aside() == [aside]
+    sweep(data)
+    assert data.aside() == []
+
+
+def test_only_run_directories_of_its_own_are_deleted(store, data, row, tmp_path: Path):
+    other = create_run(tiny_job(), tmp_path / "other").path
+    (data.path / "link").symlink_to(other)
+    (data.path / "no_run").mkdir()
+    for path in (other, data.path / "link", data.path / "no_run", data.path, data.path / ".." / "other"):
+        with pytest.raises(RunDirectoryError, match="is no run directory in"):
+            forget_job(store, data, replace(row, run_dir=str(path)), files=True)
+    assert jobs.get(store, row.id) == row and other.exists() and (data.path / "no_run").exists()
+
+
+def test_a_job_without_a_run_directory_is_deleted_all_the_same(store, data, row):
+    forget_job(store, data, replace(row, run_dir=str(data.path / "never_made")), files=True)
+    with pytest.raises(UnknownJob):
+        jobs.get(store, row.id)
+
+
+async def test_the_next_start_removes_what_a_killed_service_has_left(store, data, row):
+    forget_job(store, data, row, files=True)
+    sweeping = asyncio.ensure_future(Sweeper(data).run())
+    async with asyncio.timeout(60):
+        while data.aside():
+            await asyncio.sleep(0.01)
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)

@@ -1,0 +1,68 @@
+"""`--follow` over the ends of a stream, of a service that is played."""
+
+from collections.abc import Iterator
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from trainer_backend.terminal.following import follow
+from trainer_backend.terminal.jobs_client import Event, ServiceUnreachable
+
+AWAY = ServiceUnreachable("nobody answers")
+END = Event("end", {"state": "succeeded"}, None)
+
+
+def line(number: int) -> Event:
+    return Event("log", {"time": "", "text": f"line {number}"}, f"0.{number}")
+
+
+class Service:
+    """Answers each question with the next of these: events, and after them an error of the connection."""
+
+    url = "http://played"
+
+    def __init__(self, *answers: list[Event | ServiceUnreachable]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, str | None]] = []
+
+    def events(self, path: str, *, after: str | None = None) -> Iterator[Event]:
+        self.asked.append((path, after))
+        for one in self.answers.pop(0):
+            if isinstance(one, ServiceUnreachable):
+                raise one
+            yield one
+
+
+def followed(service: Service) -> tuple[str, str, str, list[float]]:
+    """How the job has ended, what was printed, what was told beside, and the waits."""
+    out, err, waits = StringIO(), StringIO(), []
+    state = follow(service, "j", Console(file=out), Console(file=err), sleep=waits.append)  # type: ignore[arg-type]
+    return state, out.getvalue(), err.getvalue(), waits
+
+
+def test_it_ends_with_the_job():
+    assert followed(Service([line(1), END])) == ("succeeded", "line 1\n", "the job is succeeded\n", [])
+
+
+def test_a_service_that_stops_is_told_and_asked_again_from_where_it_was():
+    service = Service([line(1), line(2)], [AWAY], [AWAY], [line(3), AWAY], [END])
+    state, out, err, waits = followed(service)
+    assert (state, out) == ("succeeded", "line 1\nline 2\nline 3\n")
+    assert [after for _, after in service.asked] == [None, "0.2", "0.2", "0.2", "0.3"]
+    assert waits == [1.0, 2.0, 4.0, 1.0], "it answered in between"
+    assert err.count("the service has stopped before the job has ended; asking again in") == 4
+
+
+def test_one_that_was_never_there_is_told_at_once_and_one_that_stays_away_in_the_end():
+    with pytest.raises(ServiceUnreachable):
+        followed(Service([AWAY]))
+    service = Service([line(1)], *([AWAY] for _ in range(8)))
+    with pytest.raises(ServiceUnreachable, match="nobody answers"):
+        followed(service)
+    assert service.answers == []
+
+
+def test_a_stream_that_only_ends_is_not_asked_for_ever():
+    with pytest.raises(ServiceUnreachable, match="does not tell how j goes on"):
+        followed(Service(*([] for _ in range(9))))

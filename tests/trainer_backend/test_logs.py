@@ -1,0 +1,68 @@
+"""What the trainer's logs look like, by the two variables that a task app reads too."""
+
+import json
+
+import pytest
+import structlog
+
+from task_app.settings import Settings
+from trainer_backend.api.key import SettingsError
+from trainer_backend.logs import FORM_VARIABLE, LEVEL_VARIABLE, configure_logs
+
+
+@pytest.fixture
+def written(capsys):
+    """What came out on stderr; afterwards nothing writes to a stream that pytest has closed."""
+    yield lambda: capsys.readouterr().err
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_line_has_its_ids_and_a_traceback_no_local_variables(form, written):
+    configure_logs({FORM_VARIABLE: form})
+    secret = "zebra-" + "quagga"
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        structlog.get_logger("trainer").exception("failed", job="j1")
+    line = written()
+    assert "ValueError: broken" in line and "j1" in line and secret not in line
+    if form == "json":
+        found = json.loads(line)
+        assert (found["event"], found["level"], found["job"]) == ("failed", "error", "j1")
+
+
+def test_what_is_below_the_level_is_not_written(written):
+    log = structlog.get_logger("trainer")
+    for environ, told in (({}, ["info"]), ({LEVEL_VARIABLE: "debug"}, ["debug", "info"])):
+        configure_logs({FORM_VARIABLE: "json", **environ})
+        log.debug("seen")
+        log.info("seen")
+        assert [json.loads(line)["level"] for line in written().splitlines()] == told
+    configure_logs({LEVEL_VARIABLE: "warning"})
+    log.info("seen")
+    assert written() == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        (
+            LEVEL_VARIABLE,
+            "warn",
+            "TURNWISE_LOG_LEVEL is 'warn'; known: critical, debug, error, info, warning. Did",
+        ),
+        (FORM_VARIABLE, "jsn", "TURNWISE_LOG_FORMAT is 'jsn'; known: json, text. Did you mean 'json'?"),
+    ],
+)
+def test_a_value_that_is_none_names_its_variable_and_what_is_known(variable, value, told):
+    with pytest.raises(SettingsError) as refused:
+        configure_logs({variable: value})
+    assert str(refused.value).startswith(told)
+
+
+def test_both_services_know_the_same_values(written):
+    fields = Settings.model_fields
+    for variable, name in ((LEVEL_VARIABLE, "log_level"), (FORM_VARIABLE, "log_format")):
+        for value in fields[name].annotation.__args__:
+            configure_logs({variable: value})
