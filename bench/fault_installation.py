@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = ("service", "job", "task_app", "database")
 JOB_PROCESS = "trainer_backend.running.job_process"
 # What has not come to anything by then never will.
 PATIENCE_S = 600.0
-# A process of a job whose service is gone ends at once; one that has just begun first imports what it needs.
+# A process of a job whose service is gone ends at once.
 _MOMENT_S, _ORPHANED_S = 1.0, 60.0
 _ANSWER_S = 5.0
 
@@ -54,7 +54,9 @@ class Installation:
         trainer = (*python, "trainer_backend", "trainer", "--port", str(port), "--exit-with-parent")
         store = {"TRAINER_API_KEY": key, "TURNWISE_DATABASE_URL": self.database.url}
         self._service = Server(
-            (*trainer, "--data-dir", str(self.runs)), {**environ, **store}, folder / "service.log"
+            (*trainer, "--data-dir", str(self.runs), "--allow-task-url", self.task_url),
+            {**environ, **store},
+            folder / "service.log",
         )
         self._http = httpx.Client(
             base_url=f"http://127.0.0.1:{port}", headers={"X-API-Key": key}, timeout=_ANSWER_S
@@ -83,8 +85,11 @@ class Installation:
             answer = self._answer("POST", "/jobs", content=toml, headers=headers)
             if answer is not None:
                 return Posted(answer.json()["id"], times, answer.status_code)
+            if self.refusals:
+                break
             time.sleep(0.05)
-        raise SystemExit(f"{self._folder}: no service took the job within {PATIENCE_S:g} s: {self.refusals}")
+        told = self.refusals or f"none answered in {PATIENCE_S:g} s"
+        raise SystemExit(f"{self._folder}: no service took the job: {told}")
 
     def ask(self, path: str, **query: str) -> Any:
         """What the service answers; None where nobody does, or its store is away."""
@@ -104,7 +109,7 @@ class Installation:
         return self._service.child(JOB_PROCESS)
 
     def kill(self, kind: Kind) -> None:
-        """With SIGKILL; the process of the job ends with its service, after its imports."""
+        """With SIGKILL; the process of the job ends with its service."""
         job = self.job_process()
         if kind != "job":
             self._killable[kind].kill()
