@@ -1,8 +1,9 @@
-"""The base classes of all wire data, and the helpers that refuse a number and suggest a spelling."""
+"""The base classes of all wire data, and what refuses a number, shows a value, suggests a spelling."""
 
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,6 +25,12 @@ def finite(reward: float) -> float:
     if not math.isfinite(reward):
         raise ValueError(f"a reward is {reward}; it must be a finite number")
     return reward
+
+
+def shown(value: Any) -> str:
+    """A value with its type, short enough for a sentence."""
+    text = repr(value)
+    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

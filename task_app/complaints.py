@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import did_you_mean, shown
 from task_app.errors import InvalidRequest, clipped
 
 M = TypeVar("M", bound=BaseModel)
@@ -28,7 +28,13 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
     if error["type"] == "extra_forbidden":
         name = clipped(str(error["loc"][-1]))
         return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
-    return InvalidRequest(f"{place}: {error['msg']}{_found(error, place)}", where=place)
+    told = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "tuple_type":
+        told = "a list is needed"
+    elif error["type"] == "too_short":
+        found, least = error["ctx"]["actual_length"], error["ctx"]["min_length"]
+        told = f"has {found} elements; at least {least} is needed"
+    return InvalidRequest(f"{place}: {told}{_found(error, place)}", where=place)
 
 
 def state_in(model: type[M], data: bytes) -> M:
@@ -51,4 +57,6 @@ def _found(error: Mapping[str, Any], place: str) -> str:
     secret = "key" in place or "ground_truth" in place
     if error["type"] == "missing" or secret or not isinstance(value, str | int | float | bool):
         return ""
+    if shown(value) in error["msg"]:
+        return ""  # a check of ours has said it
     return f"; found {value[:80]!r}" if isinstance(value, str) else f"; found {clipped(str(value))}"

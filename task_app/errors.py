@@ -91,6 +91,10 @@ class BodyTooLarge(TaskAppError):
     code = "body_too_large"
     status = 413
 
+    def __init__(self, detail: str, *, where: str = "body") -> None:
+        hint = "send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES"
+        super().__init__(detail, where=where, hint=hint)
+
 
 class HeadTooLarge(TaskAppError):
     code = "head_too_large"

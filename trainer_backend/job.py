@@ -14,7 +14,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.jobfile.advice import advice
 from trainer_backend.jobfile.layers import REWARD_HOMES, REWARD_KEYS, Files, anchor, read_layers
 from trainer_backend.jobfile.mixture_checks import mixture_findings
-from trainer_backend.jobfile.model_folders import refuse_no_model
+from trainer_backend.jobfile.model_folders import refuse_no_file, refuse_no_model
 from trainer_backend.jobfile.overrides import Places, apply_override
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.unread_keys import unread_keys
@@ -49,17 +49,19 @@ def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Loa
 
 
 def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
-    """`load_job` for a run that is to begin: the model folder that it names must be there.
+    """`load_job` for a run that is to begin: the model folder and the files that it names must be there.
 
     A job that was resolved into a run directory is read with `load_job`: its run has checkpoints of its own,
     and the folder that it began from may be gone.
 
     Raises:
         JobError: as `load_job`, and: model.path or rollout_only.model_path is no folder with a model,
-            model.name is one; the library of a sink is not installed.
+            model.name is one; a file of interactions or plug-ins is not there; the library of a sink is not
+            installed.
     """
     loaded, places = _load(paths, overrides)
     refuse_no_model(loaded.config, places)
+    refuse_no_file(loaded.config, places)
     refuse_missing(loaded.config.sinks)
     return loaded
 
@@ -68,9 +70,12 @@ def refuse_what_is_missing(config: JobConfig, *, where: str) -> None:
     """What `load_new_job` refuses beside what is wrong in the text, for a job that came as a document.
 
     Raises:
-        JobError: a folder that it names holds no model, or the library of a sink is not installed.
+        JobError: a folder that it names holds no model, a file of interactions or plug-ins is not there, or
+            the library of a sink is not installed.
     """
-    refuse_no_model(config, Places(Files([where])))
+    places = Places(Files([where]))
+    refuse_no_model(config, places)
+    refuse_no_file(config, places)
     refuse_missing(config.sinks)
 
 

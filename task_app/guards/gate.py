@@ -62,7 +62,7 @@ class Gate:
     def _length_error(self, scope: Scope) -> TaskAppError | None:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self._max_body_bytes:
-                return too_large(self._max_body_bytes)
+                return too_large(self._max_body_bytes, declared=int(value))
         return None
 
 
@@ -110,10 +110,9 @@ async def refuse(error: TaskAppError, scope: Scope, receive: Receive, send: Send
         await WebSocketClose(POLICY_VIOLATION, error.code)(scope, receive, send)
 
 
-def too_large(at_most: int) -> BodyTooLarge:
-    return BodyTooLarge(
-        f"the body is larger than {at_most} bytes", where="body", hint="send it in several requests"
-    )
+def too_large(at_most: int, *, declared: int | None = None) -> BodyTooLarge:
+    found = "is larger than" if declared is None else f"has {declared} bytes, which is more than"
+    return BodyTooLarge(f"the body {found} {at_most} bytes")
 
 
 def too_slow(at_most_s: float) -> TooSlow:

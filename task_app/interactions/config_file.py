@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import tomli
@@ -133,7 +134,7 @@ def _class(class_name: str, *, where: str) -> type[Any]:
     place = f"{where}.class_name {class_name!r}"
     try:
         with boundary(place):
-            module = importlib.import_module(module_name)
+            module = _imported(module_name, place)
     except CriticalError as exc:
         raise SettingsError(exc.detail) from exc
     kind = getattr(module, last, None)
@@ -145,6 +146,17 @@ def _class(class_name: str, *, where: str) -> type[Any]:
     if missing:
         raise SettingsError(f"{place} has no {missing[0]}; derive it from BaseInteraction")
     return kind
+
+
+def _imported(module_name: str, place: str) -> ModuleType:
+    """One that is not there is told in a line; what the code of one raises has its traceback in the log."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        if not f"{module_name}.".startswith(f"{exc.name}."):
+            raise
+        where = "it is imported from what is installed, or from the folder of this file"
+        raise SettingsError(f"{place}: {exc.msg}; {where}") from exc
 
 
 def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Field, field_validator
 from starlette.responses import Response
 
-from shared_schemas.messages import Message
+from shared_schemas.messages import Message, refuse_unanswerable
 from shared_schemas.rollouts import GroundTruth, InteractionKwargs, InteractionName
 from task_app.errors import EpisodeOver
 from task_app.interactions.sessions import InteractionSession
@@ -33,6 +33,12 @@ class InteractionNamed(ForeignBody):
 
 class InteractionRespond(InteractionNamed):
     messages: tuple[Message, ...] = Field(min_length=1, max_length=100_000, description="all so far")
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _end_with_an_answer(cls, messages: Any) -> Any:
+        refuse_unanswerable(messages, "messages")
+        return messages
 
 
 @router.post("/start")

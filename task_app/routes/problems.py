@@ -101,7 +101,7 @@ def http_problem(request: Request, exc: HTTPException) -> Response:
     """404 and 405 of the router, 400 of the body reader, 408 and 413 of the gate."""
     status = HTTPStatus(exc.status_code)
     if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        return problem_response(BodyTooLarge(exc.detail, where="body"))
+        return problem_response(BodyTooLarge(exc.detail))
     if status is HTTPStatus.BAD_REQUEST:
         return problem_response(InvalidRequest("no JSON: the body cannot be read as text", where="body"))
     if status is HTTPStatus.REQUEST_TIMEOUT:

@@ -13,6 +13,8 @@ from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.errors import clipped
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+# Of an argument's schema: with these keys alone, every value would do.
+_SAYS_NO_TYPE = frozenset({"description", "default"})
 
 
 class ToolRefused(ValueError):
@@ -53,10 +55,12 @@ def function_tool(function: Callable[..., str]) -> FunctionTool:
     """`function` as a tool of the same name.
 
     Every parameter needs a type, which may be `Annotated[..., Field(description=..., ge=...)]`; the first
-    paragraph of the docstring describes the tool. Give a bound method where the tool works on state.
+    paragraph of the docstring describes the tool. It returns text, at once. Give a bound method where the
+    tool works on state.
 
     Raises:
-        TypeError: a parameter has no type, or cannot be given by name; a fault of the plug-in.
+        TypeError: a parameter has no type or one that allows anything, or cannot be given by name; the
+            function is async, returns something else than str, or has no docstring. Faults of the plug-in.
     """
     spec, arguments = _described(getattr(function, "__func__", function))
     return FunctionTool(spec, arguments, function)
@@ -66,6 +70,7 @@ def function_tool(function: Callable[..., str]) -> FunctionTool:
 @lru_cache(maxsize=256)
 def _described(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
     name = function.__name__
+    _refuse_no_text(function)
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -80,12 +85,33 @@ def _described(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]
         given = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], given)
     arguments = create_model(name, __config__=_CONFIG, **fields)
-    described = FunctionSpec(name=name, description=_first_paragraph(function), parameters=_schema(arguments))
+    schema = _schema(arguments)
+    for parameter_name, part in schema["properties"].items():
+        if part.keys() <= _SAYS_NO_TYPE:
+            raise TypeError(
+                f"tool {name}: the type of {parameter_name!r} allows anything; name what is meant"
+            )
+    described = FunctionSpec(name=name, description=_first_paragraph(function), parameters=schema)
     return ToolSpec(function=described), arguments
 
 
+def _refuse_no_text(function: Callable[..., Any]) -> None:
+    """Told when the plug-in is loaded: else the first model that calls it would break its episode."""
+    name = function.__name__
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"tool {name} is async; a tool answers at once: make it a plain def")
+    returned = get_type_hints(function).get("return", str)
+    if returned is not str:
+        told = getattr(returned, "__name__", returned)
+        raise TypeError(f"tool {name} is said to return {told}; a model reads text: make it -> str")
+
+
 def _first_paragraph(function: Callable[..., str]) -> str:
-    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    if not paragraph:
+        told = f"tool {function.__name__} has no docstring; its first paragraph tells a model what it does"
+        raise TypeError(told)
+    return paragraph
 
 
 def _schema(arguments: type[BaseModel]) -> dict[str, Any]:

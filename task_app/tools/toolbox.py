@@ -52,7 +52,11 @@ class Toolbox:
         return tuple(tool.spec for tool in self._tools.values())
 
     def answer(self, call: ToolRequest) -> Answer:
-        """Carry out one call, or say why not. What the tool's own code raises beside ToolRefused passes."""
+        """Carry out one call, or say why not. What the tool's own code raises beside ToolRefused passes.
+
+        Raises:
+            TypeError: the tool returned no text; a fault of the plug-in.
+        """
         tool = self._tools.get(call.name)
         if tool is None:
             name = clipped(call.name)
@@ -61,9 +65,13 @@ class Toolbox:
             found = clipped(call.raw_arguments)
             return Answer.of_refusal(f"the arguments of {call.name} are no JSON object: {found!r}")
         try:
-            return Answer(bounded(encodable(tool.call(call.arguments)), self._max_result_chars))
+            text: object = tool.call(call.arguments)
         except ToolRefused as exc:
             return Answer.of_refusal(str(exc))
+        if not isinstance(text, str):
+            found = f"{clipped(repr(text))} ({type(text).__name__})"
+            raise TypeError(f"tool {call.name} returned {found}; text is needed")
+        return Answer(bounded(encodable(text), self._max_result_chars))
 
 
 def bounded(text: str, max_chars: int) -> str:

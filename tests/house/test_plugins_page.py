@@ -12,13 +12,19 @@ from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.settings import Settings
 from task_app.testing import EnvironmentContract
-from tests.task_app.counting import rollout, running_app
+from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.playing import post
 from tests.task_app.rollout_client import accept, all_of
 
-PAGE = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 CHECKS = [name for name in dir(EnvironmentContract) if name.startswith("test_")]
+
+
+NAMES = ["guess.py", "halver.py", "lexicon.py", "riddles.py", "safe.py", "thrifty.py"]
+# What an environment of the page needs beyond its defaults.
+CONFIGS = {"lexicon": {"prompt": "How many is a gross?"}}
 
 
 @pytest.fixture
@@ -29,7 +35,7 @@ def files(tmp_path):
         if name:
             (tmp_path / name.group(1)).write_text(block, encoding="utf-8")
     found = sorted(tmp_path.glob("*.py"))
-    assert [path.name for path in found] == ["guess.py", "halver.py", "riddles.py", "safe.py", "thrifty.py"]
+    assert [path.name for path in found] == NAMES
     return [path for path in found if path.name != "riddles.py"]  # which holds no plug board
 
 
@@ -39,14 +45,14 @@ def test_a_plug_in_fits_on_40_lines():
         assert len(code) <= 40, f"{code[0]}: {len(code)} lines"
 
 
-@pytest.mark.parametrize("name", ["guess", "safe"])
+@pytest.mark.parametrize("name", ["guess", "safe", "lexicon"])
 @pytest.mark.parametrize("check", CHECKS)
 def test_an_environment_of_the_page_keeps_the_contract(check, name, files):
     module = with_plugins(default_plug_boards(), files).environments[name]
 
     class OfThePage(EnvironmentContract):
         def make(self):
-            return module.build(module.config())
+            return module.build(module.config(**CONFIGS.get(name, {})))
 
     getattr(OfThePage(), check)()
 
@@ -74,6 +80,23 @@ async def test_both_tools_of_the_page_open_the_safe(files):
     assert [(answer["reward"], answer["terminated"]) for answer in answers] == [(0.0, False)] * 3 + [
         (1.0, True)
     ]
+
+
+async def test_the_tool_of_the_page_is_called_first_and_then_the_interaction_is_asked(files):
+    moves = [
+        {"type": "tool_call", "name": "look_up", "arguments": {"word": "gross"}},
+        {"type": "text", "content": "#### 144"},
+    ]
+    plugs = with_plugins(boards(planned=lambda: PlannedPolicy(*moves)), files)
+    users = load_interactions(ROOT / "configs/interactions/gsm8k.yaml", Settings())
+    spec = {"env": {"env_name": "lexicon", "config": CONFIGS["lexicon"]}, "interaction": {"name": "gsm8k"}}
+    async with running_app(replace(plugs, interactions=users)) as client:
+        await accept(client, rollout("a", policy={"policy_name": "planned"}, ground_truth="144", **spec))
+        (ended,) = (await all_of(client, 1)).values()
+    looked, answered = ended.trajectory.steps
+    assert (looked.step_info.tool_result, looked.reward_parts) == ("144", ())
+    assert [part.value for part in answered.reward_parts] == [1.0]
+    assert ended.trajectory.stop_reason == "interaction_done"
 
 
 async def test_the_reward_function_of_the_page_judges_what_the_policy_of_the_page_plays(files):

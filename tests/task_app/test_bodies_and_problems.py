@@ -38,7 +38,8 @@ async def test_a_body_of_ten_megabytes_is_refused_by_its_length():
     async with running_app() as client:
         one = problem(await client.post("/rollouts", content=b" " * 10_000_000))
     assert (one.status, one.code, one.where) == (413, "body_too_large", "body")
-    assert "1048576 bytes" in one.detail
+    assert one.detail == "the body has 10000000 bytes, which is more than 1048576 bytes"
+    assert "TURNWISE_MAX_BODY_BYTES" in one.hint
 
 
 async def test_a_body_without_a_length_is_counted():
@@ -47,7 +48,9 @@ async def test_a_body_without_a_length_is_counted():
             yield b" " * 100
 
     async with running_app(max_body_bytes=2_000) as client:
-        assert problem(await client.post("/rollouts", content=chunks())).code == "body_too_large"
+        one = problem(await client.post("/rollouts", content=chunks()))
+        assert (one.code, one.detail) == ("body_too_large", "the body is larger than 2000 bytes")
+        assert "TURNWISE_MAX_BODY_BYTES" in one.hint
         ok = await client.post(
             "/rollouts", content=b" " * 2_000, headers={"Content-Type": "application/json"}
         )

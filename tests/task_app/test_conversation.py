@@ -195,6 +195,11 @@ async def test_a_tool_call_in_a_dialogue_is_refused_in_a_result_of_its_own_and_s
 CRAFTER = {"env": {"env_name": "crafter"}}
 
 
+def opening_with(*roles):
+    prompt = [{"role": role, "content": None} for role in roles]
+    return {"env": {"env_name": "dialogue", "config": {"prompt": prompt}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "where", "told"),
     [
@@ -203,7 +208,9 @@ CRAFTER = {"env": {"env_name": "crafter"}}
         (CRAFTER, "interaction", "no effect in 'crafter'"),
         ({**CRAFTER, "interaction": None, "multi_turn": {"max_user_turns": 1}}, "multi_turn", "no effect"),
         ({"snapshot_turns": [2]}, "snapshot_turns", "cannot be played on from"),
-        ({"env": {"env_name": "dialogue", "config": {"prompt": []}}}, "env.config.prompt", "at least 1"),
+        (opening_with(), "env.config.prompt", "prompt is [] (list); it is a text or a list of messages"),
+        (opening_with("robot"), "env.config.prompt", "prompt[0].role is 'robot' (str); known: system, user,"),
+        (opening_with("user"), "env.config.prompt", "prompt[0].content is None (NoneType); it is a text"),
     ],
 )  # fmt: skip
 async def test_what_would_have_no_effect_is_refused_with_its_place(changes, where, told):

@@ -36,11 +36,22 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def _jsonl(path: Path) -> Iterator[Record]:
     """A JSON object a line; lines of white space hold no row."""
-    with path.open(encoding="utf-8-sig") as lines:
+    # Bytes that are no UTF-8 pass as surrogates, so that the line with one has a number to be told by.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}: line {number}"
-                yield Record(where, _object(line, where))
+                _refuse_no_utf8(line, where)
+                yield Record(where, _object(line.rstrip(), where))
+
+
+def _refuse_no_utf8(line: str, where: str) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(line[error.start]) & 0xFF
+        told = f"column {error.start + 1} is the byte 0x{byte:02x}, which is no UTF-8; save the file as UTF-8"
+        raise DataError(told, where=where) from error
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
@@ -49,6 +60,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
     try:
         value = json.loads(line, parse_constant=refuse, object_pairs_hook=_each_key_once)
+    except json.JSONDecodeError as error:
+        raise DataError(f"no JSON: {error.msg}, in column {error.colno}", where=where) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"no JSON: {error}", where=where) from error
     if not isinstance(value, dict):

@@ -20,13 +20,15 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from shared_schemas.base import shown
+from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
+from shared_schemas.messages import refuse_no_opening
 from shared_schemas.rollouts import GroundTruth, InteractionSpec
 from trainer_backend.errors import DataError
 
 # In the public layout of GSM8K the answer is a whole solution, and its result stands after this.
 ANSWER_MARK = "####"
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
-_ROLES = ("system", "user", "assistant")
 _LONGEST_ID = 100
 _TRUTH: TypeAdapter[JsonValue] = TypeAdapter(GroundTruth)
 
@@ -151,10 +153,10 @@ def _id(found: _Columns, default: str) -> str:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise found.error(f"id is {_shown(value)}; it is a string or a whole number")
+        raise found.error(f"id is {shown(value)}; it is a string or a whole number")
     text = str(value)
     if not text.strip() or len(text) > _LONGEST_ID or not text.isprintable():
-        raise found.error(f"id is {_shown(text)}; it has 1 to {_LONGEST_ID} printable characters")
+        raise found.error(f"id is {shown(text)}; it has 1 to {_LONGEST_ID} printable characters")
     return text
 
 
@@ -167,35 +169,34 @@ def _prompt(found: _Columns) -> str | tuple[Mapping[str, str], ...]:
             f"no prompt; it is in prompt, raw_prompt or question, and found were: {found.names}"
         )
     name = found.used["prompt"]
-    if isinstance(value, str) and value.strip():
+    try:
+        refuse_no_opening(value, name)
+    except ValueError as error:
+        raise found.error(str(error)) from error
+    if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not value:
-        raise found.error(f"{name} is {_shown(value)}; it is a text or a list of messages, and not empty")
-    messages = tuple(_message(found, f"{name}[{place}]", item) for place, item in enumerate(value))
-    if messages[-1]["role"] != "user":
-        raise found.error(f"{name} ends with a message of {messages[-1]['role']!r}; the last is the user's")
-    return messages
+    return tuple(_message(found, f"{name}[{place}]", item) for place, item in enumerate(value))
 
 
-def _message(found: _Columns, name: str, value: Any) -> Mapping[str, str]:
-    if not isinstance(value, Mapping):
-        raise found.error(f"{name} is {_shown(value)}; a message has role and content")
+def _message(found: _Columns, name: str, value: Mapping[str, Any]) -> Mapping[str, str]:
     extra = sorted(value.keys() - {"role", "content"})
     if extra:
         raise found.error(f"{name} has {extra[0]!r}; a message has role and content alone")
-    role, content = value.get("role"), value.get("content")
-    if role not in _ROLES:
-        raise found.error(f"{name}.role is {_shown(role)}; known: {', '.join(_ROLES)}")
-    if not isinstance(content, str) or not content.strip():
-        raise found.error(f"{name}.content is {_shown(content)}; it is a text that is not empty")
-    return {"role": role, "content": content}
+    return {"role": value["role"], "content": value["content"]}
 
 
 def _document(found: _Columns) -> str | None:
     value = found.one_of("document", "document_content")
     if value is not None and (not isinstance(value, str) or not value.strip()):
-        raise found.error(f"document_content is {_shown(value)}; it is a text that is not empty")
-    return value
+        raise found.error(f"document_content is {shown(value)}; it is a text that is not empty")
+    return None if value is None else _fitting(found, "document_content", value, MAX_DOCUMENT_CHARS)
+
+
+def _fitting(found: _Columns, name: str, text: str, at_most: int) -> str:
+    """What is longer, the task app would refuse when it is played, hours later."""
+    if len(text) > at_most:
+        raise found.error(f"{name} has {len(text):,} characters; at most {at_most:,} are taken")
+    return text
 
 
 def _one_question(found: _Columns, row: Row) -> str:
@@ -205,7 +206,7 @@ def _one_question(found: _Columns, row: Row) -> str:
             f"{found.used['prompt']} begins with a message of {row.prompt[0]['role']!r}; beside "
             "document_content it is one question: a text, or one message of the user"
         )
-    return row.question
+    return _fitting(found, found.used["prompt"], row.question, MAX_QUESTION_CHARS)
 
 
 def _accepted(found: _Columns, row: Row) -> JsonValue:
@@ -214,9 +215,11 @@ def _accepted(found: _Columns, row: Row) -> JsonValue:
     texts = [_as_text(item) for item in (truth if isinstance(truth, list) else [truth])]
     if not texts or None in texts:
         raise found.error(
-            f"ground_truth is {_shown(truth)}; beside document_content it is the answer as text or number, "
+            f"ground_truth is {shown(truth)}; beside document_content it is the answer as text or number, "
             "or a list of all that count"
         )
+    for text in texts:
+        _fitting(found, "ground_truth", text or "", MAX_ANSWER_CHARS)
     return [*texts] if isinstance(truth, list) else texts[0]
 
 
@@ -251,10 +254,13 @@ def _interaction(found: _Columns, value: Any) -> InteractionSpec | None:
         return None
     name = found.used["interaction"]
     if not isinstance(value, Mapping):
-        raise found.error(f"{name} is {_shown(value)}; it is a table of keyword arguments")
+        raise found.error(f"{name} is {shown(value)}; it is a table of keyword arguments")
+    called = value.get("name")
+    if called is not None and not isinstance(called, str):
+        raise found.error(f"{name}.name is {shown(called)}; it is a text")
     kwargs = {key: item for key, item in value.items() if key != "name"}
     try:
-        return InteractionSpec(name=value.get("name"), kwargs=kwargs)
+        return InteractionSpec(name=called, kwargs=kwargs)
     except ValidationError as error:
         raise found.error(f"{name}: {_first(error)}") from error
 
@@ -263,7 +269,7 @@ def _json(found: _Columns, name: str, value: Any) -> JsonValue:
     try:
         return _TRUTH.validate_python(value)
     except ValidationError as error:
-        raise found.error(f"{name} is {_shown(value)}: {_first(error)}") from error
+        raise found.error(f"{name} is {shown(value)}: {_first(error)}") from error
 
 
 def _first(error: ValidationError) -> str:
@@ -271,9 +277,3 @@ def _first(error: ValidationError) -> str:
     finding = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part) for part in finding["loc"] if part in {"name", "kwargs"})
     return f"{place}: " * bool(place) + finding["msg"].removeprefix("Value error, ")
-
-
-def _shown(value: Any) -> str:
-    """A value with its type, short enough for a sentence."""
-    text = repr(value)
-    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"

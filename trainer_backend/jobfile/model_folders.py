@@ -1,6 +1,7 @@
-"""Is there a model in every folder that a job names? Looked at before a run is begun."""
+"""Is there a model in every folder that a job names, and a file at every path? Asked before a run."""
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer_backend.errors import JobError, RunDirectoryError
@@ -29,6 +30,21 @@ def refuse_no_model(config: JobConfig, places: Places) -> None:
             _refuse_no_fixed_model(table.model_path, places)
 
 
+def refuse_no_file(config: JobConfig, places: Places) -> None:
+    """Of the files that the job's own task app reads at its start, seconds later and in its own words.
+
+    Raises:
+        JobError: multi_turn.interaction_config_path or one of services.task_plugins is no file.
+    """
+    interactions = config.multi_turn.interaction_config_path
+    named = [("services.task_plugins", file) for file in config.services.task_plugins]
+    named += [("multi_turn.interaction_config_path", interactions)] if interactions is not None else []
+    for key, file in named:
+        if not file.is_file():
+            meant = _meant(file, Path.is_file)
+            raise JobError(f"{places.of(key)}: {key} is {str(file)!r}, which is no file{meant}")
+
+
 def _refuse_no_fixed_model(folder: Path, places: Places) -> None:
     key = "rollout_only.model_path"
     try:
@@ -49,12 +65,17 @@ def _refuse_empty(folder: Path, key: str, places: Places, *, guess_name: bool = 
 
 def _folder_meant(folder: Path, *, guess_name: bool) -> str:
     """`". Did you mean 'x'?"` for a misspelt last part of a path, or for a name of the hub."""
-    try:
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()]
-    except OSError:
-        beside = []
-    close = difflib.get_close_matches(folder.name, beside, n=1)
-    if close:
-        return f". Did you mean {str(folder.with_name(close[0]))!r}?"
+    if meant := _meant(folder, Path.is_dir):
+        return meant
     looks_like_a_name = guess_name and len(folder.parts) == 2 and HUB_NAME.fullmatch(folder.as_posix())
     return f". Did you mean model.name = {folder.as_posix()!r}?" if looks_like_a_name else ""
+
+
+def _meant(path: Path, kind: Callable[[Path], bool]) -> str:
+    """`". Did you mean 'x'?"` for what is called much like it beside it, and of that kind."""
+    try:
+        beside = [other.name for other in path.parent.iterdir() if kind(other)]
+    except OSError:
+        beside = []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f". Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

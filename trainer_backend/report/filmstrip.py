@@ -79,7 +79,7 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
     played = f"Row {row_id}" if row_id else f"World {episode.seed}"
     headline = (
         f"{played}, evaluation after iteration {best['iteration']}: "
-        f"{episode.outcome_reward:g} {outcome_name(best)} in {len(rows)} decisions "
+        f"{episode.outcome_reward:g} {outcome_name(best)} in {len(rows)} decision{'s' * (len(rows) > 1)} "
         f"({episode.env_steps} env steps); ended by {spaced(episode.stop_reason)}."
     )
     if row_id or not episode.achievements_counts:

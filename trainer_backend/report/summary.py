@@ -14,12 +14,13 @@ from trainer_backend.report.training_charts import stage_totals
 
 Line = tuple[str, str]
 
+_DELETED = "messages deleted an episode"
 # Of the first and the last iteration, where episodes are conversations.
 _CONVERSATION = (
     ("score of an answer", "interaction/score"),
     ("answers an episode", "interaction/answers"),
     ("segments an episode", "statelm/segments"),
-    ("messages deleted an episode", "statelm/deletes"),
+    (_DELETED, "statelm/deletes"),
     ("longest context of an episode, tokens", "statelm/peak_context"),
     ("share of episodes that ran over their context", "statelm/context_length_exceeded"),
 )
@@ -42,8 +43,27 @@ def job_lines(story: Story) -> list[Line]:
         ("episodes", f"{job.rollout.episodes_per_batch} an iteration, groups of {table.group_size}"),
         ("decisions", f"at most {job.max_decisions} an episode"),
         ("job seed", str(job.job.seed)),
+        *_conversation_settings(job),
         *mixture_settings(job),
         *_held_out_of(job),
+    ]
+
+
+def _conversation_settings(job: JobConfig) -> list[Line]:
+    """Of a job with conversations: who answers, within which limits, and what may be edited."""
+    table = job.multi_turn
+    if not table.enable:
+        return []
+    who = job.data.interaction if job.data is not None else None
+    file = f"of {table.interaction_config_path}" if table.interaction_config_path is not None else ""
+    turns = (
+        f"at most {table.max_user_turns} answers of the user; " if table.max_user_turns is not None else ""
+    )
+    told = f"{turns}{table.max_model_length} tokens, beyond them {table.context_length_penalty:g}"
+    return [
+        ("conversation", told),
+        *([("interaction", f"{who or 'named by the rows'} {file}".strip())] if who or file else []),
+        *([("context tools", ", ".join(table.context_tools))] if table.statelm_enabled else []),
     ]
 
 
@@ -64,7 +84,7 @@ def figure_lines(story: Story) -> list[Line]:
     meaning = outcome_meaning(story.told)
     lines += [(outcome_name(story.told), meaning)] if meaning else []
     lines += _held_out(story)
-    lines += _training(story.by_actor)
+    lines += _training(story.by_actor, edits=story.job.multi_turn.statelm_enabled)
     lines += mixture_lines(story)
     if story.teacher is not None:
         found = outcome_interval(story.teacher)
@@ -132,7 +152,7 @@ def _held_out(story: Story) -> list[Line]:
     return lines
 
 
-def _training(rows: Sequence[Row]) -> list[Line]:
+def _training(rows: Sequence[Row], *, edits: bool) -> list[Line]:
     if not rows:
         return []
     first, last = rows[0], rows[-1]
@@ -149,7 +169,7 @@ def _training(rows: Sequence[Row]) -> list[Line]:
     return lines + [
         (title, f"{first[name]:.2f}, {last[name]:.2f}")
         for title, name in _CONVERSATION
-        if name in first and name in last
+        if name in first and name in last and (edits or title != _DELETED)
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from shared_schemas.base import Body
-from shared_schemas.messages import Message, ToolSpec
+from shared_schemas.messages import Message, ToolSpec, refuse_no_opening
 from task_app.complaints import state_in
 from task_app.errors import EpisodeOver
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
@@ -26,11 +26,10 @@ class DialogueConfig(Body):
     )
     system: str = Field(default="", max_length=100_000)
 
-    @field_validator("prompt", mode="after")
+    @field_validator("prompt", mode="before")
     @classmethod
-    def _ends_with_the_user(cls, prompt: tuple[Message, ...] | str) -> tuple[Message, ...] | str:
-        if not isinstance(prompt, str) and prompt[-1].role != "user":
-            raise ValueError(f"its last message is of the {prompt[-1].role}; a dialogue opens with a user's")
+    def _opens_a_dialogue(cls, prompt: Any) -> Any:
+        refuse_no_opening(prompt, "prompt")
         return prompt
 
     def opening(self) -> tuple[Message, ...]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shared_schemas.base import Body
+from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
 from shared_schemas.messages import Message, ToolSpec
 from task_app.complaints import state_in
 from task_app.environments.documents import prompt
@@ -35,7 +36,6 @@ ToolName = Literal[
     "finish",
 ]
 TOOLS: tuple[ToolName, ...] = ToolName.__args__  # type: ignore[attr-defined]  # a Literal's own values
-MAX_DOCUMENT_CHARS = 10_000_000
 NOT_RUN = Answer.of_refusal("not carried out: the task had ended before")
 
 
@@ -49,14 +49,14 @@ def _listed(given: Any) -> Any:
     return (given,) if isinstance(given, str) else given
 
 
-Accepted = Annotated[str, Field(max_length=2_000), AfterValidator(_checkable)]
+Accepted = Annotated[str, Field(max_length=MAX_ANSWER_CHARS), AfterValidator(_checkable)]
 
 
 class DocumentsConfig(Body):
     """One document with its question: of a data row, or made from the seed where no row is given."""
 
     document_content: str | None = Field(default=None, min_length=1, max_length=MAX_DOCUMENT_CHARS)
-    question: str | None = Field(default=None, min_length=1, max_length=20_000)
+    question: str | None = Field(default=None, min_length=1, max_length=MAX_QUESTION_CHARS)
     ground_truth: Annotated[tuple[Accepted, ...], BeforeValidator(_listed)] = Field(
         default=(), description="the answer, or a list of all that count; case and punctuation do not"
     )

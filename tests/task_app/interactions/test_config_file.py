@@ -104,8 +104,8 @@ def test_two_objects_of_an_entry_share_no_config(tmp_path):
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("class_name: nobody.knows.It", "FILE: interaction.0.class_name 'nobody.knows.It' raised "
-         "ModuleNotFoundError: No module named 'nobody'"),
+        ("class_name: nobody.knows.It", "FILE: interaction.0.class_name 'nobody.knows.It': No module named "
+         "'nobody'; it is imported from what is installed, or from the folder of this file"),
         (f"class_name: {USERS}.Nobody", f"module '{USERS}' has no 'Nobody'"),
         (f"class_name: {USERS}.a_function", "is no class but function"),
         (f"class_name: {USERS}.NoMethods", "has no start_interaction; derive it from BaseInteraction"),
@@ -130,7 +130,7 @@ def test_what_is_wrong_with_an_entry_is_one_sentence_with_its_place(tmp_path, ro
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("a.yaml", "interaction: []", "FILE: interaction: Tuple should have at least 1 item"),
+        ("a.yaml", "interaction: []", "FILE: interaction: has 0 elements; at least 1 is needed"),
         ("a.yaml", "", "FILE: "),
         ("a.yaml", "- 1", "FILE: "),
         ("a.yaml", "interactions: []", "unknown key 'interactions'; known: interaction. Did you mean"),

@@ -114,6 +114,35 @@ async def test_messages_that_are_none_are_refused(messages):
     assert answer[0] == 422 and answer[2].startswith("messages")
 
 
+SAID = {"role": "user", "content": "6 x 7?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([SAID], "messages ends with a message of 'user'; the last is the assistant's, which is what"),
+        ([{"role": "robot"}], "messages[0].role is 'robot' (str); known: system, user, assistant, tool"),
+        ([{"role": "user"}, MESSAGES[1]], "messages[0].content is None (NoneType); it is a text"),
+    ],
+)  # fmt: skip
+async def test_messages_that_hold_no_answer_are_not_scored_and_use_up_no_turn(messages, told):
+    async with app_with(users.Noted) as client:
+        one = {"interaction_id": (await post(client, "/interaction/start"))["interaction_id"]}
+        answer = await refused(client, "/interaction/respond", **one, messages=messages)
+        assert answer[:3] == (422, "invalid_request", "messages")
+        assert answer[3].startswith(f"messages: {told}")
+        assert (await post(client, "/interaction/respond", **one, messages=MESSAGES))["turn"] == 1
+
+
+async def test_the_history_of_a_loop_with_tools_is_answered():
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [SAID, called, {"role": "tool", "content": "", "tool_call_id": "c1"}, MESSAGES[1]]
+    async with app_with(users.Noted) as client:
+        one = {"interaction_id": (await post(client, "/interaction/start"))["interaction_id"]}
+        assert (await post(client, "/interaction/respond", **one, messages=messages))["turn"] == 1
+
+
 async def test_a_retry_with_its_key_gets_the_same_answer_and_asks_once():
     async with app_with(users.Noted) as client:
         one = await post(client, "/interaction/start")

@@ -33,6 +33,7 @@ class Counter:
         return f"total {self.total}"
 
     def shout(self, length: int) -> str:
+        """Say it loudly."""
         return "a" * length
 
 
@@ -102,6 +103,7 @@ def test_a_megabyte_of_result_is_cut_and_says_so():
 
 def test_a_fault_of_the_tools_own_code_is_no_refusal():
     def broken() -> str:
+        """It breaks."""
         raise KeyError("boom")
 
     with pytest.raises(KeyError, match="boom"):
@@ -115,9 +117,50 @@ def test_a_function_whose_signature_is_no_schema_is_refused_when_it_is_made_a_to
     def listed(*numbers: int) -> str:
         return str(numbers)
 
+    def anything(value: object) -> str:
+        """Take it."""
+        return str(value)
+
+    def silent(number: int) -> str:
+        return str(number)
+
     with pytest.raises(TypeError, match="tool untyped: the parameter 'number' has no type"):
         function_tool(untyped)
     with pytest.raises(TypeError, match=r"tool listed: .* cannot be given by name"):
         function_tool(listed)
+    with pytest.raises(TypeError, match="tool anything: the type of 'value' allows anything"):
+        function_tool(anything)
+    with pytest.raises(TypeError, match="tool silent has no docstring"):
+        function_tool(silent)
     with pytest.raises(ValueError, match="two tools are named 'add'"):
         Toolbox([function_tool(Counter().add), function_tool(Counter().add)])
+
+
+def test_a_function_that_cannot_answer_in_text_is_refused_when_it_is_made_a_tool():
+    async def fetch(number: int) -> str:
+        """Fetch it."""
+        return str(number)
+
+    def half(number: int) -> float:
+        """Halve it."""
+        return number / 2
+
+    def maybe(number: int) -> str | None:
+        """Perhaps."""
+        return None
+
+    with pytest.raises(TypeError, match="tool fetch is async; a tool answers at once: make it a plain def"):
+        function_tool(fetch)
+    with pytest.raises(TypeError, match="tool half is said to return float; a model reads text: make it"):
+        function_tool(half)
+    with pytest.raises(TypeError, match=r"tool maybe is said to return str \| None; "):
+        function_tool(maybe)
+
+
+def test_a_result_that_is_no_text_is_told_with_what_it_is():
+    def untold(number: int):
+        """Give it back."""
+        return number
+
+    with pytest.raises(TypeError, match=r"^tool untold returned 1 \(int\); text is needed$"):
+        Toolbox([function_tool(untold)]).answer(ToolRequest("untold", {"number": 1}))

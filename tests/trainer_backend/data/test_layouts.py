@@ -86,7 +86,7 @@ def test_a_folder_of_configurations_asks_which_one_is_meant(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ('{"question": "a"}\n{"question": "b"\n', "line 2: no JSON"),
+        ('{"question": "a"}\n{"question": "b"\n', "line 2: no JSON: Expecting ',' delimiter, in column 17"),
         ('{"question": "a"}\n\n["b"]\n', "line 3: a list; a row is a JSON object"),
         ('{"question": "a", "ground_truth": NaN}\n', "line 1: no JSON: NaN is no JSON"),
         ('{"question": "a", "question": "b"}\n', "line 1: no JSON: the key 'question' comes twice"),
@@ -111,9 +111,10 @@ def test_a_bad_line_is_told_with_its_number(lines, told, tmp_path):
 def test_a_file_with_a_byte_order_mark_is_read_and_one_in_another_encoding_refused(tmp_path):
     marked, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     marked.write_text('{"question": "für"}\n', encoding="utf-8-sig")
-    other.write_text('{"question": "für"}\n', encoding="latin-1")
     assert read_split(marked, "train").rows[0].prompt == "für"
-    assert "cannot be read as jsonl" in refused(other)
+    other.write_text('{"question": "fur"}\n{"question": "für"}\n', encoding="latin-1")
+    told = f"{other}: line 2: column 16 is the byte 0xfc, which is no UTF-8; save the file as UTF-8"
+    assert refused(other) == told
 
 
 def test_files_that_are_not_what_their_names_say_are_refused(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.errors import JobError
-from trainer_backend.job import dump_job, load_job
+from trainer_backend.job import dump_job, load_job, load_new_job
 from trainer_backend.services.task_apps import task_apps
 
 GSM8K = Path(__file__).parents[3] / "configs/interactions/gsm8k.yaml"
@@ -54,3 +54,23 @@ def test_the_path_is_one_from_the_folder_of_the_job_and_survives_being_written(t
     assert loaded.multi_turn.interaction_config_path == tmp_path / "mine.yaml"
     job.write_text(dump_job(loaded))
     assert load_job(job).config == loaded
+
+
+@pytest.mark.parametrize(
+    ("key", "tables"),
+    [
+        ("multi_turn.interaction_config_path", '[multi_turn]\nenable = true\ninteraction_config_path = "{}"'),
+        ("services.task_plugins", '[services]\ntask_plugins = ["{}"]'),
+    ],
+)
+def test_a_file_that_is_not_there_is_told_before_a_run_begins(key, tables, tmp_path):
+    meant = tmp_path / "users.yaml"
+    meant.touch()
+    job = tmp_path / "job.toml"
+    job.write_text(f'[model]\npreset = "tiny-0.3m"\n{tables.format(tmp_path / "user.yaml")}\n')
+    with pytest.raises(JobError) as found:
+        load_new_job(job)
+    told = f"{key} is '{tmp_path / 'user.yaml'}', which is no file. Did you mean '{meant}'?"
+    assert str(found.value) == f"{job}: {told}"
+    job.write_text(job.read_text().replace("user.yaml", "users.yaml"))
+    load_new_job(job)

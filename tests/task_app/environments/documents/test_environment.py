@@ -5,11 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from task_app.environments.documents.environment import (
-    MAX_DOCUMENT_CHARS,
-    DocumentsConfig,
-    DocumentsEnvironment,
-)
+from shared_schemas.documents import MAX_DOCUMENT_CHARS
+from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.errors import EpisodeOver
 from task_app.protocols import ConversationalEnvironment, RestorableEnvironment, ToolRequest
 
