@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Without it OpenMP's spinning makes torch 10 to 100 times slower beside a busy process.
 export OMP_WAIT_POLICY := PASSIVE
+# More than CI's two cores: a third of the time tests wait, for processes that start and answers that come.
+TEST_PROCESSES ?= 3
 
 .PHONY: help demo test check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak study-faults bench
 
@@ -14,7 +16,7 @@ demo: $(VENV)/.ready ## a small language model learns Crafter on this machine; e
 	$(BIN)/turnwise train configs/crafter_cpu.toml --dashboard
 
 test: $(VENV)/.ready ## the whole test suite
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
 
