@@ -1,39 +1,28 @@
 """A figure that misses its target fails its script, so that `make bench` and CI notice."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
-
-def bench(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(BENCH / script), *arguments], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
-    )  # fmt: skip
+from tests.bench.scripts import script, value
 
 
 @pytest.mark.parametrize(("limit", "code", "told"), [("1e-4", 0, "ok"), ("0", 1, "TOO LARGE")])
 def test_log_probs_that_differ_too_much_fail(limit: str, code: int, told: str):
-    done = bench("logprob_exactness.py", "--requests", "4", "--limit", limit)
+    done = script("logprob_exactness.py", "--requests", "4", "--limit", limit)
     assert (done.returncode, done.stderr) == (code, "")
     assert told in done.stdout
 
 
 @pytest.mark.parametrize(("limit", "code", "told"), [("1000", 0, "ok"), ("0", 1, "TOO SLOW")])
 def test_state_keys_that_take_too_long_fail(limit: str, code: int, told: str):
-    done = bench("state_keys_speed.py", "--decisions", "60", "--limit", limit)
+    done = script("state_keys_speed.py", "--decisions", "60", "--limit", limit)
     assert (done.returncode, done.stderr) == (code, "")
     assert told in done.stdout and "text_history" in done.stdout
 
 
 def test_credit_is_held_against_an_iteration_that_was_really_played():
-    done = bench("credit_share.py", "--quick", "--limit", "0")
+    done = script("credit_share.py", "--quick", "--limit", "0")
     assert (done.returncode, done.stderr) == (1, "")
     assert "an iteration of 40 decisions took" in done.stdout
     assert "of that rewards and advantages" in done.stdout
@@ -45,14 +34,14 @@ def test_credit_is_held_against_an_iteration_that_was_really_played():
 
 
 def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played():
-    done = bench("recovery_cost.py", "--quick", "--limit", "0")
+    done = script("recovery_cost.py", "--quick", "--limit", "0")
     assert (done.returncode, done.stderr) == (1, "")
     assert {"spool", "checkpoint", "records"} <= set(done.stdout.split())
     assert "at most 0.00%): MISSED" in done.stdout
 
 
 def test_the_store_is_held_against_an_iteration_that_was_really_played():
-    done = bench("store_cost.py", "--quick", "--limit", "0")
+    done = script("store_cost.py", "--quick", "--limit", "0")
     assert (done.returncode, done.stderr) == (1, "")
     assert "an iteration of 40 decisions took" in done.stdout
     assert "at most 0.00%): MISSED" in done.stdout
@@ -60,22 +49,15 @@ def test_the_store_is_held_against_an_iteration_that_was_really_played():
 
 @pytest.mark.parametrize(("limit", "code", "told"), [("1e6", 0, "ok"), ("0", 1, "TOO SLOW")])
 def test_a_page_of_a_run_that_reads_too_long_fails(limit: str, code: int, told: str):
-    done = bench("run_page.py", "--iterations", "12", "--decisions", "240", "--limit-ms", limit)
+    done = script("run_page.py", "--iterations", "12", "--decisions", "240", "--limit-ms", limit)
     assert (done.returncode, done.stderr) == (code, "")
     assert len(re.findall(rf"run, every curve, 400 points .* {told}", done.stdout)) == 1
 
 
 @pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])
 def test_the_engine_must_reach_both_of_its_ratios(step: float, world: float, met: bool):
-    code = (
-        "import engine_speed, sys\n"
-        f"sys.exit(engine_speed.targets_met({{'step': {{'ratio': {step}}}, 'world': {{'ratio': {world}}}}}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
-        check=False,
-    )  # fmt: skip
-    assert bool(done.returncode) is met
+    figures = {"step": {"ratio": step}, "world": {"ratio": world}}
+    assert value("engine_speed", f"s.targets_met({figures})") is met
 
 
 @pytest.mark.parametrize(
@@ -93,9 +75,4 @@ def test_snapshots_must_reach_every_target(changed: dict[str, float], met: bool)
         "faster_than_pickle": 4.0, "smaller_than_pickle": 12.0, "restore_ms": 0.4, "branch_ms": 1.0,
         "group_start_ms": 15.0, **changed,
     }  # fmt: skip
-    code = f"import snapshot_speed, sys\nsys.exit(snapshot_speed.targets_met({figures}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
-        check=False,
-    )  # fmt: skip
-    assert bool(done.returncode) is met
+    assert value("snapshot_speed", f"s.targets_met({figures})") is met

@@ -1,13 +1,8 @@
 """A ratio that misses its target fails the script."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from tests.bench.scripts import python
 
 
 @pytest.mark.parametrize(
@@ -19,9 +14,6 @@ def test_the_engine_must_reach_both_of_its_ratios(generate: float, generate_batc
         f"ratios = {{'generate': {generate}, 'generate_batch': {generate_batch}}}\n"
         "sys.exit(not generation_speed.targets_met(ratios))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = python("-c", code)
     assert bool(done.returncode) is not met
     assert ("TOO SLOW" in done.stdout) is not met

@@ -1,21 +1,17 @@
 """What needs a GPU is measured by code that runs everywhere, against limits that are counted right."""
 
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.bench.scripts import BENCH, script
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import ModelShape
 from trainer_backend.learner.capacity import model_shape
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def model_flops():
@@ -26,22 +22,14 @@ def model_flops():
     return module
 
 
-def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BENCH.parent)}
-    return subprocess.run(
-        [sys.executable, str(BENCH / "gpu.py"), *arguments], capture_output=True, text=True, check=False,
-        env={**os.environ, **hidden},
-    )  # fmt: skip
-
-
 def test_without_a_gpu_it_says_why_in_a_line_and_ends_well():
-    done = gpu()
+    done = script("gpu.py", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout.count("\n")) == (0, 1)
     assert "not measured" in done.stdout and "sees no GPU" in done.stdout
 
 
 def test_a_tiny_shape_goes_the_whole_way_on_a_cpu():
-    done = gpu("--smoke")
+    done = script("gpu.py", "--smoke", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (0, "")
     for kind in ("attention", "plan", "learner", "decode", "update", "memory"):
         assert f"\n  {kind} " in done.stdout

@@ -1,29 +1,23 @@
 """The study of credit in its 20-second version: arms run, and one that comes later only adds."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.bench.scripts import BENCH, script, value
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.job import load_job
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 # A start of a run takes longer than its quick iterations, so the suite runs three of the five.
 FIRST, LATER = ["grpo", "gae"], ["branch"]
 WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}
 
 
 def study(folder: Path, arms: list[str]) -> tuple[dict, str]:
-    command = [sys.executable, str(BENCH / "study_credit.py"), "--quick", "--arms", *arms]
     results = folder / "found.json"
-    done = subprocess.run(
-        [*command, "--out", str(folder / "runs"), "--results", str(results)],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    places = ("--out", folder / "runs", "--results", results)
+    done = script("study_credit.py", "--quick", "--arms", *arms, *places)
     assert done.returncode == 0, done.stderr
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return json.loads(results.read_text()), done.stdout
@@ -50,19 +44,15 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
 
 
 def test_the_difference_to_an_arm_is_paired_by_seed():
-    code = (
-        "import json, study_results as s\n"
-        "run = lambda *values: {'evaluations': [{'iteration': i, 'unique_achievements': v}"
-        " for i, v in enumerate(values)], 'training': [{'decisions': 7, 'steps': 3}]}\n"
-        "print(json.dumps(s.summary({'a': {'0': run(1, 2), '1': run(1, 3), '2': run(1)},"
-        " 'b': {'0': run(1, 5), '1': run(2, 8), '2': run(1, 9)}}, against='a',"
-        " measure='unique_achievements')))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+    def run(*values: float) -> dict:
+        evaluations = [{"iteration": i, "m": value} for i, value in enumerate(values)]
+        return {"evaluations": evaluations, "training": [{"decisions": 7, "steps": 3}]}
+
+    runs = {
+        "a": {"0": run(1, 2), "1": run(1, 3), "2": run(1)},
+        "b": {"0": run(1, 5), "1": run(2, 8), "2": run(1, 9)},
+    }
+    found = value("study_results", f"s.summary({runs}, against='a', measure='m')")
     assert found["b_minus_a"]["mean"] == (3 + 5) / 2  # seed 2 of `a` has not got there
     assert found["b_minus_a"]["seeds"] == 2
     assert found["a"]["gain"]["mean"] == 1.5
@@ -71,16 +61,9 @@ def test_the_difference_to_an_arm_is_paired_by_seed():
 
 
 def test_all_arms_may_sample_about_as_many_decisions_and_branch_trains_on_fewer():
-    code = (
-        "import json, study_credit as s\n"
-        "print(json.dumps({name: [*s.STUDY.settings, *arm.switches] for name, arm in s.STUDY.arms.items()}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    of_arms = "{name: [*s.STUDY.settings, *arm.switches] for name, arm in s.STUDY.arms.items()}"
     planned = {}
-    for arm, switches in json.loads(done.stdout).items():
+    for arm, switches in value("study_credit", of_arms).items():
         job = load_job(BENCH.parent / "configs" / "crafter_cpu.toml", switches).config
         requests = Planner(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
         longest, branches = job.rollout.max_turns, job.algorithm.branch_rollouts

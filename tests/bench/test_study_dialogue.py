@@ -1,20 +1,14 @@
 """The study of turn scores in its quick version: a real warm start, its arms, the comparison."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from tests.bench.scripts import script
 
 
 def test_arms_learn_from_one_warm_start_and_are_compared(tmp_path):
     results = tmp_path / "found.json"
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "study_dialogue.py"), "--quick", "--arms", "outcome", "turn_scores",
-         "--out", str(tmp_path / "runs"), "--results", str(results)],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    places = ("--out", tmp_path / "runs", "--results", results)
+    done = script("study_dialogue.py", "--quick", "--arms", "outcome", "turn_scores", *places)
     assert done.returncode == 0, done.stderr
     found = json.loads(results.read_text())
     assert list(found["arms"]) == ["outcome", "turn_scores"]

@@ -1,26 +1,18 @@
 """The study of a mixture in its 20-second version: its models are made, arms run, and are told by policy."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.bench.scripts import script, value
 from trainer_backend.rundir.layout import open_run
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.mark.timeout(240)
 def test_arms_begin_at_one_checkpoint_and_differ_in_who_samples(tmp_path):
     results, runs = tmp_path / "found.json", tmp_path / "runs"
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "study_mixture.py"), "--quick", "--arms", "alone", "good",
-         "--out", str(runs), "--results", str(results)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    places = ("--out", runs, "--results", results)
+    done = script("study_mixture.py", "--quick", "--arms", "alone", "good", *places)
     assert done.returncode == 0, done.stderr
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(results.read_text())
@@ -41,17 +33,14 @@ def test_arms_begin_at_one_checkpoint_and_differ_in_who_samples(tmp_path):
 
 
 def test_a_level_is_reached_where_an_evaluation_is_as_good_as_the_last_of_the_arm_compared_with():
-    code = (
-        "import json, study_results as s\n"
-        "run = lambda *values: {'evaluations': [{'iteration': 4 * i, 'm': v} for i, v in enumerate(values)],"
-        " 'training': [{'decisions': 7, 'steps': 3}]}\n"
-        "print(json.dumps(s.summary({'a': {'0': run(1, 2, 3), '1': run(1, 3, 2), '2': run(1, 4)},"
-        " 'b': {'0': run(1, 3, 2), '1': run(1, 1, 1), '2': run(5, 1)}}, against='a', measure='m')))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+    def run(*values: float) -> dict:
+        evaluations = [{"iteration": 4 * i, "m": value} for i, value in enumerate(values)]
+        return {"evaluations": evaluations, "training": [{"decisions": 7, "steps": 3}]}
+
+    runs = {
+        "a": {"0": run(1, 2, 3), "1": run(1, 3, 2), "2": run(1, 4)},
+        "b": {"0": run(1, 3, 2), "1": run(1, 1, 1), "2": run(5, 1)},
+    }
+    found = value("study_results", f"s.summary({runs}, against='a', measure='m')")
     assert found["a"]["reached"] == [8, 4, 4]
     assert found["b"]["reached"] == [4, None, 0]

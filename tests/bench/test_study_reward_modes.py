@@ -4,23 +4,13 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "study_reward_modes.py"
+from tests.bench.scripts import BENCH, script
 
 
 def test_both_arms_start_from_one_checkpoint_and_leave_their_curves(tmp_path):
     results = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--quick",
-        "--out",
-        str(tmp_path / "runs"),
-        "--results",
-        str(results),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = script("study_reward_modes.py", "--quick", "--out", tmp_path / "runs", "--results", results)
     assert done.returncode == 0, done.stderr
     found = json.loads(results.read_text())
     arms = {name: by_seed["0"] for name, by_seed in found["arms"].items()}
@@ -35,7 +25,8 @@ def test_both_arms_start_from_one_checkpoint_and_leave_their_curves(tmp_path):
 
 
 def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path / "runs")]
+    study = str(BENCH / "study_reward_modes.py")
+    command = [sys.executable, study, "--quick", "--out", str(tmp_path / "runs")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -1,17 +1,13 @@
 """The soak study in its short version: clients are killed, the task app too, and nothing is lost."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "study_soak.py"
+from tests.bench.scripts import script
 
 
 def test_clients_and_the_task_app_are_killed_and_no_step_is_lost_or_doubled(tmp_path):
     results = tmp_path / "soak.json"
-    command = [sys.executable, str(SCRIPT), "--quick", "--results", str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = script("study_soak.py", "--quick", "--results", results)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(results.read_text())
     assert found["wrong"] == []

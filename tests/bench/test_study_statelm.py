@@ -1,20 +1,13 @@
 """The study of context editing in its quick version: both arms warm up, learn and are compared."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
+from tests.bench.scripts import script
 
 
 def test_each_arm_has_a_warm_start_of_its_own_and_both_are_compared(tmp_path):
     results = tmp_path / "found.json"
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "study_statelm.py"), "--quick",
-         "--out", str(tmp_path / "runs"), "--results", str(results)],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = script("study_statelm.py", "--quick", "--out", tmp_path / "runs", "--results", results)
     assert done.returncode == 0, done.stderr
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(results.read_text())

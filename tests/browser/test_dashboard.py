@@ -6,7 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.browser.dashboards import CHROMIUM, DESKTOP, PHONE, Watched, dashboard
+from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
+from tests.trainer_backend.api.on_a_port import on_a_port
+from tests.trainer_backend.api.served import settings_for
 from tests.trainer_backend.dashboard.shown import numbered_run
 from trainer_backend.store import jobs
 
@@ -31,7 +33,7 @@ def service(tmp_path_factory, trained):
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(trained[0].path, folder / "trained")
     numbered_run(folder / "attacks")
-    with dashboard(folder) as (url, service):
+    with on_a_port(settings_for(folder)) as (url, service):
         service.watcher.look(everything=True)
         yield url, service
 
@@ -203,7 +205,7 @@ def test_a_job_is_checked_while_it_is_written_begun_followed_and_cancelled(brows
 def test_a_stream_that_was_refused_comes_back_and_meanwhile_the_page_says_that_it_is_behind(
     browser, tmp_path
 ):
-    with dashboard(tmp_path) as (url, behind), httpx.Client(base_url=url) as http:
+    with on_a_port(settings_for(tmp_path)) as (url, behind), httpx.Client(base_url=url) as http:
         job_id = http.post("/jobs", json={"toml": JOB}).json()["id"]
         seen = Watched(browser, url, refused=(503,))
         page = seen.page
@@ -219,7 +221,7 @@ def test_a_stream_that_was_refused_comes_back_and_meanwhile_the_page_says_that_i
 
 
 def test_runs_that_are_laid_over_one_another_go_on_while_one_of_them_does(browser, tmp_path):
-    with dashboard(tmp_path) as (url, behind), httpx.Client(base_url=url) as http:
+    with on_a_port(settings_for(tmp_path)) as (url, behind), httpx.Client(base_url=url) as http:
         quick, waiting = (
             http.post("/jobs", json={"toml": JOB.replace("waiting", name)}).json()["id"]
             for name in ("quick", "waiting")
@@ -250,7 +252,7 @@ def test_runs_that_are_laid_over_one_another_go_on_while_one_of_them_does(browse
 
 def test_a_page_whose_session_has_ended_asks_for_the_key_again(browser, tmp_path):
     key = "a-key-of-forty-characters-or-something"
-    with dashboard(tmp_path, TRAINER_API_KEY=key) as (url, _):
+    with on_a_port(settings_for(tmp_path, environ={"TRAINER_API_KEY": key})) as (url, _):
         with httpx.Client(base_url=url, headers={"X-API-Key": key}) as http:
             job_id = http.post("/jobs", json={"toml": JOB}).json()["id"]
         seen = Watched(browser, url, refused=(401,))
@@ -264,7 +266,8 @@ def test_a_page_whose_session_has_ended_asks_for_the_key_again(browser, tmp_path
 
 
 def test_where_there_is_a_key_a_person_logs_in_with_it(browser, tmp_path):
-    with dashboard(tmp_path, TRAINER_API_KEY="a-key-of-forty-characters-or-something") as (url, _):
+    key = "a-key-of-forty-characters-or-something"
+    with on_a_port(settings_for(tmp_path, environ={"TRAINER_API_KEY": key})) as (url, _):
         seen = Watched(browser, url, refused=(401,))
         seen.go("/?state=ended")
         seen.page.locator("input[name=key]").fill("wrong")

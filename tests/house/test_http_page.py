@@ -5,9 +5,7 @@ The answers are those that the pages show, and every operation of /openapi.json 
 
 import json
 import re
-import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +16,14 @@ from task_app.app import create_app
 from task_app.interactions.config_file import load_interactions
 from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.settings import Settings
+from tests.house.pages import KINDS, Command, Reader, cut, filled
 from tests.task_app.counting import KEY, running_app
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "http.md", *sorted((DOCS / "http").glob("*.md")), DOCS / "dialects.md")
-KINDS = {".html": "text/html", ".png": "image/png", ".gif": "image/gif"}
+READER = Reader("localhost:8001", {"X-API-Key": KEY, "Content-Type": "application/json"})
 # What an answer tells, and a later command names as `<env_id>` and so on.
 TOLD = ("env_id", "policy_id", "interaction_id", "session_id", "snapshot", "snapshot_id", "tool_calls")
-
-
-@dataclass
-class Command:
-    """One `ask` or `curl -s`, and what is shown of its answer: JSON, lines of text, or a file's kind."""
-
-    method: str
-    path: str
-    headers: dict[str, str] = field(default_factory=dict)
-    user: str | None = None
-    body: str | None = None
-    shown: Any = None
-
-    @property
-    def template_path(self) -> str:
-        return self.path.partition("?")[0]
 
 
 def sections() -> dict[str, str]:
@@ -48,70 +31,19 @@ def sections() -> dict[str, str]:
     for page in PAGES:
         for part in page.read_text(encoding="utf-8").split("\n## ")[1:]:
             found[f"{page.name}: {part.splitlines()[0]}"] = part
-    return {title: text for title, text in found.items() if commands(text)}
-
-
-def commands(text: str) -> list[Command]:
-    """In order. A block of answers belongs to the last commands of the block above it, one to one."""
-    found: list[Command] = []
-    for language, block in re.findall(r"```(console|json|text)\n(.*?)```", text, re.S):
-        if language == "console":
-            found += [one for line in block.removeprefix("$ ").split("\n$ ") if (one := command(line))]
-            continue
-        answers = list(documents(block)) if language == "json" else [block.splitlines()]
-        assert len(answers) <= len(found), f"more answers than commands: {block}"
-        for one, answer in zip(found[len(found) - len(answers) :], answers, strict=True):
-            assert one.shown is None, f"{one.path} has two answers"
-            one.shown = answer
-    return found
-
-
-def command(line: str) -> Command | None:
-    words = iter(shlex.split(line.replace("\\\n", "")))
-    first = next(words)
-    if first == "curl" and next(words) == "-s":
-        found = Command("GET", next(words).removeprefix("localhost:8001"))
-    elif first == "ask":
-        found = Command("GET", next(words), {"X-API-Key": KEY, "Content-Type": "application/json"})
-    else:
-        return None
-    for option in words:
-        value = next(words)
-        match option:
-            case "-d":
-                found.body, found.method = value, "POST"
-            case "-X":
-                found.method = value
-            case "-H":
-                found.headers |= [value.split(": ", 1)]
-            case "-u":
-                found.user = value.replace("$ENVIRONMENT_API_KEY", KEY)
-            case "-o":
-                found.shown = KINDS[Path(value).suffix]
-            case _:
-                raise AssertionError(f"{line}: what is {option}?")
-    return found
-
-
-def documents(block: str) -> Iterator[Any]:
-    """A block may hold several answers, one after the other."""
-    text = block.strip()
-    while text:
-        value, end = json.JSONDecoder().raw_decode(text)
-        yield value
-        text = text[end:].strip()
+    return {title: text for title, text in found.items() if READER.commands(text)}
 
 
 async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, httpx.Response, Any]]:
     """Every command of a section with its answer, and what the page says of it, ids filled in."""
     del client.headers["X-API-Key"]
     told, found = {}, []
-    for one in commands(text):
+    for one in READER.commands(text):
         answer = await client.request(
             one.method,
             filled(one.path, told),
             headers=one.headers,
-            auth=tuple(one.user.split(":")) if one.user else None,
+            auth=tuple(one.user.replace("$ENVIRONMENT_API_KEY", KEY).split(":")) if one.user else None,
             content=filled(one.body, told) if one.body is not None else None,
         )
         if "json" in answer.headers["content-type"] and isinstance(answer.json(), dict):
@@ -120,27 +52,6 @@ async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, ht
         shown = json.loads(filled(json.dumps(one.shown), told)) if one.shown is not None else None
         found.append((one, answer, shown))
     return found
-
-
-def filled(text: str, told: dict[str, Any]) -> str:
-    for name, value in told.items():
-        text = text.replace(f"<{name}>", value if isinstance(value, str) else json.dumps(value))
-    return text
-
-
-def cut(shown: Any, answer: Any) -> Any:
-    """The answer, as little of it as the page shows."""
-    if isinstance(shown, dict) and isinstance(answer, dict):
-        return {key: cut(part, answer[key]) for key, part in shown.items() if key in answer}
-    if isinstance(shown, list) and isinstance(answer, list):
-        if shown[-1:] == ["..."]:
-            return [*map(cut, shown[:-1], answer), "..."]
-        return [*map(cut, shown, answer)] if len(shown) == len(answer) else answer
-    if isinstance(shown, str) and isinstance(answer, str):
-        is_name = re.fullmatch("<[a-z_]+>", shown)
-        begins_so = shown.endswith("...") and answer.startswith(shown.removesuffix("..."))
-        return shown if is_name or begins_so else answer
-    return answer
 
 
 def plug_boards() -> PlugBoards:
@@ -173,11 +84,10 @@ OPERATIONS = [
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_every_operation_has_a_request_and_an_answer(method, path):
-    asked = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))
     assert any(
-        one.method == method and one.shown is not None and re.fullmatch(asked, one.template_path)
+        one.shown is not None and one.asks(method, path)
         for text in sections().values()
-        for one in commands(text)
+        for one in READER.commands(text)
     ), f"{method} {path}: docs/http.md and its pages show no request with an answer"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.house.test_http_page import Command, cut, documents, filled
+from tests.house.pages import Command, Reader, cut, filled
 from tests.trainer_backend.api.served import Served, serving, settings_for
 from trainer_backend.api.app import create_app
 from trainer_backend.api.exposition import page as exposition
@@ -23,43 +23,8 @@ from trainer_backend.api.server import open_service
 
 PAGE = (Path(__file__).parents[2] / "docs/jobs.md").read_text(encoding="utf-8")
 KEY = "choose-one"
+READER = Reader("localhost:8100", {"X-API-Key": KEY, "Content-Type": "application/toml"})
 SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}
-
-
-def commands(text: str) -> list[Command]:
-    """In order. A block of answers belongs to the last commands of the block above it, one to one."""
-    found: list[Command] = []
-    for language, block in re.findall(r"```(console|json|text)\n(.*?)```", text, re.S):
-        if language == "console":
-            found += [one for line in block.removeprefix("$ ").split("\n$ ") if (one := command(line))]
-            continue
-        answers = list(documents(block)) if language == "json" else [block.splitlines()]
-        assert len(answers) <= len(found), f"more answers than commands: {block}"
-        for one, answer in zip(found[len(found) - len(answers) :], answers, strict=True):
-            assert one.shown is None, f"{one.path} has two answers"
-            one.shown = answer
-    return found
-
-
-def command(line: str) -> Command | None:
-    words = iter(shlex.split(line.replace("\\\n", "")))
-    first = next(words)
-    if first == "curl" and next(words) == "-s":
-        found = Command("GET", next(words).removeprefix("localhost:8100"))
-    elif first == "ask":
-        found = Command("GET", next(words), {"X-API-Key": KEY, "Content-Type": "application/toml"})
-    else:
-        return None
-    for option in words:
-        value = next(words)
-        if option == "-d":
-            found.body, found.method = value, "POST"
-        elif option == "-X":
-            found.method = value
-        else:
-            assert option == "-H", line
-            found.headers |= [value.split(": ", 1)]
-    return found
 
 
 def allowed() -> dict[str, tuple[str, ...]]:
@@ -84,7 +49,7 @@ async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, ht
     """Every command of a section with its answer, and what the page says of it, ids filled in."""
     told: dict[str, Any] = {}
     found = []
-    for one in commands(text):
+    for one in READER.commands(text):
         answer = await client.request(
             one.method, filled(one.path, told), headers=one.headers, content=one.body
         )
@@ -94,7 +59,7 @@ async def played(client: httpx.AsyncClient, text: str) -> list[tuple[Command, ht
     return found
 
 
-@pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if commands(text)])
+@pytest.mark.parametrize("title", [title for title, text in SECTIONS.items() if READER.commands(text)])
 async def test_the_answers_are_those_that_the_page_shows(served, title):
     for one, answer, shown in await played(served.client, SECTIONS[title]):
         if shown is not None and "json" in answer.headers["content-type"]:
@@ -116,11 +81,10 @@ def operations(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_every_operation_has_a_request_and_a_line_of_the_table(tmp_path):
-    sent = [one for text in SECTIONS.values() for one in commands(text)]
+    sent = [one for text in SECTIONS.values() for one in READER.commands(text)]
     table = PAGE.split("\n## ")[0]
     for method, path in operations(tmp_path):
-        asked = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))
-        fitting = [one for one in sent if one.method == method and re.fullmatch(asked, one.template_path)]
+        fitting = [one for one in sent if one.asks(method, path)]
         assert any(one.shown is not None or one.method == "DELETE" for one in fitting), f"{method} {path}"
         assert re.search(rf"\| {method} .*`{re.escape(path)}`", table), f"{method} {path} is in no table"
 

@@ -51,7 +51,7 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
     flags = settings.flags
     # The port first: a taken one must not touch the store of the service that has it.
     with Listener(flags.host, flags.port) as listener, open_service(settings, command=command) as service:
-        server = _Server(app_of(service), on_ready=lambda: say(f"listening on {listener.url}"))
+        server = TrainerServer(app_of(service), on_ready=lambda: say(f"listening on {listener.url}"))
         if flags.exit_with_parent:
             server.stop_with_parent()
         say(f"store: {service.store.shown}; runs: {service.data.path}")
@@ -103,8 +103,8 @@ def app_of(service: Service) -> TrainerApp:
     return app
 
 
-class _Server(uvicorn.Server):
-    """Says when it is ready."""
+class TrainerServer(uvicorn.Server):
+    """uvicorn as this service wants it. Says when it is ready; ends open event streams when it stops."""
 
     def __init__(self, app: TrainerApp, *, on_ready: Callable[[], None]) -> None:
         super().__init__(

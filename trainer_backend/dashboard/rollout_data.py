@@ -19,7 +19,7 @@ from trainer_backend.dashboard.stored import StoredRollout
 from trainer_backend.dashboard.token_view import SegmentView, segment_view, token_advantages
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.store import jobs, reads_rollouts
-from trainer_backend.store.rows import RolloutRow
+from trainer_backend.store.rows import AnchorRow, RolloutRow
 
 _ANCHORS_SHOWN = 40
 
@@ -36,15 +36,10 @@ class Sibling:
 
 @dataclass(frozen=True, slots=True)
 class AnchorLine:
-    """A decision of the group that was made in the same state."""
+    """A decision of the group that was made in the same state; `here`: the one that the page shows."""
 
+    row: AnchorRow
     href: str
-    sibling: int
-    turn: int
-    action: str
-    reward: float | None
-    return_to_go: float | None
-    advantage: float | None
     here: bool
 
 
@@ -150,12 +145,12 @@ def anchor_lines(
     found = reads_rollouts.anchors(dashboard.store, job_id, episode.row).get(decision.state_key, ())
     return [
         AnchorLine(
-            rollout_address(job_id, one.rollout_id, one.turn), one.sibling, one.turn, one.action,
-            one.reward, one.return_to_go, one.advantage,
-            (one.rollout_id, one.turn) == (episode.row.rollout_id, decision.turn),
+            row,
+            rollout_address(job_id, row.rollout_id, row.turn),
+            here=(row.rollout_id, row.turn) == (episode.row.rollout_id, decision.turn),
         )
-        for one in found[:_ANCHORS_SHOWN]
-    ]  # fmt: skip
+        for row in found[:_ANCHORS_SHOWN]
+    ]
 
 
 def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, Any]:

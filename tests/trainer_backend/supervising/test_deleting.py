@@ -11,7 +11,6 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import locked
 from trainer_backend.store import jobs
-from trainer_backend.store.database import open_store
 from trainer_backend.store.errors import JobConflict, UnknownJob
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.supervising.data_dir import open_data_dir
@@ -22,13 +21,6 @@ from trainer_backend.supervising.deleting import Sweeper, forget_job, sweep
 def data(tmp_path: Path):
     with open_data_dir(tmp_path / "runs", runs_jobs=True) as found:
         yield found
-
-
-@pytest.fixture
-def store(tmp_path: Path):
-    found = open_store(f"sqlite:///{tmp_path}/store.db")
-    yield found
-    found.close()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.run_log import append_log
 from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.store import jobs, reads
-from trainer_backend.store.database import open_store
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.supervising.data_dir import open_data_dir
 from trainer_backend.supervising.line import ended
@@ -23,13 +22,6 @@ from trainer_backend.supervising.watcher import Watcher
 
 ROW = {"kind": "iteration", "iteration": 1, "reward/mean": 0.5}
 STATE = RunState("training", 17, iteration=1, since="2026-11-21T12:00:00.000+00:00")
-
-
-@pytest.fixture
-def store(tmp_path: Path):
-    found = open_store(f"sqlite:///{tmp_path}/store.db")
-    yield found
-    found.close()
 
 
 @pytest.fixture

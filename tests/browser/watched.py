@@ -1,0 +1,40 @@
+"""Pages of a browser that keep what went wrong."""
+
+import os
+import shutil
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+
+
+class Watched:
+    """A page of a browser, and what it complained of or asked of others.
+
+    An answer that is an error is a line of the console too; `refused` says which of those are meant.
+    """
+
+    def __init__(self, browser, base: str, *, refused: tuple[int, ...] = (), **options) -> None:
+        self.base, self.complaints, self.elsewhere = base, [], []
+        self.page = browser.new_context(**options).new_page()
+        self.page.set_default_timeout(60_000)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message) or dialog.accept())
+        self.page.on("console", self._heard)
+        self.page.on("request", self._asked)
+        self._refused = refused
+
+    def _heard(self, line) -> None:
+        meant = any(f"status of {status}" in line.text for status in self._refused)
+        if line.type in ("error", "warning") and not meant:
+            self.complaints.append(line.text)
+
+    def _asked(self, request) -> None:
+        if not request.url.startswith(self.base):
+            self.elsewhere.append(request.url)
+
+    def go(self, path: str) -> None:
+        self.page.goto(self.base + path)
+
+    def fits(self) -> bool:
+        """Nothing is wider than the window."""
+        return self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
