@@ -34,7 +34,6 @@ class Lock:
             that no combination is out of its weights' reach.
         kind: by which its samples train.
         weighting: of its samples.
-        per_policy: whether they are compared among themselves alone.
         group: samples of an iteration, all siblings.
         steps, learning_rate: of an iteration; AdamW's.
     """
@@ -44,7 +43,6 @@ class Lock:
     fixed: Sequence[float]
     kind: ObjectiveKind = "decoupled"
     weighting: WeightConfig = field(default_factory=WeightConfig)
-    per_policy: bool = False
     group: int = 16
     steps: int = 2
     learning_rate: float = 0.05
@@ -84,7 +82,7 @@ def _iterate(
     drawn = torch.multinomial(sampler_GTK.exp().flatten(0, 1), 1, generator=generator)
     turned_GT1 = drawn.view(lock.group, lock.dials, 1)
     opened_G = (turned_GT1 == 0).all(dim=1).squeeze(1).double()
-    advantages_G = opened_G - _compared_with(opened_G, own_G, lock)
+    advantages_G = opened_G - opened_G.mean()
 
     def said(logprobs: Tensor) -> Tensor:
         """[N] log-probs of what was turned, one sample after the other."""
@@ -101,13 +99,6 @@ def _iterate(
         optimizer.zero_grad()
         torch.stack(losses).sum().backward()
         optimizer.step()
-
-
-def _compared_with(opened_G: Tensor, own_G: Tensor, lock: Lock) -> Tensor:
-    """[G] the mean of the samples that each is compared with."""
-    if not lock.per_policy:
-        return opened_G.mean()
-    return sum(chosen_G * opened_G[chosen_G].mean().nan_to_num() for chosen_G in (own_G, ~own_G))
 
 
 def _loss(kind: ObjectiveKind, lock: Lock, columns: Sequence[Tensor], chosen_N: Tensor) -> Tensor:

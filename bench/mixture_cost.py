@@ -9,6 +9,7 @@ figure that is held against the limit: all that a mixture adds to an iteration, 
 rollouts of the last one, its least CPU time of some repeats as a share of that iteration's:
 
     choosing   planning the iteration's requests, less planning them for the actor alone
+    looking    the same for a schedule that looks back, on a run of 1,000 iterations: all its rows are read
     apart      who sampled each rollout, and the metrics by policy
     weighing   weights of all sampled tokens by policy, and their metrics, less those of the actor alone
 
@@ -26,11 +27,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from credit_share import QUICK, decisions, least_s
 from demo_iteration import JOB, SETTINGS, Watching
@@ -38,6 +41,7 @@ from transformers import AutoModelForCausalLM
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.core.mixture_history import past_of
 from trainer_backend.core.segments import segments_of
 from trainer_backend.credit import credit
 from trainer_backend.job import load_job
@@ -46,6 +50,7 @@ from trainer_backend.jobfile.schema import JobConfig, ModelTable
 from trainer_backend.learner.behaviour import objectives_of, weighed
 from trainer_backend.learner.capacity import MemoryPlan, memory_plan
 from trainer_backend.learner.mixture_metrics import mixture_metrics
+from trainer_backend.rundir.json_lines import read_lines
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.running.mixture import rollout_metrics
@@ -53,6 +58,7 @@ from trainer_backend.running.start import run_job
 from trainer_backend.sampled_by import by_actor
 
 LIMIT = 0.01
+LONG = 1_000  # iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,14 @@ class Played:
     cpu_s: of the trainer's process, of each.
     decisions: of each.
     rollouts: of the last one.
+    rows: of metrics, of each.
     """
 
     job: JobConfig
     cpu_s: list[float]
     decisions: list[int]
     rollouts: list[Rollout]
+    rows: list[dict[str, Any]]
 
     @property
     def milliseconds(self) -> float:
@@ -93,7 +101,9 @@ def played(job: JobConfig, path: Path) -> Played:
     asyncio.run(run_job(job, directory, watching, resume=False))
     stored = [read_rollouts(file) for file in sorted(directory.iteration_files())]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in stored]
-    return Played(job, watching.each_s, [decisions(items) for items in finished], (finished or [[]])[-1])
+    counts = [decisions(items) for items in finished]
+    rows = [row for row in directory.metrics() if row["kind"] == "iteration"]
+    return Played(job, watching.each_s, counts, (finished or [[]])[-1], rows)
 
 
 def with_twin(job: JobConfig, folder: Path, schedule: AllocationTable) -> JobConfig:
@@ -107,15 +117,29 @@ def added(found: Played) -> dict[str, float]:
     alone = job.model_copy(update={"rollout_only": (), "rollout_allocation_schedule": None})
     asked = Inference("http://127.0.0.1:9", f"{job.job.name}/actor", None)
     other = Inference("http://127.0.0.1:9", f"{job.job.name}/fixed", None)
-    plan, plain = Planner(job, "run", asked, fixed={"fixed": other}), Planner(alone, "run", asked)
+    fixed = {"fixed": other}
+    plan, plain = Planner(job, "run", asked, fixed=fixed), Planner(alone, "run", asked)
+    adaptive = AllocationTable(type="adaptive", alpha_0=0.5, unit="rollout")
+    learning = job.model_copy(update={"rollout_allocation_schedule": adaptive})
     requests, credits = plan.training(1), credit(job, rollouts).credits
 
     def apart() -> None:
         by_actor(job, rollouts)
         rollout_metrics(job, (), 1, asked=requests, rollouts=rollouts, credits=credits)
 
+    def looking_back(file: Path) -> None:
+        past = past_of(read_lines(file)[0], ["fixed"])
+        Planner(learning, "run", asked, fixed=fixed, history=past).training(LONG + 1)
+
+    planned_s = least_s(lambda: plain.training(1))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "metrics.jsonl"
+        rows = ({**found.rows[-1], "iteration": number} for number in range(1, LONG + 1))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        looking_s = least_s(lambda: looking_back(file)) - planned_s
     return {
-        "choosing": max(least_s(lambda: plan.training(1)) - least_s(lambda: plain.training(1)), 0.0),
+        "choosing": max(least_s(lambda: plan.training(1)) - planned_s, 0.0),
+        "looking": max(looking_s, 0.0),
         "apart": least_s(apart),
         "weighing": max(
             least_s(lambda: _weigh(job, rollouts)) - least_s(lambda: _weigh(alone, rollouts)), 0.0

@@ -138,7 +138,7 @@ def _decisions(row: Mapping[str, Any]) -> int:
     """All that were sampled: the actor's, of which each is a request, those too that measure others; and the
     fixed policy's, which another engine is asked for."""
     episodes, of_each = (row.get(f"mixture/fixed/{name}", 0.0) for name in ("episodes", "decisions"))
-    return int(row["inference/requests"]) + round(episodes * of_each)
+    return int(row.get("inference/requests", 0.0)) + round(episodes * of_each)
 
 
 def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str, Any]:

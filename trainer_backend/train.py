@@ -30,6 +30,7 @@ from trainer_backend.running.gathered import Gathered, gathered_metrics, inferen
 from trainer_backend.running.mixture import refuse_other_sampler, refuse_silent_policy, rollout_metrics
 from trainer_backend.running.run import Run
 from trainer_backend.running.saving import Saving
+from trainer_backend.sampled_by import by_actor
 
 __all__ = ["Run", "train", "work_left"]
 
@@ -178,8 +179,9 @@ async def _learn(run: Run, saving: Saving, progress: Progress, gathered: Gathere
     update = await _updated(run, gathered, iteration)  # 8 (log-probs), 11
     updated = time.monotonic()
     steps = int(update["optim/steps"])
-    own = [item for item in gathered.trajectories if item.model == run.server.inference.model]
-    staleness = staleness_metrics(own, progress.policy_version)
+    own = by_actor(run.job, gathered.collection.rollouts)
+    played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
+    staleness = staleness_metrics(played, progress.policy_version)
     progress = replace(
         progress,
         iteration=iteration,

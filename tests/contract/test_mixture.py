@@ -156,6 +156,19 @@ def test_stored_rollouts_are_credited_again_to_the_same_numbers(mixed, tmp_path)
     assert -1.0 <= pair["gradient_cosine"] <= 1.0
 
 
+@pytest.mark.parametrize("command", ["recredit", "train --resume"])
+def test_a_run_keeps_its_name_by_which_its_rollouts_tell_who_sampled(mixed, command: str):
+    directory, _, _ = mixed
+    kept = (directory.path / "job.toml").read_bytes()
+    words = [*command.split(), str(directory.path), "--set", "job.name=other"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code != 0
+    assert f"holds rollouts of '{directory.job().job.name}': a run keeps its name" in " ".join(
+        ended.output.split()
+    )
+    assert (directory.path / "job.toml").read_bytes() == kept
+
+
 def test_inspect_tells_who_sampled(mixed):
     directory, _, _ = mixed
     rollout = next(item for item in stored(directory, 1) if policy_of(item.trajectory.model) != "actor")
@@ -191,7 +204,8 @@ def test_an_iteration_that_a_fixed_policy_played_trains_the_actor_and_tells_noth
     assert (first["rollout/policy_choice"], second["rollout/policy_choice"]) == (0.0, 1.0)
     assert (first["actor/importance_sampling"], second["actor/importance_sampling"]) == (1.0, 0.0)
     assert "actor/importance_weight_mean" in first and "actor/importance_weight_mean" not in second
-    rooms = ("decision/", "reward/", "stop/", "mismatch/", "loss/entropy", "loss/ratio", "loss/clip")
+    whole = ("decision/", "reward/", "stop/", "mismatch/", "inference/")
+    rooms = (*whole, "loss/entropy", "loss/ratio", "loss/clip")
     assert not [name for name in first if name.startswith(rooms)]
     assert all(any(name.startswith(room) for name in second) for room in rooms)
     before, after = (

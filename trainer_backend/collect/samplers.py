@@ -97,7 +97,7 @@ def samplers(
     if schedule is None or table is None:
         return [[ACTOR] * size for _ in range(groups)]
     if table.unit == "iteration":
-        return [schedule.choices(iteration, [()]) * size for _ in range(groups)]
+        return [[schedule.get_policy_choice(iteration)] * size] * groups
     if table.unit == "group":
         chosen = schedule.choices(iteration, [(stage, group) for group in range(groups)])
         return [[policy] * size for policy in chosen]

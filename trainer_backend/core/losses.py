@@ -57,6 +57,11 @@ class LossPlug:
     ratio_level: RatioLevel = "token"
     takes: frozenset[str] = frozenset()
 
+    @property
+    def clips(self) -> bool:
+        """Whether it has a ratio, and holds it within a range."""
+        return bool(self.takes)
+
 
 def clipped_policy_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, config: LossConfig

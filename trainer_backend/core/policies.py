@@ -19,6 +19,11 @@ def policy_of(model: str | None) -> str:
     return policy if slash and policy else ACTOR
 
 
+def player_of(model: str | None, policy_name: str) -> str:
+    """Whom a person calls the player, of whichever policy: the last part of its model, else its own name."""
+    return (model or "").rpartition("/")[2] or policy_name
+
+
 def policy_in(job_name: str, model: str | None) -> str:
     """The same of what a policy has *told*, which may be any server's name for a model.
 

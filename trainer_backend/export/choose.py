@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import Trajectory
+from trainer_backend.core.policies import player_of
 from trainer_backend.errors import JobError
 
 # What was played to train. Held-out worlds are for measuring: who learns them cannot be measured by them.
@@ -39,18 +39,14 @@ def why_not(choice: Choice, rollout: Rollout) -> str | None:
     trajectory = rollout.trajectory
     if trajectory is None:
         return f"not finished ({rollout.failure.code if rollout.failure else rollout.status})"
-    if choice.policy is not None and policy_of(trajectory) != choice.policy:
-        return f"--policy (by {policy_of(trajectory)})"
+    player = player_of(trajectory.model, trajectory.policy_name)
+    if choice.policy is not None and player != choice.policy:
+        return f"--policy (by {player})"
     if choice.min_reward is not None and trajectory.outcome_reward < choice.min_reward:
         return "--min-reward"
     counts = trajectory.achievements_counts
     missing = next((name for name in choice.achievements if not counts.get(name)), None)
     return None if missing is None else f"--achievement {missing}"
-
-
-def policy_of(trajectory: Trajectory) -> str:
-    """Last part of the model, or the name of a policy without one."""
-    return trajectory.model.rpartition("/")[2] or trajectory.policy_name
 
 
 @dataclass(frozen=True, slots=True)

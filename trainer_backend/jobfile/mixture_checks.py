@@ -7,7 +7,7 @@ from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
 from trainer_backend.jobfile.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.urls import http_parts
-from trainer_backend.plugins import ALLOCATIONS, allocation, estimator
+from trainer_backend.plugins import ALLOCATIONS, LOSSES, allocation, estimator, policy_loss
 
 Finding = tuple[str, str]  # a key, and a sentence about it
 _SCHEDULE = "rollout_allocation_schedule"
@@ -132,13 +132,21 @@ def _unread(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Finding]:
     where, training = f"[rollout_only] {table.name!r}", config.training
     mode = table.behaviour_weight_mode or training.behaviour_weight_mode
     weights = [key for key in _WEIGHTS if getattr(table, key) is not None]
-    if weights and table.objective == "single_ratio":
-        told = "whose ratio to the fixed policy is inside the clip, without a weight"
+    if weights and table.objective == "single_ratio" and not table.train_value_head:
+        told = "whose policy loss has the ratio to the fixed policy inside the clip, and no weight"
         yield "rollout_only", f"{where}: {weights[0]} is not read by objective = 'single_ratio', {told}"
     elif table.behaviour_weight_floor and mode != "mask":
         yield (
             "rollout_only",
             f"{where}: behaviour_weight_floor is not read by behaviour_weight_mode = {mode!r}",
+        )
+    if table.objective == "single_ratio" and not policy_loss(config.algorithm.loss).clips:
+        others = ", ".join(name for name, plug in LOSSES.items() if plug.clips)
+        yield (
+            "rollout_only",
+            f"{where}: objective = 'single_ratio' weighs its samples by the ratio in the loss, and "
+            f"algorithm.loss = {config.algorithm.loss!r} has none: they would count as the actor's own; use "
+            f"objective = 'decoupled' or 'reinforce', or one of the losses {others}",
         )
     plug, advantage = estimator(config.algorithm.advantage), config.algorithm.advantage
     if table.train_value_head and not plug.needs_values:

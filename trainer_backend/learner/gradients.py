@@ -26,8 +26,8 @@ def gradient_cosines(
     """Cosine between the gradients of each two estimators, by both orders of their names.
 
     A gradient is that of the job's policy loss alone (no entropy, KL or critic) over all decisions of the
-    rollouts in one step, at the weights of the checkpoint, where every ratio is 1. An estimator whose
-    gradient is 0 has none to compare: it is left out.
+    rollouts in one step, at the weights of the checkpoint, where every ratio to the proximal policy is 1. An
+    estimator whose gradient is 0 has none to compare: it is left out.
 
     Args:
         job: its loss, aggregation and packing.

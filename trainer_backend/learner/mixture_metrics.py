@@ -41,7 +41,8 @@ def mixture_metrics(
         mixture/ess, …/counted_share        of those, truncated: `effective_share`, `counted_share`
         mixture/{policy}/ess, …/counted_share, …/weight_mean
                                             the same of each policy, the actor too; its mean truncated weight
-        mixture/{policy}/truncated_share    units whose weight was held at the cap, or became 0
+        mixture/{policy}/truncated_share    units whose weight was held at the cap, or became 0; not of
+                                            `single_ratio`, whose policy loss has no weight
         mixture/{policy}/lost_mass          of a fixed policy with top_p or top_k: how much of the proximal
                                             policy's probability lies on tokens that it never says, in the
                                             states that it visits: 1 - mean p/mu of a token, an estimate
@@ -71,10 +72,10 @@ def mixture_metrics(
             metric_of(policy, "ess"): effective_share(weights),
             metric_of(policy, COUNTED): counted_share(weights),
             metric_of(policy, "weight_mean"): math.fsum(weights) / len(weights),
-            metric_of(policy, "truncated_share"): _cut_share(
-                found.logs[policy], objectives[policy].weighting
-            ),
         }
+        if objectives[policy].kind != "single_ratio":
+            cut = _cut_share(found.logs[policy], objectives[policy].weighting)
+            told[metric_of(policy, "truncated_share")] = cut
         if objectives[policy].samples_truncated:
             told[metric_of(policy, "lost_mass")] = 1.0 - found.token_means[policy]
     again = {name: metrics.get(f"loss/{name}") for name in _OF_THE_LOSS}

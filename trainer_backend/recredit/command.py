@@ -5,7 +5,6 @@ from pathlib import Path
 
 from rich.console import Group
 
-from trainer_backend.job import load_job
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.recredit.estimators import (
@@ -35,7 +34,7 @@ def recredit_run(
         RewardError: r_t cannot be built from what is stored.
     """
     run = open_run(path)
-    job = load_job(run.path / "job.toml", overrides).config
+    job = run.changed_job(overrides).config
     for name in names:
         estimator(name)
     stored = stored_iterations(run, iterations)

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job import dump_job, load_job
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.job import LoadedJob, dump_job, load_job
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir import lock, run_log, state
 from trainer_backend.rundir.boundary import writing
@@ -72,6 +72,21 @@ class RunDirectory:
     def job(self) -> JobConfig:
         """The resolved job that this run was started with."""
         return load_job(self.path / "job.toml").config
+
+    def changed_job(self, overrides: Sequence[str]) -> LoadedJob:
+        """The job with some keys changed, for what goes on with the rollouts that are stored.
+
+        Raises:
+            JobError: a change that does not fit; or another name, by which the samples of fixed policies
+                would be told from the actor's no more.
+        """
+        loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
+        if loaded.config.job.name != name:
+            raise JobError(
+                f"job.name is {loaded.config.job.name!r}, and {self.path} holds rollouts of {name!r}: a run "
+                f"keeps its name (a folder may be called anything)"
+            )
+        return loaded
 
     def replace_job(self, job: JobConfig) -> None:
         """Write the job that the run goes on with."""

@@ -72,7 +72,7 @@ def gathered_metrics(job: JobConfig, gathered: Gathered, *, ended: float) -> dic
         "recovery/rollouts_reused": float(len(gathered.collection.reused) + len(gathered.branches.reused)),
         **played_on,
         **gathered.mixture,
-        **gathered.inference,
+        **(gathered.inference if own else {}),
         **(_by_turn(episodes) if episodes else {}),
         "group/refilled": float(gathered.refilled),
         "time/collect_s": gathered.collect_s,

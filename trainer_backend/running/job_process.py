@@ -19,7 +19,6 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer_backend.errors import TrainerError
-from trainer_backend.job import load_job
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.running.exit_codes import DONE, ERROR, FAILED, REFUSED, STOPPED, is_final
 from trainer_backend.running.planned_runs import Planned
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(width=200, force_terminal=False)
     try:
         directory = open_run(Path(arguments[0]))
-        loaded = load_job(directory.path / "job.toml")
+        loaded = directory.changed_job(())
         # Also at the first start: without a checkpoint that begins, and keeps what tells of a failure.
         finished = train_one(console, Planned(loaded, directory, resume=True), report=True)
     except TrainerError as error:

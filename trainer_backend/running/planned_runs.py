@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer_backend.errors import JobError
-from trainer_backend.job import LoadedJob, dump_job, load_job, load_new_job
+from trainer_backend.job import LoadedJob, dump_job, load_new_job
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.sinks.sink import refuse_missing
 
@@ -30,7 +30,7 @@ def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrid
     """A new run of a job, or one that exists; `start.run_job` writes down what that one goes on with.
 
     Raises:
-        JobError: not one of the two; or what `load_new_job` and `load_job` raise.
+        JobError: not one of the two; or what `load_new_job` and `changed_job` raise.
         RunDirectoryError: the directory cannot be made, or holds no run.
     """
     if bool(job) == (resume is not None):
@@ -42,7 +42,7 @@ def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrid
     if run is not None:
         raise JobError(f"--run {run} makes a new run, but --resume {resume} continues one: leave --run out")
     directory = open_run(resume)
-    loaded = load_job(directory.path / "job.toml", overrides)
+    loaded = directory.changed_job(overrides)
     refuse_missing(loaded.config.sinks)
     return Planned(loaded, directory, resume=True)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
+from trainer_backend.core.policies import player_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
 from trainer_backend.store.database import Store
@@ -112,7 +113,7 @@ def _rollout(row: Mapping[str, Any]) -> dict[str, Any]:
     )
     return {
         **{name: row[name] for name in same},
-        "policy": (row["model"] or "").rpartition("/")[2] or row["policy_name"] or "",
+        "policy": player_of(row["model"], row["policy_name"] or ""),
         "reward": sum(rewards) if credited else None,
         "decisions": row["decision_count"] or 0,
     }

@@ -164,7 +164,7 @@ def test_a_schedule_that_is_none_is_refused(keys: dict[str, Any], told: str):
         ),
         (
             {"model_path": "x", "behaviour_weight_cap": 3.0, "objective": "single_ratio"},
-            "behaviour_weight_cap is not read by objective = 'single_ratio'",
+            "behaviour_weight_cap is not read by objective = 'single_ratio', whose policy loss has the ratio",
         ),
         (
             {"model_path": "x", "train_value_head": True},
@@ -226,6 +226,14 @@ def test_a_fixed_policy_without_a_schedule_is_refused_with_what_to_write():
             )
             for name in ("gae", "gae_token", "reinforce_pp")
         ],
+        (
+            {
+                "algorithm": {"loss": "policy_gradient"},
+                "rollout_only": {"model_path": "x", "objective": "single_ratio"},
+            },
+            "algorithm.loss = 'policy_gradient' has none: they would count as the actor's own; use objective "
+            "= 'decoupled' or 'reinforce', or one of the losses clipped, gspo, cispo",
+        ),
         ({"training": {"kl_reward_coef": 0.1}}, "training.kl_reward_coef makes the actor pay for"),
         (
             {
@@ -249,6 +257,12 @@ def test_a_fixed_policy_without_a_schedule_is_refused_with_what_to_write():
 )
 def test_what_cannot_go_with_a_mixture_is_refused(tables: dict[str, Any], told: str):
     assert told in refusal(**tables)
+
+
+def test_a_critic_weighs_what_a_single_ratio_does_not():
+    only = {"model_path": "x", "objective": "single_ratio", "behaviour_weight_cap": 3.0}
+    found = job_of(rollout_only={**only, "train_value_head": True}, algorithm={"advantage": "gae"})
+    assert found.fixed_policies
 
 
 def test_a_floor_is_read_where_one_policy_masks():

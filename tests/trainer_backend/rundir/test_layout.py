@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
-from trainer_backend.errors import RunDirectoryError
+from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.init_job.choices import Choices
 from trainer_backend.init_job.write import write_job
 from trainer_backend.rundir.layout import create_run, open_run
@@ -29,6 +29,13 @@ def test_a_run_is_opened_as_it_was_made(tmp_path: Path):
     assert {path.name for path in opened.path.iterdir()} == {
         "job.toml", "run.json", "rollouts", "checkpoints", "lock",
     }  # fmt: skip
+
+
+def test_the_job_of_a_run_may_be_changed_but_for_its_name(tmp_path: Path):
+    run = create_run(tiny_job(job__name="a.b"), tmp_path / "folder")
+    assert run.changed_job(["training.iterations=7"]).config.training.iterations == 7
+    with pytest.raises(JobError, match=r"job.name is 'a.c', and .*folder holds rollouts of 'a.b'"):
+        run.changed_job(["job.name=a.c"])
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path: Path):

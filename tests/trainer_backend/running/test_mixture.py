@@ -23,8 +23,9 @@ from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.train import Run, train
 
-FIXED = {"teacher": Inference("http://127.0.0.1:1", "tiny/teacher", None)}
-PLAYED = {"teacher": [WOOD, COW, TABLE], ACTOR: [WOOD, ()]}
+FIXED = {name: Inference("http://127.0.0.1:1", f"tiny/{name}", None) for name in ("teacher", "weak")}
+TWO = {"rollout_only": [{"name": "teacher", "model_path": "t"}, {"name": "weak", "model_path": "w"}]}
+PLAYED = {"teacher": [WOOD, COW, TABLE], "weak": [()], ACTOR: [WOOD, ()]}
 
 
 def schedule(**keys: Any) -> dict[str, Any]:
@@ -107,8 +108,9 @@ class Telling(Learner):
         schedule(type="adaptive", alpha_0=0.3, unit="rollout"),
         schedule(type="linear", alpha_0=0.2, beta=0.1, unit="group"),
         schedule(type="step", switch_steps=[3, 6]),
+        schedule(alpha=0.5, selection="reward", unit="group") | TWO,
     ],
-    ids=["adaptive", "adaptive by the rollout", "linear", "step"],
+    ids=["adaptive", "adaptive by the rollout", "linear", "step", "by reward"],
 )
 async def test_a_run_that_is_resumed_chooses_as_it_would_have(tmp_path: Path, keys: dict[str, Any]):
     async def chosen_in(name: str, *ends: int) -> tuple[list[str], list[float]]:
@@ -131,7 +133,7 @@ async def test_a_run_that_is_resumed_chooses_as_it_would_have(tmp_path: Path, ke
     (tmp_path / "parts").mkdir()
     whole = await chosen_in("whole")
     assert await chosen_in("parts", 1, 5) == whole
-    assert set(whole[0]) == {ACTOR, "teacher"}
+    assert set(whole[0]) == {ACTOR, *(["teacher", "weak"] if "rollout_only" in keys else ["teacher"])}
 
 
 def dead_teacher(requests: Sequence[RolloutRequest]) -> Collection:

@@ -1,0 +1,124 @@
+"""What a fixed policy at somebody else's server adds to the time that its server takes.
+
+    python bench/remote_latency.py [--latency-ms 100] [--episodes 16] [--decisions 20] [--limit 0.1]
+
+A stand-in for that server answers each chat completion in vLLM's words, with token ids and log-probs, after
+the latency. Everything else is a job's own: its plan, its task app in a process, its way to collect. All
+rollouts are the remote policy's, and run side by side. Told is how long the policy of a decision took, seen
+from the task app, beside how long the server had its request; and the time of the whole collection beside
+that of its longest episode at the server.
+
+Exit code 1 where the first is more than the limit longer, as a share of the server's.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.job import parse_job
+from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.services.fixed_policies import fixed_inferences
+from trainer_backend.services.task_apps import task_apps
+
+JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_mixture.toml"
+LIMIT = 0.1
+CALL = {"name": "interact_many", "arguments": '{"actions": ["do", "noop"]}'}
+TOKENS = 8
+
+
+@dataclass
+class Server:
+    """Somebody else's: `latency_s` of an answer; `took_s`: how long it had each request."""
+
+    latency_s: float
+    took_s: list[float] = field(default_factory=list)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        begun = time.perf_counter()
+        body = await request.json()
+        assert body["logprobs"] and body["return_token_ids"]
+        await asyncio.sleep(self.latency_s)
+        entry = {"token": "x", "bytes": [120], "logprob": -0.5, "top_logprobs": []}
+        choice = {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "call_0", "type": "function", "function": CALL}],
+            },
+            "finish_reason": "stop",
+            "logprobs": {"content": [entry] * TOKENS},
+            "token_ids": list(range(TOKENS)),
+        }
+        told = {"id": "c", "object": "chat.completion", "model": body["model"], "choices": [choice]}
+        self.took_s.append(time.perf_counter() - begun)
+        return web.json_response(told | {"prompt_token_ids": list(range(60))})
+
+
+def job_at(url: str, options: argparse.Namespace) -> JobConfig:
+    """The mixture's job, all of whose rollouts a model at that server plays."""
+    tables = tomllib.loads(JOB.read_text(encoding="utf-8"))
+    del tables["warmup"]
+    tables["model"] = {"path": "."}
+    tables["rollout_only"] = {"inference_url": url, "model": "theirs"}
+    tables["rollout_allocation_schedule"] = {"type": "constant", "alpha": 0.0}
+    tables["rollout"] |= {"episodes_per_batch": options.episodes, "max_turns": options.decisions}
+    return parse_job(tables, where=JOB.name).config
+
+
+async def played(options: argparse.Namespace) -> tuple[Server, list[Trajectory], float]:
+    """The server, what was played, and how long all of it took."""
+    server, app = Server(options.latency_ms / 1e3), web.Application()
+    app.router.add_post("/v1/chat/completions", server.answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    job = job_at(f"http://127.0.0.1:{runner.addresses[0][1]}", options)
+    actor = Inference("http://127.0.0.1:9", f"{job.job.name}/actor", None)
+    planner = Planner(job, "run", actor, fixed=fixed_inferences(job, actor))
+    with tempfile.TemporaryDirectory() as folder:
+        async with task_apps(job, Path(folder) / "task_app.log", actor) as apps:
+            collector = Collector(apps, timeout_s=600)
+            await collector.collect(planner.training(1))  # first touch of everything
+            server.took_s.clear()
+            begun = time.perf_counter()
+            found = await collector.collect(planner.training(2))
+            took_s = time.perf_counter() - begun
+    await runner.cleanup()
+    assert not found.failed, found.failures
+    return server, [item.trajectory for item in found.rollouts if item.trajectory is not None], took_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--latency-ms", type=float, default=100.0)
+    parser.add_argument("--episodes", type=int, default=16)
+    parser.add_argument("--decisions", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=LIMIT, help="most of the server's time")
+    options = parser.parse_args()
+    server, episodes, took_s = asyncio.run(played(options))
+    waited = [step.step_info.policy_s for episode in episodes for step in episode.steps]
+    assert len(waited) == len(server.took_s), "one request a decision"
+    own, seen = sum(server.took_s) / len(waited), sum(waited) / len(waited)
+    longest_s = max(len(episode.steps) for episode in episodes) * own
+    added = seen / own - 1.0
+    met = added <= options.limit
+    print(f"{len(waited)} decisions of {len(episodes)} episodes, side by side")
+    print(f"the server has a request for {1e3 * own:.1f} ms, the task app waits {1e3 * seen:.1f} ms")
+    print(f"all took {took_s:.2f} s, where the longest episode had {longest_s:.2f} s of the server")
+    print(f"added to its latency: {added:.1%} (at most {options.limit:.0%}): {'ok' if met else 'MISSED'}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
