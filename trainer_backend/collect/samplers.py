@@ -70,8 +70,7 @@ def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> RolloutAllocati
     if table is None or not active:
         return None
     plug = allocation(table.type)
-    given = {key: getattr(table, key) for key in plug.needs | plug.takes}
-    keys = {key: value for key, value in given.items() if value is not None}
+    keys = table.given(plug.needs | plug.takes)
     selection: Selection = Weighted({item.name: item.weight for item in active})
     if table.selection == "reward":
         selection = ByReward([item.name for item in active], history)

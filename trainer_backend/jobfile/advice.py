@@ -1,8 +1,10 @@
 """What a valid job may still have got wrong. Pure."""
 
+from trainer_backend.core.selection import Weighted
+from trainer_backend.jobfile.mixture_table import AllocationTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import TrainingTable
-from trainer_backend.plugins import estimator
+from trainer_backend.plugins import allocation, estimator
 
 
 def advice(config: JobConfig) -> list[str]:
@@ -74,12 +76,13 @@ def _of_a_mixture(config: JobConfig) -> list[str]:
     ]
     if table is None or not active:
         return found
-    if table.alpha == 1.0:
-        found.append("rollout_allocation_schedule.alpha is 1: no policy of [rollout_only] ever samples")
-    if table.alpha == 0.0:
+    told = "rollout_allocation_schedule: alpha, the actor's share, is"
+    alphas = _only_alphas(table, config.training.iterations)
+    if alphas == {1.0}:
+        found.append(f"{told} 1 in every iteration: no policy of [rollout_only] ever samples")
+    if alphas == {0.0}:
         found.append(
-            "rollout_allocation_schedule.alpha is 0: the actor never samples, so evaluations alone tell how "
-            "it plays"
+            f"{told} 0 in every iteration: the actor never samples, so evaluations alone tell how it plays"
         )
     alone = [item.name for item in active if item.baseline == "per_policy"]
     if alone and table.unit != "rollout":
@@ -88,3 +91,12 @@ def _of_a_mixture(config: JobConfig) -> list[str]:
             f'their policy; rollout_allocation_schedule.unit is {table.unit!r}, and "rollout" mixes them'
         )
     return found
+
+
+def _only_alphas(table: AllocationTable, iterations: int) -> set[float]:
+    """Every share of the actor that comes up; none where earlier iterations decide."""
+    plug = allocation(table.type)
+    if plug.looks_back:
+        return set()
+    schedule = plug.make(seed=0, selection=Weighted(), **table.given(plug.needs | plug.takes))
+    return {schedule.alpha(step) for step in range(1, iterations + 1)}

@@ -3,9 +3,10 @@
 Keys and names are those of source 4 where it has them (docs/mixture.md).
 """
 
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -177,3 +178,7 @@ class AllocationTable(Table):
                 wrong = "is given twice" if before == after else f"comes after {before}"
                 raise ValueError(f"step {after} {wrong}; each comes once, in rising order")
         return steps
+
+    def given(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Those of the keys that the job gives."""
+        return {key: value for key in sorted(keys) if (value := getattr(self, key)) is not None}

@@ -31,7 +31,7 @@ def refuse_silent_policy(job: JobConfig, requests: Sequence[RolloutRequest], fou
     """
     if not job.fixed_policies:
         return
-    samplers = {_name(request.rollout_id): sampler_of(request) for request in requests}
+    samplers = _samplers(requests)
     finished = {samplers[_name(rollout.rollout_id)] for rollout in found.rollouts}
     for table in job.fixed_policies:
         lost = [item for item in found.failed if samplers[_name(item.rollout_id)] == table.name]
@@ -57,7 +57,7 @@ def refuse_other_sampler(job: JobConfig, requests: Sequence[RolloutRequest], fou
     """
     if not job.fixed_policies:
         return
-    samplers = {_name(request.rollout_id): sampler_of(request) for request in requests}
+    samplers = _samplers(requests)
     for rollout in found.rollouts:
         asked, told = samplers[_name(rollout.rollout_id)], policy_by(job, rollout)
         if asked != told:
@@ -134,6 +134,11 @@ def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
     if have_achievements(episodes):
         told["unique_achievements"] = sum(map(unique_achievements, episodes)) / count
     return told
+
+
+def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
+    """By the name of a rollout, the policy that it was asked of."""
+    return {_name(request.rollout_id): sampler_of(request) for request in requests}
 
 
 def _name(rollout_id: str) -> str:

@@ -147,7 +147,7 @@ ACTORS, FIXED = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.1
 
 
 def pull(objective, advantage):
-    """[4] expected gradient on the logits of one token, where all that a fixed policy says has one advantage."""
+    """[4] expected gradient on the logits of a token: all that the fixed policy says has one advantage."""
     logits = ACTORS.log().requires_grad_()
     tokens = Tokens(
         logprobs=logits.log_softmax(dim=0),

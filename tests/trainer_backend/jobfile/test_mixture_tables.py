@@ -275,6 +275,9 @@ def test_a_floor_is_read_where_one_policy_masks():
     [
         ({"alpha": 1.0}, "no policy of [rollout_only] ever samples"),
         ({"alpha": 0.0}, "the actor never samples, so evaluations alone tell how it plays"),
+        ({"type": "exponential", "gamma": 0.0}, "is 0 in every iteration: the actor never samples"),
+        ({"type": "linear", "alpha_0": 1.0, "beta": 0.1}, "is 1 in every iteration: no policy of"),
+        ({"type": "step", "switch_steps": [10_000]}, "is 0 in every iteration: the actor never samples"),
         ({"alpha": 0.5, "unit": "group"}, "baseline = 'per_policy' makes no difference where siblings share"),
     ],
 )
