@@ -22,7 +22,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from demo_iteration import played
+from demo_iteration import QUICK, played
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.credit import credit, credits_of
@@ -31,7 +31,6 @@ from trainer_backend.jobfile.schema import JobConfig
 LIMIT = 0.0015
 # Peak bytes a decision of the whole batch against a quarter of it.
 GROWTH_LIMIT = 1.2
-QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
 
 
 def least_s(work: Callable[[], object], repeats: int = 7) -> float:

@@ -35,6 +35,10 @@ class Played:
     cpu_s: float
 
 
+# For a script's --quick: an iteration of 40 decisions, to see that it works.
+QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
+
+
 class Watching:
     """A reporter that says nothing, and looks at the process' CPU clock at each row."""
 

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from credit_share import QUICK, decisions, least_s
-from demo_iteration import JOB, SETTINGS, Watching
+from credit_share import decisions, least_s
+from demo_iteration import JOB, QUICK, SETTINGS, Watching
 from transformers import AutoModelForCausalLM
 
 from shared_schemas.rollouts import Rollout

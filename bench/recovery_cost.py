@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from demo_iteration import Played, played_in
+from demo_iteration import QUICK, Played, played_in
 
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.learner.learner import LocalLearner
@@ -38,7 +38,6 @@ from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.running.saving import Saving
 
 LIMIT = 0.01
-QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
 
 
 class Cost(NamedTuple):

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from demo_iteration import Played, played
+from demo_iteration import QUICK, Played, played
 
 from trainer_backend.credit import credit
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -34,7 +34,6 @@ from trainer_backend.store.sync import sync_run
 LIMIT = 0.02
 ITERATIONS = 40
 VAIN = 5  # syncs of an iteration that find nothing new
-QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
 
 
 def finish(run: RunDirectory, found: Played, iteration: int, credits: list[Credit]) -> None:

@@ -75,6 +75,8 @@ def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, tur
 
     Source: 1-crafter-event-rewards.md, "What to compute per decision"; DESIGN.md 4.1.
     """
+    if before == after:  # most decisions move no counter
+        return DecisionRewards(turn=turn, ach_delta=0, unique_delta=0, all=(), unique=())
     fell = sorted(name for name, count in before.items() if after.get(name, 0) < count)
     if fell:
         raise ValueError(f"achievement counters may only grow; fell during turn {turn}: {', '.join(fell)}")

@@ -144,12 +144,10 @@ class _Estimated:
         """What the actor's samples earned, absent where there are none; and what the estimator met in all."""
         own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
         met = self.advantages.diagnostics
-        if len(own) < len(self.policies):
-            met = {name: value for name, value in met.items() if not name.startswith("value/")}
-            if own and self.episodes[0].values_T:
-                met |= foretold([self.episodes[index] for index in own], job.algorithm.gamma)
         if not own:
             return met
+        if self.episodes[0].values_T:
+            met = met | foretold([self.episodes[index] for index in own], job.algorithm.gamma)
         paid = [self.earned[index].paid_T for index in own]
         return decision_metrics([self.trajectories[index] for index in own], paid) | met
 

@@ -75,6 +75,8 @@ def _whole(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprob
 
 
 def _shared(ids: Sequence[int], before: Sequence[int]) -> int:
-    """How many of the first ids are the same."""
+    """How many of the first ids are the same; a conversation only grows, as a rule."""
+    if list(ids[: len(before)]) == list(before):
+        return len(before)
     pairs = enumerate(zip(ids, before, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(ids), len(before)))

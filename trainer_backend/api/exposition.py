@@ -69,10 +69,10 @@ def _stored(service: Service) -> _Stored:
 
 def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
     try:
-        found = {kind: reads.last_line(service.store, job.id, kind) for kind in _KINDS}
+        found = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
     except UnknownJob:  # deleted meanwhile
         return {}
-    return {kind: {"iteration": line.iteration, **line.row} for kind, line in found.items() if line}
+    return {kind: {"iteration": line.iteration, **line.row} for kind, line in found.items()}
 
 
 class _Gathered(Collector):

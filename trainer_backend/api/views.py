@@ -3,11 +3,11 @@
 from datetime import datetime
 from pathlib import Path
 
-import tomli
 from pydantic import Field
 
 from shared_schemas.base import Body
-from trainer_backend.rundir.state import read_state
+from trainer_backend.rundir.state import FINAL, read_state
+from trainer_backend.store.job_text import iterations_of
 from trainer_backend.store.rows import ACTIVE, JobRow, JobState, Origin, Wanted
 
 
@@ -73,21 +73,13 @@ def _progress(job: JobRow) -> Progress | None:
     state = read_state(Path(job.run_dir)) if job.run_dir is not None else None
     if state is None:
         return None
-    told = state.state if job.state in ACTIVE or state.state in ("ended", "stopped", "failed") else "gone"
+    told = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
     return Progress(
         state=told,
         iteration=state.iteration,
-        iterations=_iterations(job),
+        iterations=iterations_of(job.config),
         stage=state.stage,
         done=state.done,
         total=state.total,
         since=state.since,
     )
-
-
-def _iterations(job: JobRow) -> int | None:
-    try:
-        found = tomli.loads(job.config)["training"]["iterations"]
-    except (tomli.TOMLDecodeError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, int) else None

@@ -8,9 +8,9 @@ import tomli_w
 from pydantic_core import PydanticUndefined
 
 from trainer_backend.dashboard.figures import NONE
-from trainer_backend.dashboard.job_facts import settings_of
 from trainer_backend.jobfile.docs import table_model
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.store.job_text import tables_of
 from trainer_backend.store.rows import JobRow
 
 # Where runs lie and gateways listen is the operator's (api/posted.py).
@@ -39,10 +39,10 @@ def to_begin_from(job: JobRow) -> str:
     """A job's TOML for another one like it: what was chosen, but for what is the service's to choose."""
     tables: dict[str, dict[str, Any]] = {
         table: {}
-        for table, keys in settings_of(job).items()
+        for table, keys in tables_of(job.config).items()
         if isinstance(keys, dict) and _is_a_choice(table)  # such as [warmup]: without it there is none
     }
-    several = {table: found for table, found in settings_of(job).items() if isinstance(found, list)}
+    several = {table: found for table, found in tables_of(job.config).items() if isinstance(found, list)}
     for key, value in _values(job).items():
         table, _, name = key.partition(".")
         if table in several:  # [[rollout_only]], each as it was written
@@ -66,7 +66,9 @@ def _keys(job: JobRow) -> dict[str, str]:
 
 def _values(job: JobRow) -> dict[str, Any]:
     """By `table.key`; of a version that knows other tables, without those."""
-    known = {table: found for table, found in settings_of(job).items() if table in JobConfig.model_fields}
+    known = {
+        table: found for table, found in tables_of(job.config).items() if table in JobConfig.model_fields
+    }
     return {
         f"{table}.{named}{key}": value
         for table, found in known.items()

@@ -1,26 +1,9 @@
 """Pure: what a job's row says of it, as several pages show it."""
 
-import tomllib
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 from trainer_backend.dashboard.figures import duration
 from trainer_backend.store.rows import ENDED, JobRow
-
-
-def settings_of(job: JobRow) -> Mapping[str, Any]:
-    """The job's tables; nothing where its text cannot be read any more."""
-    try:
-        return tomllib.loads(job.config)
-    except tomllib.TOMLDecodeError:
-        return {}
-
-
-def iterations_of(job: JobRow) -> int:
-    """How many it is to do; 0 where that is not known."""
-    found = settings_of(job).get("training", {}).get("iterations", 0)
-    return found if isinstance(found, int) else 0
 
 
 def took(job: JobRow) -> str:

@@ -19,7 +19,7 @@ from trainer_backend.dashboard.stored import StoredRollout
 from trainer_backend.dashboard.token_view import SegmentView, segment_view, token_advantages
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.store import jobs, reads_rollouts
-from trainer_backend.store.rows import AnchorRow, RolloutRow
+from trainer_backend.store.rows import AnchorRow, JobRow, RolloutRow
 
 _ANCHORS_SHOWN = 40
 
@@ -51,7 +51,7 @@ class Episode:
         consumed: the iteration whose update learned from it; None: none did.
     """
 
-    job_id: str
+    job: JobRow
     run_dir: Path
     row: RolloutRow
     stored: StoredRollout
@@ -90,7 +90,7 @@ class Episode:
             "notes": self.trajectory.warnings if self.trajectory is not None else (),
             "siblings": [
                 Sibling(
-                    rollout_address(self.job_id, one.rollout_id), one.sibling,
+                    rollout_address(self.job.id, one.rollout_id), one.sibling,
                     number(one.outcome_reward) if one.status == "finished" else one.status,
                     one.number == self.row.number,
                 )
@@ -130,26 +130,26 @@ def episode_of(dashboard: Dashboard, job_id: str, rollout_id: str) -> Episode:
         raise RunDirectoryError(f"job {job_id} has no run directory yet")
     run_dir = Path(job.run_dir)
     return Episode(
-        job_id, run_dir, row, dashboard.rollouts.read(run_dir / row.file, row.rollout_id),
+        job, run_dir, row, dashboard.rollouts.read(run_dir / row.file, row.rollout_id),
         reads_rollouts.siblings(store, job_id, row),
         reads_rollouts.consumed_by(store, job_id, row.rollout_id),
     )  # fmt: skip
 
 
-def anchor_lines(
-    dashboard: Dashboard, job_id: str, episode: Episode, decision: DecisionView
-) -> list[AnchorLine]:
+def anchor_lines(dashboard: Dashboard, episode: Episode, decision: DecisionView) -> list[AnchorLine]:
     """Decisions of its group that were made in the state of this one, itself among them."""
     if not decision.state_key:
         return []
-    found = reads_rollouts.anchors(dashboard.store, job_id, episode.row).get(decision.state_key, ())
+    found = reads_rollouts.anchors(
+        dashboard.store, episode.job.id, episode.row, decision.state_key, limit=_ANCHORS_SHOWN
+    )
     return [
         AnchorLine(
             row,
-            rollout_address(job_id, row.rollout_id, row.turn),
+            rollout_address(episode.job.id, row.rollout_id, row.turn),
             here=(row.rollout_id, row.turn) == (episode.row.rollout_id, decision.turn),
         )
-        for row in found[:_ANCHORS_SHOWN]
+        for row in found
     ]
 
 

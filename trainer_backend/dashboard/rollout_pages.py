@@ -14,7 +14,7 @@ from trainer_backend.dashboard.rollouts_view import (
     facet_lists,
     rollout_line,
 )
-from trainer_backend.dashboard.routing import page_router
+from trainer_backend.dashboard.routing import frame, page_router
 from trainer_backend.dashboard.run_pages import run_frame
 from trainer_backend.dashboard.services import dashboard_of
 from trainer_backend.errors import TrainerError
@@ -84,7 +84,7 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
     """One episode, at one of its decisions."""
     dashboard = dashboard_of(request)
     episode = episode_of(dashboard, job_id, rollout_id)
-    values = {**episode.values(), **run_frame(request, job_id, "rollouts")}
+    values = {**episode.values(), "run": episode.job, **frame(request, "runs")}
     if episode.trajectory is None or not episode.trajectory.steps:
         return page("rollout", lines=(), **values)
     decision = episode.decision(turn)
@@ -104,7 +104,7 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
         frame_png=_frame_address(job_id, episode.row.rollout_id),
         missing=pictures if isinstance(pictures, str) else "",
         drawn=pictures is not None,
-        anchors=anchor_lines(dashboard, job_id, episode, decision),
+        anchors=anchor_lines(dashboard, episode, decision),
         colour="advantage" if decision.credit else "logprob",
         **segment_of(dashboard, episode, turn),
         **values,

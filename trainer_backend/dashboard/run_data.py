@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer_backend.dashboard.job_facts import folder_of
 from trainer_backend.dashboard.key_view import Ends
 from trainer_backend.dashboard.panels import (
     PANELS,
@@ -29,7 +30,7 @@ _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 _KINDS = ("iteration", "evaluation")
 
 
-def head(dashboard: Dashboard, job_id: str) -> tuple[JobRow, Head]:
+def head(dashboard: Dashboard, job_id: str) -> Head:
     """
     Raises:
         UnknownJob: there is none of that id.
@@ -39,34 +40,23 @@ def head(dashboard: Dashboard, job_id: str) -> tuple[JobRow, Head]:
     (summary,) = reads.summaries(dashboard.store, [job], ())
     times = reads.series(dashboard.store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
     state = read_state(Path(job.run_dir)) if job.run_dir else None
-    shown = head_of(
+    return head_of(
         job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
         now=dashboard.clock(), can_control=dashboard.jobs is not None,
     )  # fmt: skip
-    return job, shown
-
-
-def known_metrics(store: Store, job_ids: Sequence[str]) -> list[tuple[str, str]]:
-    """(kind, metric) pairs that any of the runs has."""
-    return [
-        (kind, name)
-        for job_id in job_ids
-        for kind in _KINDS
-        for name in reads.metric_names(store, job_id, kind)
-    ]
 
 
 def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:
     """The panels that these runs have something for, and those of all that stands in none of them."""
-    known = known_metrics(store, job_ids)
+    known = sorted(known for known in reads.known_metrics(store, job_ids) if known[0] in _KINDS)
     found = named_by(found_in(PANELS, known), _outcome(store, job_ids))
     return found if len(job_ids) == 1 else one_line_each(found), rest_of(known)
 
 
 def _outcome(store: Store, job_ids: Sequence[str]) -> str:
     """What all of these runs call their outcome; of runs that differ in that, just that."""
-    lines = (reads.last_line(store, job_id, kind) for job_id in job_ids for kind in _KINDS)
-    names = {outcome_name(_row(line)) for line in lines if line is not None}
+    of_runs = reads.last_lines(store, job_ids, _KINDS).values()
+    names = {outcome_name(_row(line)) for lines in of_runs for line in lines.values()}
     return names.pop() if len(names) == 1 else outcome_name(None)
 
 
@@ -88,10 +78,7 @@ def charts(store: Store, runs: Sequence[JobRow], panels: Sequence[Panel]) -> lis
 def names_of(runs: Sequence[JobRow]) -> list[str]:
     """Names that tell the runs apart: the job's, with the folder's where two are called the same."""
     names = [job.name for job in runs]
-    return [
-        job.name if names.count(job.name) == 1 else (job.run_dir or job.id).rpartition("/")[2] or job.id
-        for job in runs
-    ]
+    return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
 
 
 def ends(store: Store, job_id: str, kind: str) -> Ends:
@@ -103,8 +90,8 @@ def ends(store: Store, job_id: str, kind: str) -> Ends:
 
 def _place(store: Store, job: JobRow) -> str:
     """How far the store and the log have come, as the stream of events counts it (api/events_routes.py)."""
-    lines = [reads.last_line(store, job.id, kind) for kind in _KINDS]
-    row = max((line.number for line in lines if line is not None), default=0)
+    lines = reads.last_lines(store, [job.id], _KINDS)[job.id].values()
+    row = max((line.number for line in lines), default=0)
     return f"{row}.{_size(Path(job.run_dir) / LOG) if job.run_dir else 0}"
 
 

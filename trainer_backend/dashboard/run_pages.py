@@ -39,8 +39,12 @@ With = Annotated[tuple[str, ...], Query(alias="with")]
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     """What every page of a run begins with."""
-    _, shown = run_data.head(dashboard_of(request), job_id)
-    return {"head": shown, "tabs": TABS, "tab": tab, **frame(request, "runs")}
+    return {
+        "head": run_data.head(dashboard_of(request), job_id),
+        "tabs": TABS,
+        "tab": tab,
+        **frame(request, "runs"),
+    }
 
 
 @router.get("/runs/{job_id}", response_class=HTMLResponse)

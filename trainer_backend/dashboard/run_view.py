@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from trainer_backend.dashboard.figures import ago, roughly
-from trainer_backend.dashboard.job_facts import end_of, iterations_of, settings_of, took
+from trainer_backend.dashboard.job_facts import end_of, took
 from trainer_backend.rundir.state import RunState
+from trainer_backend.store.job_text import iterations_of, tables_of
 from trainer_backend.store.rows import ACTIVE, JobRow, Series
 
 
@@ -50,7 +51,7 @@ def head_of(
         iteration: the last finished one.
         rate_s: seconds of one iteration, by the last ones; None where none is known.
     """
-    total, live = iterations_of(job), job.state in ACTIVE or job.state == "queued"
+    total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(iteration, state.iteration if state is not None and live else 0)
     return Head(
         id=job.id, name=job.name, state=job.state, live=live, place=place, done=done, total=total,
@@ -80,7 +81,7 @@ def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s
 
 
 def _facts(job: JobRow, state: RunState | None, now: datetime) -> list[tuple[str, str]]:
-    tables = settings_of(job)
+    tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
     found = [
         ("environment", rollout.get("env_name", "")),

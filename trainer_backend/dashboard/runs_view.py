@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from trainer_backend.dashboard.figures import number
-from trainer_backend.dashboard.job_facts import clipped, folder_of, iterations_of, settings_of, took
+from trainer_backend.dashboard.job_facts import clipped, folder_of, took
 from trainer_backend.dashboard.key_view import bounds_of
 from trainer_backend.dashboard.sparks import Spark, spark_of
+from trainer_backend.store.job_text import iterations_of, tables_of
 from trainer_backend.store.rows import ACTIVE, RunSummary, Series
 
 # Numbers of the last rows that the list shows.
@@ -44,7 +45,7 @@ class RunLine:
 
 def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
     job, held_out = summary.job, summary.evaluated
-    tables = settings_of(job)
+    tables = tables_of(job.config)
     return RunLine(
         id=job.id,
         name=job.name,
@@ -54,7 +55,7 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
         live=job.state in ACTIVE,
         detail=clipped(job.detail or "", _TEXT),
         done=summary.iteration,
-        total=iterations_of(job),
+        total=iterations_of(job.config) or 0,
         outcome=number(summary.latest.get(SPARK)),
         spark=spark_of(spark, "training outcome"),
         held_out=number(held_out.get("eval/outcome_reward")),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.messages import Message
+from shared_schemas.rewards import DecisionRewards
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.imitation import worth_imitating
@@ -31,6 +32,16 @@ class _View:
     answers: dict[int, StepData] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _About:
+    """What all rows of a rollout tell of: `credits` and `deltas` by turn."""
+
+    rollout: Rollout
+    trajectory: Trajectory
+    credits: Mapping[int, Mapping[str, Any]]
+    deltas: Mapping[int, DecisionRewards]
+
+
 def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
     """The rows of a rollout; none of a failed one, or where nothing is worth imitating.
 
@@ -40,10 +51,13 @@ def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list
     trajectory = rollout.trajectory
     if trajectory is None:
         return []
-    by_turn = {credit["turn"]: credit for credit in credits}
-    return [
-        row for view in _views(trajectory) if (row := _row(rollout, trajectory, view, by_turn)) is not None
-    ]
+    about = _About(
+        rollout,
+        trajectory,
+        {credit["turn"]: credit for credit in credits},
+        {step.turn: step_deltas(step) for step in trajectory.steps},
+    )
+    return [row for view in _views(trajectory) if (row := _row(about, view)) is not None]
 
 
 def _views(trajectory: Trajectory) -> Iterator[_View]:
@@ -68,9 +82,7 @@ def _goes_on(view: _View, step: StepData, prompt: Sequence[Message]) -> bool:
     return whole and len(prompt) > length and prompt[length].role == "assistant"
 
 
-def _row(
-    rollout: Rollout, trajectory: Trajectory, view: _View, credits: Mapping[int, Mapping[str, Any]]
-) -> Row | None:
+def _row(about: _About, view: _View) -> Row | None:
     learned = [step for step in view.steps if worth_imitating(step)]
     if not learned:
         return None
@@ -82,8 +94,8 @@ def _row(
     end = max(index for index, message in enumerate(messages) if message.get("weight"))
     return {
         "messages": messages[: end + 1],  # what comes after the last that is to be learned teaches nothing
-        "tools": [tool.model_dump(mode="json") for tool in trajectory.tools],
-        "metadata": _metadata(rollout, trajectory, learned, credits),
+        "tools": [tool.model_dump(mode="json") for tool in about.trajectory.tools],
+        "metadata": _metadata(about, [step.turn for step in learned]),
     }
 
 
@@ -98,17 +110,12 @@ def _message(message: Message, *, learn: bool) -> Row:
     return found | {"weight": int(learn)} if message.role == "assistant" else found
 
 
-def _metadata(
-    rollout: Rollout,
-    trajectory: Trajectory,
-    learned: Sequence[StepData],
-    credits: Mapping[int, Mapping[str, Any]],
-) -> Row:
+def _metadata(about: _About, turns: Sequence[int]) -> Row:
     """Of the learned decisions: `turns`, their achievements, and what training paid for them together."""
-    turns = [step.turn for step in learned]
-    rewards = [credits.get(turn, {}).get("reward") for turn in turns]
-    deltas = [step_deltas(step) for step in learned]
-    before = (step_deltas(step) for step in trajectory.steps if step.turn <= turns[-1])
+    rollout, trajectory = about.rollout, about.trajectory
+    rewards = [about.credits.get(turn, {}).get("reward") for turn in turns]
+    deltas = [about.deltas[turn] for turn in turns]
+    so_far = (delta for turn, delta in about.deltas.items() if turn <= turns[-1])
     return {
         "session_id": rollout.rollout_id,
         "turn": turns[-1],
@@ -124,6 +131,6 @@ def _metadata(
         "achievements": {
             "new_unique": sorted({name for delta in deltas for name in delta.unique}),
             "turned_true": sorted({name for delta in deltas for name in delta.all}),
-            "cumulative_unique": sorted({name for delta in before for name in delta.unique}),
+            "cumulative_unique": sorted({name for delta in so_far for name in delta.unique}),
         },
     }

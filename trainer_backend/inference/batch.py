@@ -78,7 +78,7 @@ class RunningBatch:
             top_ps_B=self._column([sampling.top_p for sampling in samplings]) if truncates else None,
             top_ks_B=self._column([sampling.top_k for sampling in samplings]) if truncates else None,
             uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self._draws_on),
-            processed_B=self._column(processed) if truncates else None,
+            processed_B=self._column(processed) if any(processed) else None,
         )
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device for both.
         tokens, logprobs = torch.stack((tokens_B.double(), logprobs_B.double())).tolist()

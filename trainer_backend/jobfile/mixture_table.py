@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA, WINDOW
+from trainer_backend.core.behaviour import WeightMode
+from trainer_backend.core.losses import RatioLevel
+from trainer_backend.core.objective import ObjectiveKind
 from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.jobfile.table import Table
-from trainer_backend.jobfile.training_table import WeightLevel, WeightMode
 from trainer_backend.jobfile.urls import shown
 
-Objective = Literal["decoupled", "single_ratio", "reinforce"]
 Baseline = Literal["shared", "per_policy"]
 MixingUnit = Literal["iteration", "group", "rollout"]
 Selection = Literal["weights", "reward"]
@@ -69,7 +70,7 @@ class RolloutOnlyTable(Table):
         default=None, ge=0, description="0 keeps the whole vocabulary; absent: that of [rollout]"
     )
     weight: float = Field(default=1.0, gt=0, description="its share among several fixed policies")
-    objective: Objective = Field(
+    objective: ObjectiveKind = Field(
         default="decoupled",
         description="of its samples: the job's loss, clipped around the last policy, times a truncated "
         "weight; the ratio to the fixed policy inside the clip, as published; or weights without a clip",
@@ -81,7 +82,7 @@ class RolloutOnlyTable(Table):
         default=None, ge=1, description="of its samples; absent: that of [training]"
     )
     behaviour_weight_floor: float | None = Field(default=None, ge=0, le=1, description="likewise")
-    behaviour_weight_level: WeightLevel | None = Field(default=None, description="likewise")
+    behaviour_weight_level: RatioLevel | None = Field(default=None, description="likewise")
     behaviour_weight_mode: WeightMode | None = Field(default=None, description="likewise")
     train_value_head: bool = Field(
         default=False, description="critic: let it learn from these samples too, by their truncated weights"

@@ -130,8 +130,7 @@ class JobConfig(Table):
         self._refuse_interactions_for_others()
         if self.training.refill_rounds and not self.training.skip_flat_groups:
             raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
-        truncated = self.rollout.top_p < 1.0 or self.rollout.top_k > 0
-        if truncated and not self.rollout.allow_truncated_sampling:
+        if self.sampling_of(None).is_truncated and not self.rollout.allow_truncated_sampling:
             raise ValueError(
                 "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
                 "count; set rollout.allow_truncated_sampling = true to accept that"

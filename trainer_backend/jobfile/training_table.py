@@ -5,12 +5,10 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from shared_schemas.rewards import EventRewardsKind, StepRewards, StepRewardsMode
+from trainer_backend.core.behaviour import WeightMode
 from trainer_backend.core.kl_reward import KlKind
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.jobfile.table import Table
-
-WeightLevel = Literal["token", "decision", "episode"]
-WeightMode = Literal["truncate", "mask"]
 
 
 class TrainingTable(Table):
@@ -102,7 +100,7 @@ class TrainingTable(Table):
     behaviour_weight_floor: float = Field(
         default=0.0, ge=0, le=1, description="mask: weights below it are 0 too; truncate does not read it"
     )
-    behaviour_weight_level: WeightLevel = Field(
+    behaviour_weight_level: RatioLevel = Field(
         default="token",
         description="whose weight a token has: its own, its decision's or its episode's (products)",
     )

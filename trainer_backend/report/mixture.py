@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from trainer_backend.core.mixture_history import COUNTED, EPISODES, OUTCOME, metric_of
+from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, metric_of, past_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
@@ -82,17 +82,14 @@ def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
 
 def _played(rows: Sequence[Row], policy: str, outcome: str) -> str:
     """Over these iterations, an episode counting once."""
-    known = [(row, row[metric_of(policy, EPISODES)]) for row in rows if row.get(metric_of(policy, EPISODES))]
-    episodes = sum(count for _, count in known)
-    if not episodes:
+    past = past_of(rows, [policy])
+    mean = mean_over(past, [policy], of=OUTCOME)
+    if mean is None:
         return "none"
-    mean = sum(count * row[metric_of(policy, OUTCOME)] for row, count in known) / episodes
-    told_of = metric_of(policy, COUNTED)
-    weighed = [(row[told_of], count) for row, count in known if told_of in row]
-    told = f"{episodes:.0f}, {mean:.2f} {outcome} on average"
-    if policy == ACTOR or not weighed:
+    told = f"{sum(item.episodes.get(policy, 0.0) for item in past):.0f}, {mean:.2f} {outcome} on average"
+    counted = mean_over(past, [policy], of=COUNTED)
+    if policy == ACTOR or counted is None:
         return told
-    counted = sum(share * count for share, count in weighed) / sum(count for _, count in weighed)
     return f"{told}; they counted as {counted:.1%} of that many of the actor's"
 
 

@@ -108,8 +108,8 @@ def _policies(story: Story, missing: str) -> list[tuple[str, str, Picture | None
     if not story.job.fixed_policies:
         return []
     text = (
-        "Who played the training episodes of each iteration, and what they were worth. Effective sample "
-        "size: as how many of the actor's own the samples of a fixed policy count, truncated as they are."
+        "Who played the training episodes of each iteration, and what they were worth; and as how many "
+        "of the actor's own the samples of a fixed policy count, truncated as they are."
     )
     return [("Policies", text, policies_chart(story), missing)]
 

@@ -78,6 +78,11 @@ def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bo
             shutil.rmtree(folder)
 
 
+def whole_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """By iteration, oldest first; one that is being written is none."""
+    return [(_iteration(folder), folder) for folder in _folders(checkpoints) if is_whole(folder)]
+
+
 def _folders(checkpoints: Path) -> list[Path]:
     """Oldest first; a copy that somebody made (iteration_5_backup) is not ours to count or remove."""
     ours = [path for path in checkpoints.glob("iteration_*") if path.name[10:].isdecimal()]

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from sqlalchemy import Connection, and_, func, select
+from sqlalchemy import Connection, Subquery, and_, func, select
 
 from trainer_backend.store.column_types import fits
 from trainer_backend.store.database import Store
 from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
 from trainer_backend.store.tables import Checkpoint, Curve, Iteration, Metric, MetricRow
-from trainer_backend.store.writing import job_number
+from trainer_backend.store.writing import job_number, job_numbers
 
 
 def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tuple[RunSummary, ...]:
@@ -39,12 +39,7 @@ def _last_numbers(
     connection: Connection, jobs: Sequence[int], names: Sequence[str]
 ) -> dict[tuple[int, str], dict[str, float]]:
     """By job and kind, the named numbers of its last row."""
-    last = (
-        select(MetricRow.job, MetricRow.kind, func.max(MetricRow.iteration).label("iteration"))
-        .where(MetricRow.job.in_(jobs), MetricRow.kind.in_(("iteration", "evaluation")))
-        .group_by(MetricRow.job, MetricRow.kind)
-        .subquery()
-    )
+    last = _last_of(jobs, ("iteration", "evaluation"))
     query = (
         select(Curve.job, Curve.kind, Curve.name, Metric.value)
         .join(last, and_(last.c.job == Curve.job, last.c.kind == Curve.kind))
@@ -55,6 +50,23 @@ def _last_numbers(
     for job, kind, name, value in connection.execute(query):
         found.setdefault((job, kind), {})[name] = value
     return found
+
+
+def _last_of(jobs: Iterable[int], kinds: Iterable[str]) -> Subquery:
+    """The iteration of the last row, by job and kind."""
+    return (
+        select(MetricRow.job, MetricRow.kind, func.max(MetricRow.iteration).label("iteration"))
+        .where(MetricRow.job.in_(jobs), MetricRow.kind.in_(kinds))
+        .group_by(MetricRow.job, MetricRow.kind)
+        .subquery()
+    )
+
+
+def known_metrics(store: Store, job_ids: Sequence[str]) -> set[tuple[str, str]]:
+    """(kind, metric) of every curve that any of these runs has."""
+    with store.reading() as connection:
+        query = select(Curve.kind, Curve.name).where(Curve.job.in_(job_numbers(connection, job_ids)))
+        return {(kind, name) for kind, name in connection.execute(query.distinct())}
 
 
 def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[str, ...]:
@@ -77,7 +89,7 @@ def series(
         UnknownJob: one of them is none.
     """
     with store.reading() as connection:
-        jobs = {job_number(connection, job_id): job_id for job_id in job_ids}
+        jobs = job_numbers(connection, job_ids)
         query = select(Curve.number, Curve.job, Curve.name).where(Curve.job.in_(jobs), Curve.kind == kind)
         curves = {row.number: row for row in connection.execute(query) if _is_wanted(row.name, names)}
         found = _points(connection, list(curves), points)
@@ -136,16 +148,34 @@ def metric_lines(
 
 def last_line(store: Store, job_id: str, kind: str) -> MetricLine | None:
     """The newest row of a kind: for its lists (`decision/unique_by_turn`) and texts."""
+    return last_lines(store, [job_id], [kind])[job_id].get(kind)
+
+
+def last_lines(
+    store: Store, job_ids: Sequence[str], kinds: Sequence[str]
+) -> dict[str, dict[str, MetricLine]]:
+    """The newest row of each kind, by job id, then by kind; one that has no row is left out.
+
+    Raises:
+        UnknownJob: one of them is none.
+    """
     table = MetricRow
     with store.reading() as connection:
-        query = (
-            select(table.number, table.kind, table.iteration, table.row)
-            .where(table.job == job_number(connection, job_id), table.kind == kind)
-            .order_by(table.iteration.desc())
-            .limit(1)
+        jobs = job_numbers(connection, job_ids)
+        last = _last_of(jobs, kinds)
+        query = select(table.job, table.number, table.kind, table.iteration, table.row).join(
+            last,
+            and_(
+                last.c.job == table.job,
+                last.c.kind == table.kind,
+                last.c.iteration == table.iteration,
+            ),
         )
-        found = connection.execute(query).first()
-        return None if found is None else MetricLine(*found)
+        rows = connection.execute(query).all()
+    found: dict[str, dict[str, MetricLine]] = {job_id: {} for job_id in job_ids}
+    for job, *line in rows:
+        found[jobs[job]][line[1]] = MetricLine(*line)
+    return found
 
 
 def checkpoints(store: Store, job_id: str) -> tuple[CheckpointRow, ...]:

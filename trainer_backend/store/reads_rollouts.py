@@ -206,22 +206,23 @@ def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
     return (Rollout.job == job, *same)
 
 
-def anchors(store: Store, job_id: str, row: RolloutRow) -> Mapping[str, tuple[AnchorRow, ...]]:
-    """By state key of this rollout's decisions: every decision of the group that was made in that state."""
+def anchors(
+    store: Store, job_id: str, row: RolloutRow, state_key: str, *, limit: int
+) -> tuple[AnchorRow, ...]:
+    """Decisions of this rollout's group that were made in a state, by sibling and turn; the first so many."""
     columns = [
         getattr(Rollout if name in ("rollout_id", "sibling") else Decision, name)
         for name in AnchorRow.__slots__
     ]
     with store.reading() as connection:
         query = (
-            select(Decision.state_key, *columns)
+            select(*columns)
             .join(Rollout, Rollout.number == Decision.rollout)
-            .where(*_group(job_number(connection, job_id), row), Decision.state_key.is_not(None))
+            .where(*_group(job_number(connection, job_id), row), Decision.state_key == state_key)
             .order_by(Rollout.sibling, Decision.turn)
+            .limit(limit)
         )
-        rows = connection.execute(query).all()
-    own = dict.fromkeys(found.state_key for found in rows if found.rollout_id == row.rollout_id)
-    return {key: tuple(AnchorRow(*found[1:]) for found in rows if found.state_key == key) for key in own}
+        return tuple(AnchorRow(*found) for found in connection.execute(query))
 
 
 def consumed_by(store: Store, job_id: str, rollout_id: str) -> int | None:

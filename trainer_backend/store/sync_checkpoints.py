@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sqlalchemy import delete, insert, select
 
-from trainer_backend.rundir.checkpoint_paths import best_checkpoint, is_whole
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.store.database import Store
 from trainer_backend.store.tables import Checkpoint
 from trainer_backend.store.writing import job_number
@@ -13,22 +13,22 @@ from trainer_backend.store.writing import job_number
 def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:
     """Bring the list of checkpoints up to date; whether it was not."""
     best = best_checkpoint(folder)
-    found = {path: path == best for path in folder.glob("iteration_*") if _is_ours(path)}
+    found = whole_checkpoints(folder)
     with store.reading() as connection:
         job = job_number(connection, job_id)
         query = select(Checkpoint.folder, Checkpoint.best).where(Checkpoint.job == job)
         stored = {row.folder: row.best for row in connection.execute(query)}
-    if stored == {path.name: is_best for path, is_best in found.items()}:
+    if stored == {path.name: path == best for _, path in found}:
         return False
     rows = [
         {
             "job": job,
             "folder": path.name,
-            "iteration": int(path.name.rpartition("_")[2]),
-            "best": is_best,
+            "iteration": iteration,
+            "best": path == best,
             "bytes": _size(path),
         }
-        for path, is_best in found.items()
+        for iteration, path in found
     ]
     with store.writing() as connection:
         job_number(connection, job_id, lock=True)
@@ -36,11 +36,6 @@ def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:
         if rows:
             connection.execute(insert(Checkpoint), rows)
     return True
-
-
-def _is_ours(path: Path) -> bool:
-    """A copy that somebody made (iteration_5_backup), or one that is being written, is none."""
-    return path.name.rpartition("_")[2].isdecimal() and path.name.count("_") == 1 and is_whole(path)
 
 
 def _size(folder: Path) -> int:

@@ -1,4 +1,6 @@
-"""What every write of a sync begins with: the job, and nobody else at it."""
+"""What every read begins with, and every write of a sync: the job, and for a write nobody else at it."""
+
+from collections.abc import Sequence
 
 from sqlalchemy import Connection, select
 
@@ -21,3 +23,17 @@ def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> in
     if number is None:
         raise UnknownJob(f"there is no job {job_id[:64]!r}")
     return number
+
+
+def job_numbers(connection: Connection, job_ids: Sequence[str]) -> dict[int, str]:
+    """The ids of several jobs, by number: one query.
+
+    Raises:
+        UnknownJob: one of them is none.
+    """
+    query = select(Job.number, Job.id).where(Job.id.in_(job_ids))
+    found = {number: job_id for number, job_id in connection.execute(query)}
+    missing = next((job_id for job_id in job_ids if job_id not in found.values()), None)
+    if missing is not None:
+        raise UnknownJob(f"there is no job {missing[:64]!r}")
+    return found

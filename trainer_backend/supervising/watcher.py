@@ -7,7 +7,7 @@ state.json say. A store that is away costs nothing: the next look finds what the
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -142,11 +142,12 @@ class Watcher:
         Raises:
             StoreUnavailable: the database does not answer.
         """
+        rows = self._rows(everything=everything)
         if everything:
-            self._find()
+            rows += self._find({row.run_dir for row in rows})
             for job_id in tuple(self._unread):
                 self._stored.pop(job_id, None)
-        return [row.id for row in self._rows(everything=everything) if self._boundary(row)]
+        return [row.id for row in rows if self._boundary(row)]
 
     def sync(self, row: JobRow) -> None:
         """Bring one run into the store now, whatever was seen of it before; a fault is logged and counted."""
@@ -223,15 +224,15 @@ class Watcher:
         except UnknownJob:
             return False
 
-    def _find(self) -> None:
+    def _find(self, known: Collection[str | None]) -> list[JobRow]:
         """Give every run directory that has no row one."""
-        known = {row.run_dir for row in self._rows(everything=True)}
+        found = []
         for path in self._data.runs():
             facts = _fingerprint(path, _NAMING)
             if str(path) in known or self._refused.get(path) == facts:
                 continue
             try:
-                jobs.create(self._store, _found_job(path, self._data.home))
+                found.append(jobs.create(self._store, _found_job(path, self._data.home))[0])
             except JobConflict:
                 continue  # another service was quicker
             except StoreUnavailable:
@@ -240,6 +241,7 @@ class Watcher:
                 self._refused[path] = facts
                 unforeseen = not isinstance(error, TrainerError)
                 log.warning("run_not_shown", run=str(path), detail=str(error), exc_info=unforeseen)
+        return found
 
 
 def _found_job(path: Path, home: str) -> NewJob:

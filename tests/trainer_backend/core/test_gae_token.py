@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
-from trainer_backend.core.advantages.gae import gae, gae_token
+from trainer_backend.core.advantages.gae import foretold, gae, gae_token
 from trainer_backend.core.critic import ByToken, column_of, targets_of, values_of_episode
 from trainer_backend.core.errors import AdvantageError
 from trainer_backend.core.returns import discounted_returns
@@ -127,8 +127,7 @@ def test_a_token_lambda_outside_0_1_is_refused():
 
 def test_what_the_values_foretold_is_told_before_they_have_learned_from_it():
     # returns 3, 2 (gamma 1); V misses both by 1: it explains their spread and not their mean
-    config = AdvantageConfig(gamma=1.0)
-    found = gae([EpisodeRewards("r", "g", [1.0, 2.0], values_T=[2.0, 1.0])], config).diagnostics
+    found = foretold([EpisodeRewards("r", "g", [1.0, 2.0], values_T=[2.0, 1.0])], gamma=1.0)
     assert (found["value/mean"], found["value/explained_variance"]) == (1.5, 1.0)
-    flat = gae([EpisodeRewards("r", "g", [0.0, 2.0], values_T=[2.0, 1.0])], config).diagnostics
+    flat = foretold([EpisodeRewards("r", "g", [0.0, 2.0], values_T=[2.0, 1.0])], gamma=1.0)
     assert "value/explained_variance" not in flat, "equal returns leave nothing to explain"

@@ -243,18 +243,45 @@ def test_siblings_are_those_of_the_same_group_and_iteration(store: Store, job: J
 
 def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store, job: JobRow):
     row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
-    found = reads_rollouts.anchors(store, job.id, row)
+    found = {key: reads_rollouts.anchors(store, job.id, row, key, limit=9) for key in "sab"}
     assert {key: [(item.sibling, item.turn) for item in items] for key, items in found.items()} == {
         "s": [(0, 1), (1, 1), (1, 2)],
         "a": [(0, 2)],
         "b": [(0, 3)],
     }
     assert [item.advantage for item in found["s"]] == [0.5, -0.5, -0.25]
+    assert reads_rollouts.anchors(store, job.id, row, "s", limit=2) == found["s"][:2]
 
 
 def test_what_an_update_learned_from_is_told(store: Store, job: JobRow):
     assert reads_rollouts.consumed_by(store, job.id, "run/train/2/0/1") == 2
     assert reads_rollouts.consumed_by(store, job.id, "run/train/2/0/2") is None  # it failed
+
+
+def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, job: JobRow):
+    others = [jobs.create(store, NewJob(name, config="", home="here"))[0].id for name in "bcd"]
+    asked: list[str] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
+
+    def questions(ids: list[str]) -> list[int]:
+        found = []
+        for page in (
+            lambda: reads.series(store, ids, ["time/*"]),
+            lambda: reads.known_metrics(store, ids),
+            lambda: reads.last_lines(store, ids, ["iteration", "evaluation"]),
+        ):
+            asked.clear()
+            page()
+            found.append(len(asked))
+        return found
+
+    assert questions([job.id, *others]) == questions([job.id])
+    told = reads.last_lines(store, [job.id, *others], ["iteration", "evaluation", "nowhere"])
+    assert {kind: line.iteration for kind, line in told[job.id].items()} == {"iteration": 2, "evaluation": 2}
+    assert [told[other] for other in others] == [{}, {}, {}]
+    for read in (reads.known_metrics, lambda store, ids: reads.last_lines(store, ids, ["iteration"])):
+        with pytest.raises(UnknownJob, match="there is no job 'nobody'"):
+            read(store, [job.id, "nobody"])
 
 
 def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
@@ -271,7 +298,7 @@ def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
             lambda: reads.series(store, [job.id], ["*", "time/*"]),
             lambda: reads_rollouts.rollouts(store, job.id),
             lambda: reads_rollouts.facets(store, job.id),
-            lambda: reads_rollouts.anchors(store, job.id, row),
+            lambda: reads_rollouts.anchors(store, job.id, row, "s", limit=40),
         ):
             asked.clear()
             page()

@@ -30,7 +30,7 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
         config: gamma and gae_lambda are read.
 
     Returns:
-        [T] advantages for each episode; the part `value`; how well the values foretold the returns.
+        [T] advantages for each episode; the part `value`.
 
     Raises:
         AdvantageError: see `siblings`; values that are not one a decision, or not finite.
@@ -48,7 +48,7 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
         )
         for episode in episodes
     ]
-    return Advantages(advantages, counts | foretold(episodes, config.gamma), _parts(episodes))
+    return Advantages(advantages, counts, _parts(episodes))
 
 
 def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:
@@ -84,7 +84,7 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
     of_tokens = [_of_tokens(episode, config) for episode in episodes]
     return Advantages(
         [item.means_T for item in of_tokens],
-        counts | foretold(episodes, config.gamma),
+        counts,
         _parts(episodes),
         of_tokens,
     )
