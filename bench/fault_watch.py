@@ -168,7 +168,7 @@ class Watch:
         """The rollouts in each, as they stand there."""
         run = self._run()
         paths = [] if run is None else run.glob("rollouts/*.spool.jsonl")
-        return {path.name: read_texts(path)[0][1:] for path in paths}
+        return {path.name: read_texts(path)[1:] for path in paths}
 
     def _lines(self) -> dict[str, int]:
         return {name: len(lines) for name, lines in self._spools().items()}

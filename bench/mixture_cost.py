@@ -128,7 +128,7 @@ def added(found: Played) -> dict[str, float]:
         rollout_metrics(job, (), 1, asked=requests, rollouts=rollouts, credits=credits)
 
     def looking_back(file: Path) -> None:
-        past = past_of(read_lines(file)[0], ["fixed"])
+        past = past_of(read_lines(file), ["fixed"])
         Planner(learning, "run", asked, fixed=fixed, history=past).training(LONG + 1)
 
     planned_s = least_s(lambda: plain.training(1))

@@ -1,12 +1,12 @@
 """Log files as they are handed out: a megabyte at a time at most, and of each line where it ends."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from trainer_backend.rundir.run_log import LogLine
+from trainer_backend.rundir.json_lines import object_of
+from trainer_backend.rundir.run_log import LogLine, line_of
 
 MOST_BYTES = 1 << 20
 
@@ -34,12 +34,8 @@ class Piece:
     def told(self) -> Iterator[tuple[LogLine, int]]:
         """Of run.log: what each line says, and where it ends; what is no line of ours is left out."""
         for line, end in zip(self.lines, self.ends, strict=True):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield LogLine(str(row.get("time", "")), str(row.get("text", ""))), end
+            if (row := object_of(line)) is not None:
+                yield line_of(row), end
 
 
 def next_piece(path: Path, offset: int) -> Piece:

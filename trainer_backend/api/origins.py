@@ -7,7 +7,7 @@ listen on this machine alone; and a name that its owner points at 127.0.0.1 make
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from trainer_backend.api.settings import is_loopback
+from trainer_backend.jobfile.urls import is_loopback
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 

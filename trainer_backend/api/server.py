@@ -19,6 +19,7 @@ from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Settings
 from trainer_backend.inference.server import Listener
 from trainer_backend.logs import configure_logs
+from trainer_backend.running.parent import when_parent_ends
 from trainer_backend.store.database import open_store
 from trainer_backend.supervising.data_dir import open_data_dir
 from trainer_backend.supervising.deleting import Sweeper
@@ -142,12 +143,9 @@ class TrainerServer(uvicorn.Server):
             supervisor.end_at_once()
 
     def stop_with_parent(self) -> None:
-        """Stop when stdin closes: the process that holds its other end has ended, however it ended."""
+        """Stop in order when the process that started this one has ended, however it ended."""
 
-        def watch() -> None:
-            # The descriptor itself: a thread inside sys.stdin would hold its lock when the interpreter ends.
-            while os.read(sys.stdin.fileno(), 65_536):
-                pass
+        def stop() -> None:
             self.should_exit = True
 
-        threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+        when_parent_ends(stop)

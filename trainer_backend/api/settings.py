@@ -1,6 +1,5 @@
 """What the operator of a trainer service has decided: addresses, bounds, keys."""
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pydantic import SecretStr
 from trainer_backend.api.key import KEY_FILE_VARIABLE, KEY_VARIABLE, SettingsError, key_from_environ
 from trainer_backend.collect.addresses import fault_in
 from trainer_backend.inference.server import is_wildcard
+from trainer_backend.jobfile.urls import is_loopback
 from trainer_backend.services.endpoints import VARIABLE
 from trainer_backend.supervising.line import ANSWER_S
 from trainer_backend.supervising.slots import Rules
@@ -134,11 +134,3 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
     rules = Rules(flags.max_jobs, flags.restarts, flags.stop_grace_s)
     database = flags.database_url or f"sqlite:///{data_dir / _DATABASE}"
     return Settings(flags, database, bounds, rules, key)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

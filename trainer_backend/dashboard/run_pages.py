@@ -68,7 +68,7 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
         key=key_figures(iterations, held_out, told),
         rates=success_rates(held_out, _rate_curves(store, job_id)),
         checkpoints=reads.checkpoints(store, job_id),
-        lines=() if panels else log_lines(_log(runs[0])[-_FIRST_LINES:]),
+        lines=() if panels else log_lines(_told(runs[0], _FIRST_LINES)[0]),
         **run_frame(request, job_id, ""),
     )
 
@@ -127,11 +127,11 @@ def config(request: Request, job_id: str) -> Response:
 def log(request: Request, job_id: str) -> Response:
     """What the run told a person, its last lines."""
     job = jobs.get(dashboard_of(request).store, job_id)
-    told = _log(job)
+    told, earlier = _told(job, _LOG_LINES)
     return page(
         "log",
-        lines=log_lines(told[-_LOG_LINES:]),
-        skipped=max(0, len(told) - _LOG_LINES),
+        lines=log_lines(told),
+        skipped=earlier,
         **run_frame(request, job_id, "log"),
     )
 
@@ -141,8 +141,8 @@ def _rate_curves(store: Store, job_id: str) -> Mapping[str, Series]:
     return found[job_id]
 
 
-def _log(job: JobRow) -> list[LogLine]:
-    return read_log(Path(job.run_dir))[0] if job.run_dir else []
+def _told(job: JobRow, last: int) -> tuple[list[LogLine], int]:
+    return read_log(Path(job.run_dir), last=last) if job.run_dir else ([], 0)
 
 
 def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[JobRow]:

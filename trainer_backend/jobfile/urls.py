@@ -1,5 +1,6 @@
 """URLs of inference servers, as a person writes them. Pure."""
 
+import ipaddress
 from urllib.parse import SplitResult, urlsplit
 
 PORTS = {"http": 80, "https": 443}
@@ -24,6 +25,14 @@ def http_parts(url: str) -> SplitResult:
             f"is {shown(url)!r}, which is no http or https URL with a host, such as http://127.0.0.1:8000/v1"
         )
     return parts
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def shown(url: str) -> str:

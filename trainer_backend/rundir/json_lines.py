@@ -39,43 +39,30 @@ def append_text(path: Path, line: str, *, durable: bool) -> None:
                 flush(path.parent)  # a file that this line has made: its name is to stay too
 
 
-def read_lines(path: Path, *, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The objects of the whole lines from a byte on, and the byte that the next ones will begin at.
-
-    See `read_texts`; what is no JSON object is left out.
-    """
-    lines, end = read_texts(path, offset=offset)
-    return [row for line in lines if (row := _row(line)) is not None], end
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of the whole lines, see `read_texts`; what is no JSON object is left out."""
+    return [row for line in read_texts(path) if (row := object_of(line)) is not None]
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any]]:
-    """As `read_lines` from the beginning, one at a time: a long file is never in memory as a whole."""
+    """As `read_lines`, one at a time: a long file is never in memory as a whole."""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
-                if line.endswith(b"\n") and (row := _row(line)) is not None:
+                if line.endswith(b"\n") and (row := object_of(line)) is not None:
                     yield row
 
 
-def read_texts(path: Path, *, offset: int = 0) -> tuple[list[bytes], int]:
-    """The whole lines from a byte on, and the byte that the next ones will begin at.
-
-    Args:
-        offset: 0, or what an earlier call returned; beyond the end of a file that was written anew there is
-            nothing, and 0 is returned: read it from its beginning.
+def read_texts(path: Path) -> list[bytes]:
+    """The whole lines; none of a file that is not there.
 
     Raises:
         OSError: the file is there and cannot be read.
     """
-    if not path.exists():
-        return [], 0
-    with path.open("rb") as file:
-        if offset > file.seek(0, os.SEEK_END):
-            return [], 0
-        file.seek(offset)
-        data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    return whole.split(b"\n")[:-1], offset + len(whole)
+    try:
+        return path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
 
 
 def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, durable: bool) -> None:
@@ -88,7 +75,8 @@ def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, durable: boo
     replace_text(path, "".join(lines), durable=durable)
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object that a line is; None where it is none."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -102,7 +102,7 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All rows, oldest first. A line cut short by a crash is left out."""
-        return read_lines(self.metrics_file)[0]
+        return read_lines(self.metrics_file)
 
     def go_back_to(self, iteration: int, tell: Callable[[str], None]) -> None:
         """What a run that goes on from the end of an iteration will do again, is not done; -1: all of it.

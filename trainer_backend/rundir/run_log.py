@@ -1,9 +1,11 @@
 """run.log: every line that a run has told a person, with its time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trainer_backend.rundir.json_lines import append_line, read_lines
+from trainer_backend.rundir.json_lines import append_line, object_of, read_texts
 from trainer_backend.rundir.times import now
 
 FILE = "run.log"
@@ -25,7 +27,13 @@ def append_log(folder: Path, text: str) -> None:
     append_line(folder / FILE, {"time": now(), "text": text}, durable=False)
 
 
-def read_log(folder: Path, *, offset: int = 0) -> tuple[list[LogLine], int]:
-    """The lines from a byte on, oldest first, and the byte to go on from; see `json_lines.read_lines`."""
-    rows, end = read_lines(folder / FILE, offset=offset)
-    return [LogLine(str(row.get("time", "")), str(row.get("text", ""))) for row in rows], end
+def read_log(folder: Path, *, last: int | None = None) -> tuple[list[LogLine], int]:
+    """The last lines, oldest first, or all; and how many stand before them."""
+    texts = read_texts(folder / FILE)
+    shown = texts if last is None else texts[-last:]
+    rows = [row for line in shown if (row := object_of(line)) is not None]
+    return [line_of(row) for row in rows], len(texts) - len(shown)
+
+
+def line_of(row: Mapping[str, Any]) -> LogLine:
+    return LogLine(str(row.get("time", "")), str(row.get("text", "")))

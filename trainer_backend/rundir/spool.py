@@ -47,7 +47,7 @@ class Spool:
             RunNotWritten: the disk is full, or refuses.
         """
         header = {"plan": plan_digest(requests, gateway_url), "policy_version": policy_version}
-        rows, _ = read_lines(path)
+        rows = read_lines(path)
         if rows and rows[0] == header:
             found = {planned_id(item.rollout_id): item for item in _rollouts_in(path)}
             if found:
@@ -116,7 +116,7 @@ def tidy_spools(folder: Path, iteration: int, tell: Callable[[str], None]) -> No
 
 def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
     """Rename a spool that cannot be used."""
-    count, number = max(len(read_texts(path)[0]) - 1, 0), 1
+    count, number = max(len(read_texts(path)) - 1, 0), 1
     while (aside := path.with_name(path.name.replace(_ENDING, f".unused-{number}.jsonl"))).exists():
         number += 1
     with writing(path):
@@ -154,7 +154,7 @@ def _named(rollout: Rollout, request: RolloutRequest) -> Rollout:
 def _rollouts_in(path: Path) -> list[Rollout]:
     """Those after the header; a line that cannot be read is none, and is asked for again."""
     found = []
-    for line in read_texts(path)[0][1:]:
+    for line in read_texts(path)[1:]:
         try:
             found.append(Rollout.model_validate_json(line))
         except ValidationError:

@@ -1,6 +1,5 @@
 """Somebody else's OpenAI-compatible server: its address, and its key, which only the environment holds."""
 
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pydantic import SecretStr
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.urls import PORTS, http_parts
+from trainer_backend.jobfile.urls import PORTS, http_parts, is_loopback
 
 OPENAI_HOST = "api.openai.com"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -123,14 +122,7 @@ def inference_host(url: str, *, where: str) -> str:
 def sends_key_in_the_open(inference: Inference) -> bool:
     """Whether the key would travel unencrypted to another machine."""
     parts = urlsplit(inference.url)
-    return inference.key is not None and parts.scheme == "http" and not _is_here(parts.hostname or "")
-
-
-def _is_here(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return inference.key is not None and parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 def _split(url: str, *, where: str) -> SplitResult:

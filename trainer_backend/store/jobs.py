@@ -19,8 +19,8 @@ from trainer_backend.store.errors import (
     UnknownCursor,
     UnknownJob,
 )
-from trainer_backend.store.rows import ENDED, JobRow, JobState, Origin, Page, Wanted
-from trainer_backend.store.states import refuse_leap
+from trainer_backend.store.rows import JobRow, JobState, Origin, Page, Wanted
+from trainer_backend.store.states import refuse_leap, refuse_unended
 from trainer_backend.store.tables import Job
 
 _COLUMNS = [getattr(Job, name) for name in JobRow.__slots__]
@@ -270,8 +270,7 @@ def remove(store: Store, job_id: str) -> JobRow:
         JobConflict: it has not ended.
     """
     job = get(store, job_id)
-    if job.state not in (*ENDED, "paused"):
-        raise JobConflict(f"job {job_id} is {job.state}; cancel it first, then delete it")
+    refuse_unended(job)
     with store.writing() as connection:
         done = connection.execute(delete(Job).where(Job.number == job.number, Job.version == job.version))
         if not done.rowcount:

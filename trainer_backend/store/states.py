@@ -1,7 +1,7 @@
 """Which state of a job may follow which. Pure."""
 
 from trainer_backend.store.errors import JobConflict
-from trainer_backend.store.rows import JobRow, JobState
+from trainer_backend.store.rows import ENDED, JobRow, JobState
 
 # paused, cancelled, failed -> queued: it is asked for again, and goes on from its last checkpoint.
 # running -> queued: its process is gone, or its service was restarted, and it waits for its turn again.
@@ -15,6 +15,16 @@ _AFTER: dict[JobState, frozenset[JobState]] = {
     "succeeded": frozenset(),
     "failed": frozenset({"queued", "cancelled"}),
 }
+
+
+def refuse_unended(job: JobRow) -> None:
+    """Let through what may be deleted.
+
+    Raises:
+        JobConflict: it has not ended.
+    """
+    if job.state not in (*ENDED, "paused"):
+        raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
 
 
 def refuse_leap(job: JobRow, state: JobState) -> None:

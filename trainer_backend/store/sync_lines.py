@@ -1,7 +1,6 @@
 """Files that grow line by line: metrics.jsonl and the ledger. Only what is new in them is read."""
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO
 from sqlalchemy import Connection, delete, insert, select
 
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.json_lines import object_of
 from trainer_backend.rundir.ledger import learned_twice, planned_id
 from trainer_backend.store.database import Store
 from trainer_backend.store.tables import Consumed, Curve, Iteration, Metric, MetricRow, SyncedFile
@@ -109,13 +109,7 @@ def _read_on(file: BinaryIO, known: Known | None) -> tuple[bytes, int, int]:
 
 def _rows(data: bytes) -> Iterator[Row]:
     """As every reader of these files does, without a line that a crash cut short."""
-    for line in data.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+    return (row for line in data.split(b"\n") if (row := object_of(line)) is not None)
 
 
 def _digest(data: bytes) -> str:

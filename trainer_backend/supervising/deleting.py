@@ -14,7 +14,8 @@ from trainer_backend.rundir.lock import holder, locked
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store
 from trainer_backend.store.errors import JobConflict
-from trainer_backend.store.rows import ENDED, JobRow
+from trainer_backend.store.rows import JobRow
+from trainer_backend.store.states import refuse_unended
 from trainer_backend.supervising.data_dir import DataDir
 
 log = structlog.get_logger("trainer")
@@ -31,8 +32,7 @@ def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None
         RunDirectoryError: its files are not this service's to delete; nothing is changed then.
         StoreUnavailable: the database does not answer; its files are where they were.
     """
-    if job.state not in (*ENDED, "paused"):
-        raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
+    refuse_unended(job)
     path = None if job.run_dir is None else Path(job.run_dir)
     if path is None or not path.is_dir():
         jobs.remove(store, job.id)

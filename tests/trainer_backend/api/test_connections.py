@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,21 @@ def test_requests_on_one_connection_do_not_run_out_of_time(tmp_path):
             assert client.get("/health").status_code == 200
 
 
+def status_of_the_next(client) -> int:
+    """Answer on a connection that stays; head and body may come one after the other."""
+    answer = HTTPResponse(client)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
 def test_more_connections_than_are_allowed_are_told_to_come_later(tmp_path):
     with served(tmp_path, max_connections=1) as url, connected(url) as first:
         first.sendall(GET + b"\r\n")
-        assert b"200 OK" in first.recv(65_536)
+        assert status_of_the_next(first) == 200
         with connected(url) as second:
             head, _, body = to_the_end(second).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after: 5" in head
         assert json.loads(body)["code"] == "too_many_connections"
         first.sendall(GET + b"\r\n")
-        assert b"200 OK" in first.recv(65_536)
+        assert status_of_the_next(first) == 200

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer_backend.api.settings import Flags, SettingsError, is_loopback, settings_from
+from trainer_backend.api.settings import Flags, SettingsError, settings_from
+from trainer_backend.jobfile.urls import is_loopback
 
 
 def test_without_a_key_only_this_machine_is_listened_to():

@@ -9,32 +9,29 @@ from trainer_backend.errors import RunNotWritten
 from trainer_backend.rundir.json_lines import append_line, read_lines, replace_lines
 
 
-def test_lines_come_back_in_order_and_a_reader_goes_on_where_it_was(tmp_path: Path):
+def test_lines_come_back_in_order(tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    assert read_lines(path) == ([], 0)
+    assert read_lines(path) == []
     append_line(path, {"n": 1}, durable=True)
-    rows, end = read_lines(path)
-    assert (rows, end) == ([{"n": 1}], len('{"n": 1}\n'))
+    assert read_lines(path) == [{"n": 1}]
     append_line(path, {"n": 2}, durable=False)
-    assert read_lines(path, offset=end) == ([{"n": 2}], 2 * end)
-    assert read_lines(path, offset=2 * end) == ([], 2 * end)
+    assert read_lines(path) == [{"n": 1}, {"n": 2}]
 
 
 def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{"n": ')
-    rows, end = read_lines(path)
-    assert rows == [{"n": 1}]
+    assert read_lines(path) == [{"n": 1}]
     with path.open("a") as file:
         file.write("2}\n")
-    assert read_lines(path, offset=end)[0] == [{"n": 2}]
+    assert read_lines(path) == [{"n": 1}, {"n": 2}]
 
 
 def test_what_a_kill_left_of_a_line_does_not_swallow_the_next_one(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{"n": ')
     append_line(path, {"n": 3}, durable=True)
-    assert read_lines(path)[0] == [{"n": 1}, {"n": 3}]
+    assert read_lines(path) == [{"n": 1}, {"n": 3}]
 
 
 def test_of_a_line_that_does_not_fit_the_disk_nothing_stays(tmp_path: Path):
@@ -45,17 +42,15 @@ def test_of_a_line_that_does_not_fit_the_disk_nothing_stays(tmp_path: Path):
     assert path.read_text() == '{"n": 1}\n'
 
 
-def test_a_file_that_was_written_anew_and_is_shorter_is_read_from_its_beginning(tmp_path: Path):
+def test_a_file_that_was_written_anew_holds_its_new_lines_alone(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     for number in range(3):
         append_line(path, {"n": number}, durable=False)
-    _, end = read_lines(path)
     replace_lines(path, [{"n": 7}], durable=True)
-    assert read_lines(path, offset=end) == ([], 0)
-    assert read_lines(path)[0] == [{"n": 7}]
+    assert read_lines(path) == [{"n": 7}]
 
 
 def test_what_is_no_object_is_no_line(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'[1]\n\xff\xfe\n\n{"n": 1}\n')
-    assert read_lines(path)[0] == [{"n": 1}]
+    assert read_lines(path) == [{"n": 1}]
