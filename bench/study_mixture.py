@@ -17,7 +17,7 @@ fixed policy, on a lock that the actor alone never opens; with a bad one, on a l
 
 What is done is skipped, what was interrupted is resumed, arms may be run one by one. After each arm
 bench/results/mixture.json (curves with 95 % intervals, settings, times, versions) and mixture.png are written
-anew. An arm takes some five minutes a seed on two cores, the clone two.
+anew. An arm takes some eight minutes a seed on two cores, the clone two.
 """
 
 import os
