@@ -22,7 +22,9 @@ def value(module: str, expression: str) -> Any:
 
 
 def python(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """From the root of the repository, to which paths in jobs are relative."""
+    paths = os.pathsep.join((str(BENCH), str(BENCH.parent)))
     return subprocess.run(
-        [sys.executable, *command], cwd=BENCH, env={**os.environ, "PYTHONPATH": str(BENCH.parent), **environ},
+        [sys.executable, *command], cwd=BENCH.parent, env={**os.environ, "PYTHONPATH": paths, **environ},
         capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
