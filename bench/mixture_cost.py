@@ -68,14 +68,14 @@ class Played:
     cpu_s: of the trainer's process, of each.
     decisions: of each.
     rollouts: of the last one.
-    rows: of metrics, of each.
+    row: of metrics, of the last one.
     """
 
     job: JobConfig
     cpu_s: list[float]
     decisions: list[int]
     rollouts: list[Rollout]
-    rows: list[dict[str, Any]]
+    row: dict[str, Any]
 
     @property
     def milliseconds(self) -> float:
@@ -102,8 +102,8 @@ def played(job: JobConfig, path: Path) -> Played:
     stored = [read_rollouts(file) for file in sorted(directory.iteration_files())]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in stored]
     counts = [decisions(items) for items in finished]
-    rows = [row for row in directory.metrics() if row["kind"] == "iteration"]
-    return Played(job, watching.each_s, counts, (finished or [[]])[-1], rows)
+    row = next((row for row in reversed(directory.metrics()) if row["kind"] == "iteration"), {})
+    return Played(job, watching.each_s, counts, (finished or [[]])[-1], row)
 
 
 def with_twin(job: JobConfig, folder: Path, schedule: AllocationTable) -> JobConfig:
@@ -134,7 +134,7 @@ def added(found: Played) -> dict[str, float]:
     planned_s = least_s(lambda: plain.training(1))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "metrics.jsonl"
-        rows = ({**found.rows[-1], "iteration": number} for number in range(1, LONG + 1))
+        rows = ({**found.row, "iteration": number} for number in range(1, LONG + 1))
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         looking_s = least_s(lambda: looking_back(file)) - planned_s
     return {

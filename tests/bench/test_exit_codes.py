@@ -21,6 +21,14 @@ def test_state_keys_that_take_too_long_fail(limit: str, code: int, told: str):
     assert told in done.stdout and "text_history" in done.stdout
 
 
+@pytest.mark.parametrize(("limit", "code", "told"), [("1e6", 0, "ok"), ("0", 1, "MISSED")])
+def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that(limit: str, code: int, told: str):
+    size = ("--latency-ms", "5", "--episodes", "4", "--decisions", "2")
+    done = script("remote_latency.py", *size, "--limit", limit)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert "8 decisions of 4 episodes" in done.stdout and told in done.stdout
+
+
 def test_credit_is_held_against_an_iteration_that_was_really_played():
     done = script("credit_share.py", "--quick", "--limit", "0")
     assert (done.returncode, done.stderr) == (1, "")
