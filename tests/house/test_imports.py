@@ -3,12 +3,9 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
+from tests.house.sources import PACKAGE_SOURCES, ROOT, name_of
 
-ROOT = Path(__file__).parents[2]
-OURS = ("shared_schemas", "task_app", "trainer_backend")
 # Each outside library, and the folders or files that may import it.
 DOORS = {
     "bm25s": ["task_app/environments/documents/search.py"],
@@ -56,12 +53,23 @@ DOORS = {
         "trainer_backend/learner",
     ],
 }
-FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+IO_LIBRARIES = {
+    "asyncio",
+    "aiohttp",
+    "httpx",
+    "os",
+    "pathlib",
+    "subprocess",
+    "socket",
+    "time",
+    "shutil",
+    "logging",
+}
 
 
-def imported(path: Path) -> set[str]:
+def imported(tree: ast.Module) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -69,51 +77,42 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def roots(path: Path) -> set[str]:
-    return {name.partition(".")[0] for name in imported(path)}
+IMPORTS = {name_of(path): imported(tree) for path, tree in PACKAGE_SOURCES.items()}
+LIBRARIES = {name: {module.partition(".")[0] for module in modules} for name, modules in IMPORTS.items()}
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+def files_of(package: str) -> list[str]:
+    return [name for name in IMPORTS if name.startswith(package + "/")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_packages_keep_apart(path: Path):
-    package, found = name_of(path).partition("/")[0], roots(path)
-    if package == "shared_schemas":
-        assert found <= {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
-    if package == "task_app":
-        assert not found & {"trainer_backend", "torch", "transformers", "tokenizers", "sqlalchemy"}
-    if package == "trainer_backend":
-        assert "task_app" not in found
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_outside_libraries_come_in_by_their_doors(path: Path):
-    name = name_of(path)
-    for library in roots(path) & DOORS.keys():
-        doors = DOORS[library]
-        assert any(name == door or name.startswith(door + "/") for door in doors), (
-            f"{name} imports {library}; its doors are {doors}"
-        )
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "trainer_backend/core").rglob("*.py")), ids=name_of)
-def test_the_core_does_no_io(path: Path):
-    shells = {
-        "asyncio",
-        "aiohttp",
-        "httpx",
-        "os",
-        "pathlib",
-        "subprocess",
-        "socket",
-        "time",
-        "shutil",
-        "logging",
+def test_packages_keep_apart():
+    allowed = {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
+    assert {
+        name: LIBRARIES[name] - allowed for name in files_of("shared_schemas") if LIBRARIES[name] - allowed
+    } == {}
+    forbidden = {
+        "task_app": {"trainer_backend", "torch", "transformers", "tokenizers", "sqlalchemy"},
+        "trainer_backend": {"task_app"},
     }
-    assert not roots(path) & shells
-    assert "open(" not in path.read_text(encoding="utf-8")
+    for package, libraries in forbidden.items():
+        assert {
+            name: LIBRARIES[name] & libraries for name in files_of(package) if LIBRARIES[name] & libraries
+        } == {}
+
+
+def test_outside_libraries_come_in_by_their_doors():
+    for name, libraries in LIBRARIES.items():
+        for library in libraries & DOORS.keys():
+            doors = DOORS[library]
+            assert any(name == door or name.startswith(door + "/") for door in doors), (
+                f"{name} imports {library}; its doors are {doors}"
+            )
+
+
+def test_the_core_does_no_io():
+    core = files_of("trainer_backend/core")
+    assert {name: LIBRARIES[name] & IO_LIBRARIES for name in core if LIBRARIES[name] & IO_LIBRARIES} == {}
+    assert [name for name in core if "open(" in (ROOT / name).read_text(encoding="utf-8")] == []
 
 
 def test_the_orchestrator_knows_no_torch():
@@ -128,9 +127,10 @@ def test_the_command_line_starts_without_torch():
 
 def test_there_are_no_import_cycles():
     modules = {
-        name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in FILES
+        name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): imports
+        for name, imports in IMPORTS.items()
     }
-    edges = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    edges = {name: imports & modules.keys() for name, imports in modules.items()}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
