@@ -78,7 +78,7 @@ def waste(segments: Sequence[Segment], sizes: Sizes) -> dict[str, float]:
     random.Random(0).shuffle(order)
     steps = [order[first : first + sizes.step] for first in range(0, len(order), sizes.step)]
     places = dict.fromkeys(("model", "attention", "rows", "left-padded"), 0)
-    attention = attention_for(place("auto"), head_dim=24)  # of the demo's preset
+    attention = attention_for(place("auto"), head_dim=32)  # of the demo's preset
     for step in steps:
         width = row_width(step, sizes.row_tokens)
         packed = pack_segments(step, row_tokens=width)

@@ -1,5 +1,6 @@
 """A local Hugging Face folder, read and written: config, safetensors, tokenizer. No network, no pickle."""
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +98,15 @@ def save_model_folder(
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
     if tokenizer is not None:
         tokenizer.save_pretrained(path, save_jinja_files=False)
+        _name_the_class_of_transformers_4(Path(path) / "tokenizer_config.json")
+
+
+def _name_the_class_of_transformers_4(config_file: Path) -> None:
+    """Servers with transformers 4 refuse `TokenizersBackend`; both versions know its older name."""
+    settings = json.loads(config_file.read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config_file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

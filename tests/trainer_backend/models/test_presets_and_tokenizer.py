@@ -1,3 +1,4 @@
+import json
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -81,6 +82,31 @@ def test_a_preset_has_under_a_million_parameters_and_depends_only_on_its_seed(
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are not touched"
+
+
+def test_vllm_on_a_cpu_has_attention_for_every_preset():
+    # get_supported_head_sizes of vllm/v1/attention/backends/cpu_attn.py, 0.32.0
+    assert {preset.head_dim for preset in PRESETS.values()} <= {
+        32,
+        64,
+        80,
+        96,
+        112,
+        128,
+        160,
+        192,
+        224,
+        256,
+        512,
+    }
+
+
+def test_a_saved_tokenizer_names_a_class_that_transformers_4_knows(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    save_model_folder(tmp_path, build_preset("tiny-0.3m", tokenizer), tokenizer)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_an_unknown_preset_gets_a_suggestion(tokenizer: PreTrainedTokenizerFast):
