@@ -21,7 +21,7 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas, unique_achievements
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.boundary import writing
-from trainer_backend.rundir.whole_files import replaced
+from trainer_backend.rundir.whole_files import replace_text, replaced
 
 _DECISION = pa.struct(
     [
@@ -72,6 +72,12 @@ _SCHEMA = pa.schema(
         ("rollout", pa.string()),
     ]
 )
+# The split of a data set that a stage's files are.
+_SPLITS = {"train": "iteration", "test": "evaluation"}
+_CARD_TEXT = """
+Rollouts of a Turnwise run, a row an episode: `train` is what the policy was trained on, `test` the held-out
+episodes of its evaluations. `warmup.parquet`, where there is one, holds the teacher's episodes.
+"""
 # Eight kilobytes each that do not compress. World and actions stand in the record, and lead there again.
 _WITHOUT_SNAPSHOTS = {"trajectory": {"steps": {"__all__": {"snapshot"}}}}
 
@@ -137,6 +143,25 @@ def write_rollouts(
     with replaced(path, pa.ArrowException) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, aside, compression="zstd")
+    _write_card(path.parent)
+
+
+def _write_card(folder: Path) -> None:
+    """Tell `datasets.load_dataset` which files of the folder are which split, as soon as there are some.
+
+    Without a card it takes the evaluation's files alone, and calls all of them test; a split that has no
+    file yet makes it refuse the folder.
+    """
+    patterns = [(split, f"{stage}_*.parquet") for split, stage in _SPLITS.items()]
+    splits = [
+        f"  - split: {split}\n    path: {pattern}\n"
+        for split, pattern in patterns
+        if any(folder.glob(pattern))
+    ]
+    card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{''.join(splits)}---\n{_CARD_TEXT}"
+    path = folder / "README.md"
+    if splits and not (path.exists() and path.read_text(encoding="utf-8") == card):
+        replace_text(path, card, durable=False)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from shared_schemas.rollouts import RolloutFailure
 from tests.trainer_backend.report.hand_made import COW, FIRST, WOOD, rollout
@@ -34,6 +35,27 @@ def test_rollouts_come_back_exactly_failed_ones_too(tmp_path: Path):
     write_rollouts(path, stored)
     assert read_rollouts(path) == stored
     assert read_rollout(path, "lost") == stored[2]
+
+
+def test_a_folder_of_rollouts_says_which_files_are_train_and_test(tmp_path: Path):
+    def splits() -> dict[str, list[str]]:
+        _, header, _ = (tmp_path / "README.md").read_text().split("---\n")
+        (config,) = yaml.safe_load(header)["configs"]
+        return {
+            row["split"]: sorted(path.name for path in tmp_path.glob(row["path"]))
+            for row in config["data_files"]
+        }
+
+    write_rollouts(tmp_path / "warmup.parquet", FIRST)
+    assert not (tmp_path / "README.md").exists()
+    write_rollouts(tmp_path / "iteration_0.parquet", FIRST)
+    assert splits() == {"train": ["iteration_0.parquet"]}  # a split without a file makes datasets refuse all
+    write_rollouts(tmp_path / "iteration_1.parquet", FIRST)
+    write_rollouts(tmp_path / "evaluation_0.parquet", FIRST)
+    assert splits() == {
+        "train": ["iteration_0.parquet", "iteration_1.parquet"],
+        "test": ["evaluation_0.parquet"],
+    }
 
 
 def test_the_flat_columns_say_what_each_decision_achieved_and_earned(tmp_path: Path):
