@@ -16,7 +16,7 @@ from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.aggregation import Aggregation, decision_mean, episode_equal, token_mean
+from trainer_backend.core.aggregation import AggregationPlug, decision_mean, episode_equal, token_mean
 from trainer_backend.core.allocation import (
     AllocationPlug,
     ExponentialSchedule,
@@ -80,10 +80,10 @@ LOSSES: dict[str, LossPlug] = {
     "cispo": LossPlug(cispo_loss, takes=frozenset({"clip_low", "clip_high"})),
     "policy_gradient": LossPlug(policy_gradient_loss),
 }
-AGGREGATIONS: dict[str, Aggregation] = {
-    "token_mean": token_mean,
-    "decision_mean": decision_mean,
-    "episode_equal": episode_equal,
+AGGREGATIONS: dict[str, AggregationPlug] = {
+    "token_mean": AggregationPlug(token_mean),
+    "decision_mean": AggregationPlug(decision_mean),
+    "episode_equal": AggregationPlug(episode_equal, over="iteration"),
 }
 # Their libraries are imported when a job opens them.
 SINKS: dict[str, OpenSink] = {"tensorboard": open_tensorboard, "wandb": open_wandb}
@@ -141,7 +141,7 @@ def policy_loss(name: str) -> LossPlug:
     return _chosen(LOSSES, name, key="algorithm.loss")
 
 
-def aggregation(name: str) -> Aggregation:
+def aggregation(name: str) -> AggregationPlug:
     """The loss aggregation of that name; JobError if there is none."""
     return _chosen(AGGREGATIONS, name, key="training.aggregation")
 

@@ -66,7 +66,7 @@ def step_of(estimator, aggregation, spans, level="token"):
     batch = collate(
         parts,
         advantages=trained,
-        weights=AGGREGATIONS[aggregation](parts),
+        weights=AGGREGATIONS[aggregation].weights(parts),
         proximal=[[part.logprobs[i] + 0.1 for i in part.sampled_positions] for part in parts],
         behaviour=[[1.0] * len(part.sampled_positions) for part in parts],
         units=units_of(parts, [level] * len(parts)),

@@ -16,7 +16,7 @@ from trainer_backend.jobfile.schema import JobConfig
 def test_a_name_of_a_plug_board_gives_its_entry():
     assert plugins.estimator("grpo").compute is grpo
     assert plugins.policy_loss("clipped").compute is clipped_policy_loss
-    assert plugins.aggregation("episode_equal") is episode_equal
+    assert plugins.aggregation("episode_equal").weights is episode_equal
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,31 @@
 """How much each sampled token counts in an optimizer step: loss aggregation by name (DESIGN.md 4.8).
 
-Weights are made once for all segments of a step, before they are packed and cut, and sum to 1. So the
-loss is sum(weight * surrogate), whatever the order, the packing or the number of devices.
+Weights are made before segments are packed and cut. So the loss is sum(weight * surrogate), whatever the
+order, the packing or the number of devices.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from trainer_backend.core.errors import BatchError
 from trainer_backend.core.segments import CONTEXT, Segment
 
 Aggregation = Callable[[Sequence[Segment]], list[list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class AggregationPlug:
+    """An aggregation on the plug board.
+
+    over: whose segments `weights` is given. A decision lies in one segment, and so in one step; an episode may
+        lie in several, so what counts it as a whole needs the iteration. Those weights are then multiplied by
+        the number of steps that one pass is cut into, so that a step weighs about 1.
+    """
+
+    weights: Aggregation
+    over: Literal["step", "iteration"] = "step"
 
 
 def token_mean(segments: Sequence[Segment]) -> list[list[float]]:
@@ -43,11 +58,15 @@ def decision_mean(segments: Sequence[Segment]) -> list[list[float]]:
 
 
 def episode_equal(segments: Sequence[Segment]) -> list[list[float]]:
-    """Every episode of the step counts the same, in however many segments it lies.
+    """Every episode of the iteration counts the same, in however many segments and steps it lies.
 
-        w = 1 / (episodes of the step * sampled tokens of the episode)
+        w = 1 / (episodes of the iteration * sampled tokens of the episode)
 
-    Arguments, result and errors as in `token_mean`. Source: DESIGN.md 4.8.
+    Args:
+        segments: all segments of the iteration. Given those of a step alone, an episode whose segments lie in
+            S steps would count up to S times.
+
+    Result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
     return _weights(segments, lambda segment, t: segment.rollout_id)
 

@@ -61,7 +61,7 @@ class Batch:
     """Packed rows and the columns of the loss.
 
     advantage_N: float32, of the token, or of the decision that sampled it.
-    weight_N: float32, how much the token counts; sums to 1 over the optimizer step.
+    weight_N: float32, how much the token counts, see `core.aggregation`.
     proximal_logprob_N: float32, nats: the learner's own before the step, the clip's denominator.
     behaviour_weight_N: float32, how much it counts beside that, by who sampled it: `core.behaviour`.
     unit_N: int64, equal for tokens that share a ratio or a weight, see `core.units`; from 0, over the step.

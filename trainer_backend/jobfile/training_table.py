@@ -129,7 +129,8 @@ class TrainingTable(Table):
     )
     aggregation: str = Field(
         default="token_mean",
-        description="what counts the same in an optimizer step: tokens, decisions, episodes",
+        description="what counts the same: tokens or decisions of an optimizer step, or episodes of the whole "
+        "iteration, however it is cut into steps",
     )
     threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
     checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")

@@ -1,7 +1,7 @@
 """The loss of a piece of an optimizer step, policy by policy: each by its objective, all of one sum."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,18 @@ _TOLD = ("ratio_mean", "entropy")
 _TOLD_OF_A_CLIP = ("clip_low_share", "clip_high_share")
 # How far the step lies from the proximal policy (nats a token), by all samples: what target_kl bounds.
 DRIFT = "loss/kl_to_proximal"
-# Where a step's shares have the critic's: no policy can be called so.
-CRITIC = "/critic"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Sums over a whole step, by which the sums over its pieces become means.
+
+    weights: by policy, of its tokens' weights in the loss.
+    critic: of the value loss's; 0 without one.
+    """
+
+    weights: Mapping[str, float]
+    critic: float
 
 
 class PolicyTerms:
@@ -57,13 +67,10 @@ class PolicyTerms:
         weight_N = batch.critic.weight_N * factors_N
         return replace(batch, critic=replace(batch.critic, weight_N=weight_N) if weight_N.any() else None)
 
-    def shares(self, batch: Batch) -> dict[str, float]:
-        """Of the weights of a whole step, each policy's, and under CRITIC what is left of the value loss's:
-        a mean that is told is over its own samples."""
-        if len(self.objectives) == 1:
-            return {ACTOR: 1.0, CRITIC: 1.0}
-        shares = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
-        return shares if batch.critic is None else {**shares, CRITIC: float(batch.critic.weight_N.sum())}
+    def sums(self, batch: Batch) -> StepSums:
+        """Of a whole step: a mean that is told is over a policy's own samples."""
+        weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
+        return StepSums(weights, 0.0 if batch.critic is None else float(batch.critic.weight_N.sum()))
 
     def spans_pieces(self, batch: Batch) -> bool:
         """Whether tokens of one unit may lie in several pieces of this step."""
@@ -84,7 +91,7 @@ class PolicyTerms:
         logprobs_N: Tensor,
         entropies_N: Tensor,
         reference_N: Tensor | None,
-        shares: Mapping[str, float],
+        sums: StepSums,
     ) -> tuple[Tensor, dict[str, float]]:
         """The policy's loss over a piece: surrogate, entropy bonus and KL term; and the piece's metrics.
 
@@ -92,7 +99,7 @@ class PolicyTerms:
             batch: the piece, on the device of the columns beside it.
             logprobs_N, entropies_N: of the policy in training.
             reference_N: log-probs of what a KL term pulls towards; None: there is no such term.
-            shares: of the step.
+            sums: of the step.
         """
         loss, metrics = logprobs_N.new_zeros(()), {DRIFT: 0.0}
         for policy, chosen in self._chosen(batch):
@@ -113,7 +120,7 @@ class PolicyTerms:
                 loss = loss + self._table.kl_coef * distance
                 found["kl"] = distance.item()
             metrics[DRIFT] += drift
-            metrics |= self._told(policy, found, shares[policy])
+            metrics |= self._told(policy, found, sums.weights[policy])
         return loss, metrics
 
     def _surrogate(

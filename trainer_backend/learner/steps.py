@@ -15,12 +15,14 @@ class Scored:
     proximal: [N] the learner's own log-probs (nats).
     behaviour: [N] weights to who sampled them (core.behaviour), in [0, cap].
     policy: who that was.
+    share: [N] how much each counts of the whole iteration, where its aggregation says so (core.aggregation).
     """
 
     segment: Segment
     proximal: list[float]
     behaviour: list[float]
     policy: str = ACTOR
+    share: Sequence[float] = ()
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -17,7 +18,7 @@ from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.behaviour import Weighed, weighed
 from trainer_backend.learner.mixture_metrics import mismatch, mixture_metrics
-from trainer_backend.learner.policy_terms import CRITIC, DRIFT, PolicyTerms
+from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.scoring import Scorer, row_width
 from trainer_backend.learner.stepping import memory_watched, stepping
 from trainer_backend.learner.steps import Scored, in_steps, together
@@ -46,7 +47,7 @@ class PolicyUpdate:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
         self._job, self._table = job, job.training
         self._terms = PolicyTerms(job)
-        self._weights = aggregation(job.training.aggregation)
+        self._aggregation = aggregation(job.training.aggregation)
 
     def run(
         self,
@@ -72,8 +73,8 @@ class PolicyUpdate:
             with memory_watched(self._job, "the update ran out of memory"):
                 found = self.weighed(episodes, known)
                 steps = list(self._steps(found.scored, iteration))
-                for number, step in enumerate(steps):
-                    part = self.gradient(step, by_id)
+                for number, (step, in_pass) in enumerate(steps):
+                    part = self.gradient(step, by_id, steps=in_pass)
                     moved = part.pop(DRIFT)
                     if parts and self._table.target_kl is not None and moved > self._table.target_kl:
                         break  # found by the forward pass of a step that is then not taken
@@ -99,14 +100,20 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         known: Mapping[str, Sequence[Sequence[float]]] | None = None,
     ) -> Weighed:
-        """Stop 8: the learner's own log-probs before the first step, and the weights to who sampled.
+        """Stop 8: the learner's own log-probs before the first step, the weights to who sampled, and what each
+        token counts of the iteration.
 
         Raises:
             NonFiniteLoss: a log-prob is not finite, by the name of its token.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
         policies = [episode.policy for episode in episodes for _ in episode.segments]
-        return weighed(segments, self._proximal(episodes, known or {}), policies, self._terms.objectives)
+        found = weighed(segments, self._proximal(episodes, known or {}), policies, self._terms.objectives)
+        if self._aggregation.over == "step":
+            return found
+        shares = self._aggregation.weights(segments)
+        scored = [replace(item, share=share) for item, share in zip(found.scored, shares, strict=True)]
+        return replace(found, scored=scored)
 
     def _proximal(
         self, episodes: Sequence[CreditedEpisode], known: Mapping[str, Sequence[Sequence[float]]]
@@ -119,24 +126,34 @@ class PolicyUpdate:
         segments = [segment for episode in episodes for segment in episode.segments]
         return [*self._scorer.score(segments, **size)]
 
-    def _steps(self, scored: Sequence[Scored], iteration: int) -> Iterator[list[Scored]]:
-        """Optimizer steps of about `batch_decisions` decisions; the shuffle follows from the job's seed."""
+    def _steps(self, scored: Sequence[Scored], iteration: int) -> Iterator[tuple[list[Scored], int]]:
+        """Optimizer steps of about `batch_decisions` decisions, each with how many its pass has; the shuffle
+        follows from the job's seed."""
         for number in range(self._table.update_passes):
             order = together(scored, self._terms.unit_levels)
             random.Random(derived_seed(self._job.job.seed, "shuffle", iteration, number)).shuffle(order)
-            yield from in_steps(order, self._table.batch_decisions)
+            steps = list(in_steps(order, self._table.batch_decisions))
+            yield from ((step, len(steps)) for step in steps)
 
-    def gradient(self, step: Sequence[Scored], episodes: Mapping[str, CreditedEpisode]) -> dict[str, float]:
-        """The gradient of a step, left on the parameters, and its metrics. `episodes` are by rollout id."""
+    def gradient(
+        self, step: Sequence[Scored], episodes: Mapping[str, CreditedEpisode], *, steps: int = 1
+    ) -> dict[str, float]:
+        """The gradient of a step, left on the parameters, and its metrics.
+
+        Args:
+            step: some of what `weighed` gave.
+            episodes: by rollout id.
+            steps: how many the pass is cut into.
+        """
         width = row_width([item.segment for item in step], self._table.row_tokens)
-        batch = self._terms.trusted(self._batch(step, episodes, width))
-        shares = self._terms.shares(batch)
+        batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
+        sums = self._terms.sums(batch)
         self._zero_grad()
         parts = []
         pieces = self._pieces(batch, max(1, self._table.micro_batch_tokens // width))
         with stepping(self._scorer.model):
             for piece in pieces:
-                loss, metrics = self._piece(piece, shares)
+                loss, metrics = self._piece(piece, sums)
                 if not torch.isfinite(loss):
                     raise NonFiniteLoss(
                         f"the loss is {loss.item()}; the weights before this step are kept",
@@ -146,14 +163,26 @@ class PolicyUpdate:
                 parts.append(metrics)
         return merge_metrics(parts)
 
-    def _batch(self, step: Sequence[Scored], episodes: Mapping[str, CreditedEpisode], width: int) -> Batch:
+    def _token_weights(self, step: Sequence[Scored], steps: int) -> list[list[float]]:
+        """For each segment of a step, [N] how much each of its sampled tokens counts."""
+        if self._aggregation.over == "iteration":
+            return [[steps * share for share in item.share] for item in step]
+        return self._aggregation.weights([item.segment for item in step])
+
+    def _batch(
+        self,
+        step: Sequence[Scored],
+        episodes: Mapping[str, CreditedEpisode],
+        weights: Sequence[Sequence[float]],
+        width: int,
+    ) -> Batch:
         segments = [item.segment for item in step]
         levels, numbers = self._terms.unit_levels, self._terms.numbers
         critic = {name: item.critic for name, item in episodes.items() if item.critic is not None}
         return collate(
             segments,
             advantages={name: episode.advantages for name, episode in episodes.items()},
-            weights=self._weights(segments),
+            weights=weights,
             proximal=[item.proximal for item in step],
             behaviour=[item.behaviour for item in step],
             units=units_of(segments, [levels[item.policy] for item in step]),
@@ -188,7 +217,7 @@ class PolicyUpdate:
         if self._head is not None:
             self._head.zero_grad()
 
-    def _piece(self, batch: Batch, shares: Mapping[str, float]) -> tuple[Tensor, dict[str, float]]:
+    def _piece(self, batch: Batch, sums: StepSums) -> tuple[Tensor, dict[str, float]]:
         table, packed = self._table, batch.packed
         states = self._scorer.states(packed)
         logprobs, entropies = self._scorer.logprobs_at(states)
@@ -197,11 +226,11 @@ class PolicyUpdate:
         if self._reference is not None:
             with torch.no_grad():
                 reference = self._reference(packed)
-        loss, metrics = self._terms.of(batch, logprobs, entropies, reference, shares)
+        loss, metrics = self._terms.of(batch, logprobs, entropies, reference, sums)
         if batch.critic is not None and self._head is not None:
             missed = value_loss(self._head.values(states), batch.critic, clip=table.value_clip)
             loss = loss + table.value_coef * missed
-            metrics["value/loss"] = missed.item() / shares[CRITIC]
+            metrics["value/loss"] = missed.item() / sums.critic
         return loss, metrics
 
     def _set_learning_rate(self, iterations_done: float) -> None:

@@ -1,10 +1,13 @@
-"""The gradient of an optimizer step is the same, to 1e-6 of its size, however the batch is cut."""
+"""A gradient is the same, to 1e-6 of its size, however a step is cut into pieces or a pass into steps."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.critic import targets_of
+from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
 from trainer_backend.protocols import CreditedEpisode
 
@@ -76,3 +79,57 @@ def test_for_every_aggregation_with_entropy_and_a_kl(tokenizer, aggregation):
 
 def test_with_a_critic_whose_loss_reaches_the_policy(tokenizer):
     assert_equal_for_every_cut(tokenizer, algorithm__advantage="gae", training__value_trunk_gradient=True)
+
+
+class Recorder(torch.optim.Optimizer):
+    """Takes no step, so that all gradients are those of the same weights, and keeps each of them."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model.parameters(), {"lr": 0.0})
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self, closure=None) -> None:
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        self.gradients.append(torch.cat([weight.grad.flatten() for weight in weights]).double())
+
+
+def long_and_short() -> list[CreditedEpisode]:
+    """Episodes of five, one and two decisions with prompts of their own, so of as many segments."""
+    made = []
+    for i, decisions in enumerate([5, 1, 2]):
+        parts = [
+            replace(part, decision=tuple(t if d == 0 else d for d in part.decision))
+            for t in range(decisions)
+            for part in [
+                segment(
+                    f"r{i}", [5 + t, 6, 7 + i], [20 + t + k for k in range(1 + t % 3)], [-5.7] * (1 + t % 3)
+                )
+            ]
+        ]
+        made.append(CreditedEpisode(f"r{i}", parts, [(-1.0) ** t * (1 + i / 2) for t in range(decisions)]))
+    return made
+
+
+def gradients_of_passes(tokenizer, batch_decisions) -> list[list[torch.Tensor]]:
+    """Of each step of each of two passes over `long_and_short`."""
+    learner = learner_of(
+        tokenizer,
+        training__aggregation="episode_equal",
+        training__batch_decisions=batch_decisions,
+        training__update_passes=2,
+        training__max_grad_norm=1e9,
+        training__entropy_coef=0.1,
+    )
+    recorder = Recorder(learner.model)
+    PolicyUpdate(learner.scorer, recorder, learner.job).run(long_and_short(), iteration=1)
+    half = len(recorder.gradients) // 2
+    return [recorder.gradients[:half], recorder.gradients[half:]]
+
+
+def test_episodes_count_the_same_in_an_iteration_however_its_passes_are_cut_into_steps(tokenizer):
+    (whole,), (again,) = gradients_of_passes(tokenizer, 64)
+    torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-7)
+    for batch_decisions in (1, 3):
+        for steps in gradients_of_passes(tokenizer, batch_decisions):
+            assert len(steps) > 1
+            assert ((sum(steps) / len(steps) - whole).norm() / whole.norm()).item() < 1e-6
