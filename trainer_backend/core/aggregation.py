@@ -19,9 +19,9 @@ Aggregation = Callable[[Sequence[Segment]], list[list[float]]]
 class AggregationPlug:
     """An aggregation on the plug board.
 
-    over: whose segments `weights` is given. A decision lies in one segment, and so in one step; an episode may
-        lie in several, so what counts it as a whole needs the iteration. Those weights are then multiplied by
-        the number of steps that one pass is cut into, so that a step weighs about 1.
+    over: whose segments `weights` is given. A decision lies in one segment, and so in one step; an episode
+        may lie in several, so what counts it as a whole needs the iteration. Those weights are multiplied by
+        the number of steps that a pass is cut into, so that a step weighs about 1.
     """
 
     weights: Aggregation

@@ -20,13 +20,11 @@ def clip_metrics(
         loss/clip_low_share    weighted share of tokens held at 1 - clip_low (negative advantage)
         loss/clip_high_share   ... at 1 + clip_high (positive advantage)
         loss/ratio_mean        weighted mean of the ratio; its minimum and maximum beside it
-        loss/approx_kl         KL(proximal || policy) in nats, by k3
 
     Arguments as in `losses.clipped_policy_loss`. Shares and means are sums over the weights given, so
     those of the cuts of a step add up to the step's (`merge_metrics`).
     """
-    log_ratios = log_ratio(logprobs, proximal_logprobs, weights).detach()
-    ratio = log_ratios.exp()
+    ratio = log_ratio(logprobs, proximal_logprobs, weights).detach().exp()
     held_low = (ratio < 1.0 - config.clip_low) & (advantages < 0)
     held_high = (ratio > 1.0 + config.clip_high) & (advantages > 0)
     counted = ratio[weights != 0]
@@ -36,8 +34,16 @@ def clip_metrics(
         "loss/ratio_mean": float(weighted_sum(ratio, weights)),
         "loss/ratio_min": float(counted.min()),
         "loss/ratio_max": float(counted.max()),
-        "loss/approx_kl": float(weighted_sum(k3(-log_ratios), weights)),
     }
+
+
+def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Tensor:
+    """[N] KL(proximal || policy) at each token in nats, by k3; 0 where the weight is 0.
+
+    Of the tokens' own log-probs, never of those at the level of a unit (`losses.at_level_of`): the ratio of a
+    unit is a mean, in which tokens that moved apart cancel.
+    """
+    return k3(-log_ratio(logprobs, proximal_logprobs, weights).detach())
 
 
 def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:

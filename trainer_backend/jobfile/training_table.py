@@ -63,8 +63,8 @@ class TrainingTable(Table):
     target_kl: float | None = Field(
         default=None,
         gt=0,
-        description="nats a token; further than this from the policy that the iteration began with, its "
-        "remaining steps are skipped; absent: never",
+        description="nats, mean over the tokens of a step, whatever the loss; further than this from the "
+        "policy that the iteration began with, its remaining steps are skipped; absent: never",
     )
     skip_flat_groups: bool = Field(
         default=False, description="leave groups whose advantages are all 0 out of the update; still stored"
@@ -129,8 +129,8 @@ class TrainingTable(Table):
     )
     aggregation: str = Field(
         default="token_mean",
-        description="what counts the same: tokens or decisions of an optimizer step, or episodes of the whole "
-        "iteration, however it is cut into steps",
+        description="what counts the same: tokens or decisions of an optimizer step, or episodes of the "
+        "whole iteration, however it is cut into steps",
     )
     threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
     checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from trainer_backend.core.collate import Batch
-from trainer_backend.core.kl import k3, kl_loss
-from trainer_backend.core.loss_metrics import clip_metrics
-from trainer_backend.core.losses import RatioLevel, entropy_loss, log_ratio, weighted_sum
+from trainer_backend.core.kl import kl_loss
+from trainer_backend.core.loss_metrics import clip_metrics, token_kl
+from trainer_backend.core.losses import RatioLevel, entropy_loss, weighted_sum
 from trainer_backend.core.mixture_history import metric_of
 from trainer_backend.core.objective import Tokens
 from trainer_backend.core.policies import ACTOR
@@ -19,7 +19,8 @@ from trainer_backend.learner.behaviour import objectives_of
 # What is told of the samples of a fixed policy, of all that is told of the actor's as `loss/…`.
 _TOLD = ("ratio_mean", "entropy")
 _TOLD_OF_A_CLIP = ("clip_low_share", "clip_high_share")
-# How far the step lies from the proximal policy (nats a token), by all samples: what target_kl bounds.
+# How far the step lies from the proximal policy: nats, mean over the tokens of all samples, whatever the loss
+# makes of their ratios and weights. It is what target_kl bounds, so it must mean the same in every job.
 DRIFT = "loss/kl_to_proximal"
 
 
@@ -27,10 +28,12 @@ DRIFT = "loss/kl_to_proximal"
 class StepSums:
     """Sums over a whole step, by which the sums over its pieces become means.
 
+    tokens: all that were sampled.
     weights: by policy, of its tokens' weights in the loss.
     critic: of the value loss's; 0 without one.
     """
 
+    tokens: int
     weights: Mapping[str, float]
     critic: float
 
@@ -70,7 +73,9 @@ class PolicyTerms:
     def sums(self, batch: Batch) -> StepSums:
         """Of a whole step: a mean that is told is over a policy's own samples."""
         weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
-        return StepSums(weights, 0.0 if batch.critic is None else float(batch.critic.weight_N.sum()))
+        return StepSums(
+            len(batch.weight_N), weights, 0.0 if batch.critic is None else float(batch.critic.weight_N.sum())
+        )
 
     def spans_pieces(self, batch: Batch) -> bool:
         """Whether tokens of one unit may lie in several pieces of this step."""
@@ -105,28 +110,34 @@ class PolicyTerms:
         for policy, chosen in self._chosen(batch):
             tokens = _tokens(batch, logprobs_N).at(chosen)
             unit_logs = self._unit_logs(policy, tokens, batch, chosen)
-            surrogate, found, drift = self._surrogate(policy, tokens, unit_logs)
+            surrogate, found = self._surrogate(policy, tokens, unit_logs)
+            moved_N = token_kl(tokens.logprobs, tokens.proximal_logprobs, tokens.weights)
+            found["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
             found["policy"] = surrogate.item()
             found["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
             loss = (
                 loss
                 + surrogate
-                + self._table.entropy_coef * entropy_loss(entropies_N[chosen], _trust(policy, tokens))
+                + self._table.entropy_coef
+                * entropy_loss(entropies_N[chosen], tokens.weights * _trust(policy, tokens))
             )
             if reference_N is not None:
                 distance = kl_loss(
-                    tokens.logprobs, reference_N[chosen], _trust(policy, tokens), name=self._table.kl_kind
+                    tokens.logprobs,
+                    reference_N[chosen],
+                    tokens.weights * _trust(policy, tokens),
+                    name=self._table.kl_kind,
                 )
                 loss = loss + self._table.kl_coef * distance
                 found["kl"] = distance.item()
-            metrics[DRIFT] += drift
+            metrics[DRIFT] += float((moved_N * _trust(policy, tokens)).sum()) / sums.tokens
             metrics |= self._told(policy, found, sums.weights[policy])
         return loss, metrics
 
     def _surrogate(
         self, policy: str, tokens: Tokens, unit_logs: Tensor | None
-    ) -> tuple[Tensor, dict[str, float], float]:
-        """The loss of a policy's samples, how their ratios lie, and how far that is from the proximal one."""
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a policy's samples, and how their ratios lie."""
         objective = self.objectives[policy]
         ratios = clip_metrics(
             objective.levelled(tokens, unit_logs),
@@ -136,12 +147,7 @@ class PolicyTerms:
             objective.clip,
         )
         found = {name.removeprefix("loss/"): value for name, value in ratios.items()}
-        if policy == ACTOR:
-            drift = found["approx_kl"]
-        else:
-            moved = log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.weights).detach()
-            drift = float(weighted_sum(k3(-moved), _trust(policy, tokens)))
-        return objective.surrogate(tokens, unit_logs), found, drift
+        return objective.surrogate(tokens, unit_logs), found
 
     def _told(self, policy: str, found: Mapping[str, float], share: float) -> dict[str, float]:
         """Metrics of a piece as means over the policy's own samples, once those of all pieces are added."""
@@ -181,5 +187,5 @@ def _tokens(batch: Batch, logprobs_N: Tensor) -> Tokens:
 
 
 def _trust(policy: str, tokens: Tokens) -> Tensor:
-    """[N] weights by which a mean over these samples is one over the proximal policy's."""
-    return tokens.weights if policy == ACTOR else tokens.weights * tokens.behaviour_weights
+    """[N] factors by which a mean over these samples is one over the proximal policy's."""
+    return torch.ones_like(tokens.weights) if policy == ACTOR else tokens.behaviour_weights

@@ -100,8 +100,8 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         known: Mapping[str, Sequence[Sequence[float]]] | None = None,
     ) -> Weighed:
-        """Stop 8: the learner's own log-probs before the first step, the weights to who sampled, and what each
-        token counts of the iteration.
+        """Stop 8: the learner's own log-probs before the first step and the weights to who sampled; what each
+        token counts of the iteration, where the aggregation is over that.
 
         Raises:
             NonFiniteLoss: a log-prob is not finite, by the name of its token.

@@ -1,14 +1,22 @@
 """`training.target_kl` on a real tiny model: which steps of an iteration are taken, and which are not."""
 
 import math
+from itertools import product
+from typing import get_args
 
 import pytest
 import torch
 
 from tests.conftest import tiny_job
+from tests.trainer_backend.learner.hand_made import segment
+from trainer_backend.core.collate import collate
+from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.core.units import units_of
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms
 from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.plugins import AGGREGATIONS, LOSSES
 from trainer_backend.protocols import CreditedEpisode
 
 
@@ -85,3 +93,31 @@ def test_the_schedule_of_the_job_sets_the_rate(tokenizer):
     assert rates["linear"] == pytest.approx([1e-3, 0.75e-3])
     assert rates["cosine"] == pytest.approx([1e-3, quarter * 1e-3])
     assert rates["constant"] == [1e-3, 1e-3]
+
+
+def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
+    # Two episodes, of three tokens and one, whose log-probs moved up and down: at the level of a decision or an
+    # episode that cancels in part, and by episodes the lone token would count for half.
+    moves = {"long": [0.6, -0.5, 0.1], "short": [0.2]}
+    parts = [segment(name, [5, 6], [20] * len(d), [-2.0] * len(d)) for name, d in moves.items()]
+    rows = [[-2.0] * len(moved) for moved in moves.values()]
+    now_N = torch.tensor([-2.0 + d for moved in moves.values() for d in moved])
+    found = []
+    for loss, level, name in product(LOSSES, get_args(RatioLevel), AGGREGATIONS):
+        terms = PolicyTerms(
+            tiny_job(algorithm={"loss": loss, "ratio_level": level}, training__aggregation=name)
+        )
+        batch = collate(
+            parts,
+            advantages={"long": [1.0], "short": [1.0]},
+            weights=AGGREGATIONS[name].weights(parts),
+            proximal=rows,
+            behaviour=[[1.0] * len(row) for row in rows],
+            units=units_of(parts, [level] * 2),
+            policies=[0, 0],
+            row_tokens=16,
+        )
+        _, metrics = terms.of(batch, now_N, torch.zeros(4), None, terms.sums(batch))
+        found.append(metrics[DRIFT])
+    of_tokens = [math.expm1(d) - d for moved in moves.values() for d in moved]
+    assert found == pytest.approx([sum(of_tokens) / 4] * len(found), rel=1e-5)
