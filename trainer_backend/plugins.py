@@ -16,7 +16,13 @@ from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.aggregation import AggregationPlug, decision_mean, episode_equal, token_mean
+from trainer_backend.core.aggregation import (
+    AggregationPlug,
+    decision_mean,
+    episode_equal,
+    token_mean,
+)
+from trainer_backend.core.aggregation import constant as constant_aggregation
 from trainer_backend.core.allocation import (
     AllocationPlug,
     ExponentialSchedule,
@@ -50,16 +56,21 @@ _ANCHORED = frozenset(
     {"state_hashing_function", "default_step_reward", "fnorm", "episode_baseline", "context_depth"}
     | {"context_alpha"}
 )
+_OF_ANCHORS = "compares a decision with those that reached its state, itself among them"
 ESTIMATORS: dict[str, EstimatorPlug] = {
-    "grpo": EstimatorPlug(grpo, divides_by_std=True),
-    "grpo_no_std": EstimatorPlug(grpo_no_std),
+    "grpo": EstimatorPlug(grpo, divides_by_std=True, bias="divides by a standard deviation"),
+    "grpo_no_std": EstimatorPlug(grpo_no_std, bias="counts an episode in its own baseline: (G - 1) / G"),
     "rloo": EstimatorPlug(rloo),
     "stepwise": EstimatorPlug(stepwise),
     "branch": EstimatorPlug(
         branch, frozenset({"branches_per_episode", "branch_rollouts"}), needs_branches=True
     ),
-    "reinforce_pp": EstimatorPlug(reinforce_pp, divides_by_std=True, compares_siblings=False),
-    "reinforce_pp_baseline": EstimatorPlug(reinforce_pp_baseline, divides_by_std=True),
+    "reinforce_pp": EstimatorPlug(
+        reinforce_pp, divides_by_std=True, compares_siblings=False, bias="divides by a standard deviation"
+    ),
+    "reinforce_pp_baseline": EstimatorPlug(
+        reinforce_pp_baseline, divides_by_std=True, bias="divides by a standard deviation"
+    ),
     "gae": EstimatorPlug(gae, frozenset({"gae_lambda"}), needs_values="decision", compares_siblings=False),
     "gae_token": EstimatorPlug(
         gae_token,
@@ -67,9 +78,15 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         needs_values="token",
         compares_siblings=False,
     ),
-    "gigpo": EstimatorPlug(gigpo, _ANCHORED | {"omega"}, needs_state_keys=True, divides_by_std=True),
+    "gigpo": EstimatorPlug(
+        gigpo, _ANCHORED | {"omega"}, needs_state_keys=True, divides_by_std=True, bias=_OF_ANCHORS
+    ),
     "gigpo_additive": EstimatorPlug(
-        gigpo_additive, _ANCHORED | {"step_advantage_w"}, needs_state_keys=True, divides_by_std=True
+        gigpo_additive,
+        _ANCHORED | {"step_advantage_w"},
+        needs_state_keys=True,
+        divides_by_std=True,
+        bias=_OF_ANCHORS,
     ),
 }
 LOSSES: dict[str, LossPlug] = {
@@ -84,6 +101,7 @@ AGGREGATIONS: dict[str, AggregationPlug] = {
     "token_mean": AggregationPlug(token_mean),
     "decision_mean": AggregationPlug(decision_mean),
     "episode_equal": AggregationPlug(episode_equal, over="iteration"),
+    "constant": AggregationPlug(constant_aggregation, over="plan"),
 }
 # Their libraries are imported when a job opens them.
 SINKS: dict[str, OpenSink] = {"tensorboard": open_tensorboard, "wandb": open_wandb}

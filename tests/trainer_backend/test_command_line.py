@@ -35,7 +35,9 @@ def test_check_prints_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Pat
     assert done.returncode == 0
     printed = tomli.loads(done.stdout)
     assert (printed["model"]["preset"], printed["training"]["group_size"]) == ("tiny-0.3m", 8)
-    assert done.stderr == "warning: [vllm] is for other backends and is not read\n"
+    warning, biased = done.stderr.splitlines()
+    assert warning == "warning: [vllm] is for other backends and is not read"
+    assert biased.startswith("expected policy gradient, biased by: training.aggregation = 'token_mean' (")
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,27 @@ class AggregationPlug:
 
     over: whose segments `weights` is given. A decision lies in one segment, and so in one step; an episode
         may lie in several, so what counts it as a whole needs the iteration. Those weights are multiplied by
-        the number of steps that a pass is cut into, so that a step weighs about 1.
+        the number of steps that a pass is cut into, so that a step weighs about 1. Weights over the "plan"
+        are divided by what was planned, which nothing that is sampled changes; those of the steps of a pass
+        add up to those of the whole.
     """
 
     weights: Aggregation
-    over: Literal["step", "iteration"] = "step"
+    over: Literal["step", "iteration", "plan"] = "step"
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the denominator is sampled, which turns the expected gradient."""
+        return self.over != "plan"
 
 
 def token_mean(segments: Sequence[Segment]) -> list[list[float]]:
     """Every sampled token of the step counts the same.
 
         w = 1 / (sampled tokens of the step)
+
+    A bias: the denominator is sampled with the tokens, so an answer counts less beside long ones, its own
+    length among them. It fades as a step holds more episodes (tests/trainer_backend/core/test_unbiased.py).
 
     Args:
         segments: all segments of one optimizer step.
@@ -52,6 +62,9 @@ def decision_mean(segments: Sequence[Segment]) -> list[list[float]]:
 
         w = 1 / (decisions of the step * sampled tokens of the decision)
 
+    A bias that no number of episodes lessens: a token counts less in a long answer than in a short one, so
+    right answers are preferred short, and wrong ones long.
+
     Arguments, result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
     return _weights(segments, lambda segment, t: (segment.rollout_id, t))
@@ -62,6 +75,8 @@ def episode_equal(segments: Sequence[Segment]) -> list[list[float]]:
 
         w = 1 / (episodes of the iteration * sampled tokens of the episode)
 
+    A bias as that of `decision_mean`, by the tokens of whole episodes.
+
     Args:
         segments: all segments of the iteration. Given those of a step alone, an episode whose segments lie in
             S steps would count up to S times.
@@ -71,10 +86,30 @@ def episode_equal(segments: Sequence[Segment]) -> list[list[float]]:
     return _weights(segments, lambda segment, t: segment.rollout_id)
 
 
+def constant(segments: Sequence[Segment]) -> list[list[float]]:
+    """Every sampled token counts 1, to be divided by what was planned.
+
+        w = 1 / (episodes planned for the iteration * training.constant_tokens)
+
+    The denominator is the same whatever is sampled, so an unbiased advantage gives an unbiased gradient, up
+    to that scale. What is planned and not played (failed, or left out as flat) adds nothing, and divides all
+    the same. Arguments, result and errors as in `token_mean`.
+
+    Source: Liu et al., Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the budget of a generation;
+    DESIGN.md 4.6.
+    """
+    _refuse_none(segments)
+    return [[1.0] * len(segment.sampled_positions) for segment in segments]
+
+
+def _refuse_none(segments: Sequence[Segment]) -> None:
+    if not any(segment.sampled_positions for segment in segments):
+        raise BatchError("no sampled token in the optimizer step; there is nothing to train on")
+
+
 def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], object]) -> list[list[float]]:
     """Each unit weighs the same, and so does each token within it."""
     units = [[unit(segment, t) for t in segment.decision if t != CONTEXT] for segment in segments]
+    _refuse_none(segments)
     tokens = Counter(name for row in units for name in row)
-    if not tokens:
-        raise BatchError("no sampled token in the optimizer step; there is nothing to train on")
     return [[1.0 / (len(tokens) * tokens[name]) for name in row] for row in units]

@@ -4,7 +4,7 @@ from trainer_backend.core.selection import Weighted
 from trainer_backend.jobfile.mixture_table import AllocationTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import TrainingTable
-from trainer_backend.plugins import allocation, estimator
+from trainer_backend.plugins import aggregation, allocation, estimator
 
 
 def advice(config: JobConfig) -> list[str]:
@@ -63,6 +63,33 @@ def advice(config: JobConfig) -> list[str]:
             f"training.learning_rate_final = {training.learning_rate_final} is never reached: with "
             'learning_rate_schedule = "constant" the rate does not fall'
         )
+    return found
+
+
+def biases(config: JobConfig) -> list[str]:
+    """What turns the expected gradient of the job's first optimizer step away from the policy gradient, each
+    by the key that brings it; empty where nothing does.
+
+    Later steps of an iteration are clipped around the policy that sampled, which is no bias of the credit.
+
+    Source: DESIGN.md 4.6; enumerated in tests/trainer_backend/core/test_unbiased.py.
+    """
+    algorithm, training = config.algorithm, config.training
+    plug = estimator(algorithm.advantage)
+    found = [f"algorithm.advantage = {algorithm.advantage!r} ({plug.bias})"] if plug.bias else []
+    for key in ("gae_lambda", "gae_token_lambda"):
+        if key in plug.takes and getattr(algorithm, key) < 1.0:
+            found.append(f"algorithm.{key} = {getattr(algorithm, key):g} (trusts the critic)")
+    if aggregation(training.aggregation).is_biased:
+        found.append(f"training.aggregation = {training.aggregation!r} (sampled denominators)")
+    if algorithm.gamma < 1.0:
+        found.append(f"algorithm.gamma = {algorithm.gamma:g} (discount)")
+    if training.refill_rounds:
+        found.append(f"training.refill_rounds = {training.refill_rounds} (worlds chosen by their outcome)")
+    if config.sampling_of(None).is_truncated:
+        found.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
+    if config.fixed_policies:
+        found.append("[rollout_only] (truncated weights; docs/mixture.md)")
     return found
 
 

@@ -153,6 +153,13 @@ class JobConfig(Table):
         """Decisions that an episode may take, by whichever limit is lower."""
         return min(self.rollout.max_turns, self.multi_turn.max_assistant_turns or self.rollout.max_turns)
 
+    @property
+    def planned_tokens(self) -> int:
+        """What `training.aggregation = "constant"` divides an iteration by: the same whatever is sampled."""
+        budget = self.max_decisions * self.rollout.max_tokens
+        most = min(budget, self.multi_turn.max_episode_tokens or budget)
+        return self.rollout.episodes_per_batch * (self.training.constant_tokens or most)
+
     def _refuse_interactions_for_others(self) -> None:
         if self.data is not None and self.data.interaction is not None and not self.multi_turn.enable:
             raise ValueError(

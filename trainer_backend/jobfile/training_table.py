@@ -130,7 +130,13 @@ class TrainingTable(Table):
     aggregation: str = Field(
         default="token_mean",
         description="what counts the same: tokens or decisions of an optimizer step, or episodes of the "
-        "whole iteration, however it is cut into steps",
+        "whole iteration, however it is cut into steps; constant: each token, divided by what was planned",
+    )
+    constant_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="constant: sampled tokens that each of rollout.episodes_per_batch counts as in the "
+        "denominator; absent: the most that an episode may sample",
     )
     threads: int = Field(default=2, ge=1, le=256, description="torch threads while the policy is updated")
     checkpoint_every: int = Field(default=5, ge=1, description="iterations between checkpoints")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.plugins import ESTIMATORS, estimator, policy_loss
+from trainer_backend.plugins import ESTIMATORS, aggregation, estimator, policy_loss
 
 _OF_CRITICS = ("value_coef", "value_clip", "value_learning_rate", "value_trunk_gradient")
 _OF_ESTIMATORS = sorted(frozenset().union(*(plug.takes for plug in ESTIMATORS.values())))
@@ -39,6 +39,12 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
         yield (
             "training.clip_dual",
             f"training.clip_dual is not read by algorithm.loss = {algorithm.loss!r}",
+        )
+    if training.constant_tokens is not None and aggregation(training.aggregation).over != "plan":
+        yield (
+            "training.constant_tokens",
+            f"training.constant_tokens is not read by training.aggregation = {training.aggregation!r}; known "
+            "to: constant",
         )
     modes = [table.behaviour_weight_mode for table in config.fixed_policies]
     if training.behaviour_weight_floor and "mask" not in (training.behaviour_weight_mode, *modes):

@@ -109,7 +109,7 @@ class PolicyUpdate:
         segments = [segment for episode in episodes for segment in episode.segments]
         policies = [episode.policy for episode in episodes for _ in episode.segments]
         found = weighed(segments, self._proximal(episodes, known or {}), policies, self._terms.objectives)
-        if self._aggregation.over == "step":
+        if self._aggregation.over != "iteration":
             return found
         shares = self._aggregation.weights(segments)
         scored = [replace(item, share=share) for item, share in zip(found.scored, shares, strict=True)]
@@ -167,7 +167,10 @@ class PolicyUpdate:
         """For each segment of a step, [N] how much each of its sampled tokens counts."""
         if self._aggregation.over == "iteration":
             return [[steps * share for share in item.share] for item in step]
-        return self._aggregation.weights([item.segment for item in step])
+        weights = self._aggregation.weights([item.segment for item in step])
+        if self._aggregation.over == "step":
+            return weights
+        return [[weight / self._job.planned_tokens for weight in row] for row in weights]
 
     def _batch(
         self,

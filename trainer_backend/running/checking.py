@@ -1,11 +1,13 @@
 """What is wrong with a job, or worth knowing of it, that shows before anything is started."""
 
 from trainer_backend.data.dataset import data_of
+from trainer_backend.jobfile.advice import biases
 from trainer_backend.jobfile.schema import JobConfig
 
 
 def told_before_a_run(job: JobConfig) -> list[str]:
-    """A line for each thing worth knowing: what is read of [data], and which fixed policies there are.
+    """A line for each thing worth knowing: what is read of [data], which fixed policies there are, and what
+    biases the gradient.
 
     Raises:
         DataError: a row cannot be used.
@@ -21,4 +23,5 @@ def told_before_a_run(job: JobConfig) -> list[str]:
         told += [
             f"fixed policy {name!r}: {folder}, which speaks as the actor" for name, folder in folders.items()
         ]
-    return told
+    named = "; ".join(biases(job)) or "nothing that is known"
+    return [*told, f"expected policy gradient, biased by: {named} (docs/route.md, stop 11)"]

@@ -3,11 +3,12 @@ from collections import defaultdict
 
 import pytest
 
-from trainer_backend.core.aggregation import decision_mean, episode_equal, token_mean
+from trainer_backend.core.aggregation import constant, decision_mean, episode_equal, token_mean
 from trainer_backend.core.errors import BatchError
 from trainer_backend.core.segments import Segment
 
-ALL = pytest.mark.parametrize("aggregation", [token_mean, decision_mean, episode_equal])
+MEANS = [token_mean, decision_mean, episode_equal]
+ALL = pytest.mark.parametrize("aggregation", [*MEANS, constant])
 
 
 def segment(rollout_id, decision):
@@ -34,8 +35,8 @@ def test_episode_equal_weighs_every_episode_the_same_however_many_segments_it_li
     assert episode_equal(alone) == [[1 / 2], [1 / 6, 1 / 6], [1 / 6]]
 
 
-@ALL
-def test_weights_sum_to_1(aggregation):
+@pytest.mark.parametrize("aggregation", MEANS)
+def test_weights_of_means_sum_to_1(aggregation):
     assert math.fsum(w for row in aggregation(SEGMENTS) for w in row) == pytest.approx(1.0, abs=1e-15)
 
 

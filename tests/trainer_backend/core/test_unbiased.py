@@ -5,9 +5,10 @@ the length is the policy's own doing: the case in which baselines per turn go wr
 rewards that are multiples of 1/4 nothing is rounded, so "unbiased" is `==`.
 """
 
+from collections import Counter
 from fractions import Fraction
-from itertools import product
-from math import prod
+from itertools import combinations_with_replacement, product
+from math import factorial, hypot, prod
 
 import pytest
 
@@ -19,6 +20,8 @@ from trainer_backend.core.advantages.gigpo import gigpo_additive
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
 from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.plugins import AGGREGATIONS
 
 STOP, GO = "stop", "go"
 EPISODES = [(STOP,), (GO, STOP), (GO, GO, STOP), (GO, GO, GO)]
@@ -239,6 +242,103 @@ def test_dividing_by_the_number_of_decisions_of_the_batch_is_a_bias():
 
     ratios = {expected_gradient(ours, 3, p, decisions) / true_gradient(p) for p in (P, 1 - P)}
     assert len(ratios) == 2
+
+
+def answer(name, t, tokens):
+    """A decision of so many sampled tokens behind a prompt of its own."""
+    n = 1 + tokens
+    return Segment(name, (1,) * n, (CONTEXT,) + (t,) * tokens, (0.0,) * n, (0,) * n, (1.0,) * n)
+
+
+def first_token_weights(aggregation, group):
+    """[G][T_i] weight of the first token of each decision, given how many tokens each has."""
+    parts = [answer(str(i), t, tokens) for i, row in enumerate(group) for t, tokens in enumerate(row)]
+    weights = iter(AGGREGATIONS[aggregation].weights(parts))
+    return [[next(weights)[0] for _ in row] for row in group]
+
+
+TOKENS = {STOP: 1, GO: 3}  # to stop is said in a word, and only the first token of an answer is a choice
+
+
+def aggregated_gradient(estimator, aggregation, size, p):
+    """E over all groups of sum_{i,t} w * score_{i,t} * A_{i,t}, with w as a loss weighs what it sums."""
+    total = 0.0
+    for group in product(EPISODES, repeat=size):
+        weights = first_token_weights(
+            aggregation, [[TOKENS[action] for action in actions] for actions in group]
+        )
+        advantages = estimator([rewards_of(actions) for actions in group])
+        total += float(prod(probability(actions, p) for actions in group)) * sum(
+            float(score(action, p)) * advantage * weight
+            for actions, row_T, of_row in zip(group, advantages, weights, strict=True)
+            for action, advantage, weight in zip(actions, row_T, of_row, strict=True)
+        )
+    return total
+
+
+@pytest.mark.parametrize(
+    ("estimator", "size"), [(ours, 3), (scores_alone, 3), (lambda group: with_critic(group, 1.0), 1)]
+)
+def test_constant_denominators_keep_every_unbiased_estimator_unbiased_and_sampled_ones_keep_none(
+    estimator, size
+):
+    for p in (P, 1 - P):
+        found = aggregated_gradient(estimator, "constant", size, p)
+        assert found / size == pytest.approx(float(true_gradient(p)), rel=1e-12)
+    for aggregation in AGGREGATIONS.keys() - {"constant"}:
+        ratios = [
+            aggregated_gradient(estimator, aggregation, size, p) / float(true_gradient(p)) for p in (P, 1 - P)
+        ]
+        assert abs(ratios[0] / ratios[1] - 1) > 0.01, aggregation  # turned, and not only scaled
+
+
+# One decision: probability, tokens and reward of its answers. Right and wrong, each short and long.
+ANSWERS = [(0.25, 1, 0.0), (0.25, 6, 0.0), (0.25, 2, 1.0), (0.25, 6, 1.0)]
+
+
+def logit_gradient(aggregation, size):
+    """[4] expected gradient on the logits of ANSWERS by leave-one-out advantages, over all groups."""
+    total = [0.0] * len(ANSWERS)
+    for drawn in combinations_with_replacement(range(len(ANSWERS)), size):
+        orders = factorial(size) / prod(factorial(n) for n in Counter(drawn).values())
+        chance = orders * prod(ANSWERS[k][0] for k in drawn)
+        advantages = scores_alone([[ANSWERS[k][2]] for k in drawn])
+        weights = first_token_weights(aggregation, [[ANSWERS[k][1]] for k in drawn])
+        for k, (advantage,), (weight,) in zip(drawn, advantages, weights, strict=True):
+            for j, (p, _, _) in enumerate(ANSWERS):
+                total[j] += chance * weight * advantage * ((j == k) - p)
+    return total
+
+
+def cosine_to_truth(gradient):
+    mean = sum(p * reward for p, _, reward in ANSWERS)
+    truth = [p * (reward - mean) for p, _, reward in ANSWERS]
+    return sum(a * b for a, b in zip(gradient, truth, strict=True)) / hypot(*gradient) / hypot(*truth)
+
+
+def test_what_each_aggregation_does_to_the_direction_of_the_gradient():
+    found = {
+        name: [cosine_to_truth(logit_gradient(name, size)) for size in (2, 4, 8)] for name in AGGREGATIONS
+    }
+    assert found == {
+        "token_mean": pytest.approx([0.9390, 0.9841, 0.9966], abs=5e-5),
+        "decision_mean": pytest.approx([0.8222] * 3, abs=5e-5),
+        "episode_equal": pytest.approx([0.8222] * 3, abs=5e-5),
+        "constant": pytest.approx([1.0] * 3, abs=1e-12),
+    }
+
+
+@pytest.mark.parametrize("aggregation", ["decision_mean", "episode_equal"])
+def test_means_over_answers_prefer_wrong_ones_long_and_right_ones_short(aggregation):
+    # Equally right, equally likely: the true gradient does not tell long from short. An answer's advantage
+    # is R_k - 1/2 in expectation, and each of 4 first tokens weighs 1 / (4 n_k): no sum over groups is needed
+    found = logit_gradient(aggregation, 4)
+    pulls = [p * (reward - 0.5) / tokens for p, tokens, reward in ANSWERS]
+    assert found == pytest.approx(
+        [pull - p * sum(pulls) for pull, (p, *_) in zip(pulls, ANSWERS, strict=True)], rel=1e-12
+    )
+    short_wrong, long_wrong, short_right, long_right = found
+    assert short_wrong < long_wrong < 0 < long_right < short_right
 
 
 def test_of_each_turn_a_self_including_mean_of_the_living_keeps_the_share_of_the_others():

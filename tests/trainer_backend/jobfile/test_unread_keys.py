@@ -55,6 +55,11 @@ def job_of(algorithm, training=None):
             {"kl_coef": 0.1, "kl_reward_kind": "k3"},
             "training.kl_reward_kind is not read while training.kl_reward_coef is 0",
         ),
+        (
+            {},
+            {"constant_tokens": 64},
+            "training.constant_tokens is not read by training.aggregation = 'token_mean'; known to: constant",
+        ),
     ],
 )
 def test_a_key_without_effect_is_refused(algorithm, training, message):

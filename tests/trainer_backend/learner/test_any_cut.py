@@ -110,11 +110,11 @@ def long_and_short() -> list[CreditedEpisode]:
     return made
 
 
-def gradients_of_passes(tokenizer, batch_decisions) -> list[list[torch.Tensor]]:
+def gradients_of_passes(tokenizer, batch_decisions, **settings) -> list[list[torch.Tensor]]:
     """Of each step of each of two passes over `long_and_short`."""
     learner = learner_of(
         tokenizer,
-        training__aggregation="episode_equal",
+        **settings,
         training__batch_decisions=batch_decisions,
         training__update_passes=2,
         training__max_grad_norm=1e9,
@@ -126,10 +126,28 @@ def gradients_of_passes(tokenizer, batch_decisions) -> list[list[torch.Tensor]]:
     return [recorder.gradients[:half], recorder.gradients[half:]]
 
 
-def test_episodes_count_the_same_in_an_iteration_however_its_passes_are_cut_into_steps(tokenizer):
-    (whole,), (again,) = gradients_of_passes(tokenizer, 64)
+@pytest.mark.parametrize("aggregation", ["episode_equal", "constant"])
+def test_the_steps_of_a_pass_add_up_to_the_iteration_however_it_is_cut(tokenizer, aggregation):
+    settings = {"training__aggregation": aggregation}
+    (whole,), (again,) = gradients_of_passes(tokenizer, 64, **settings)
     torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-7)
     for batch_decisions in (1, 3):
-        for steps in gradients_of_passes(tokenizer, batch_decisions):
+        for steps in gradients_of_passes(tokenizer, batch_decisions, **settings):
             assert len(steps) > 1
-            assert ((sum(steps) / len(steps) - whole).norm() / whole.norm()).item() < 1e-6
+            # a step of `episode_equal` weighs 1, whatever their number; one of `constant` what is in it
+            total = sum(steps) / (len(steps) if aggregation == "episode_equal" else 1)
+            assert ((total - whole).norm() / whole.norm()).item() < 1e-6
+
+
+def test_constant_divides_by_the_plan_whatever_was_played(tokenizer):
+    # 13 tokens were sampled. Of 8 planned episodes of 8 decisions of 8 tokens at most the plan is 512 tokens.
+    ((mean,), _), ((planned,), _), ((given,), _) = (
+        gradients_of_passes(tokenizer, 64, **settings)
+        for settings in (
+            {"training__aggregation": "token_mean"},
+            {"training__aggregation": "constant"},
+            {"training__aggregation": "constant", "training__constant_tokens": 3},
+        )
+    )
+    torch.testing.assert_close(planned * 512, mean * 13, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(given * 8 * 3, mean * 13, rtol=1e-4, atol=1e-5)

@@ -96,8 +96,8 @@ def test_the_schedule_of_the_job_sets_the_rate(tokenizer):
 
 
 def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
-    # Two episodes, of three tokens and one, whose log-probs moved up and down: at the level of a decision or an
-    # episode that cancels in part, and by episodes the lone token would count for half.
+    # Two episodes, of three tokens and one, whose log-probs moved up and down: at the level of a decision or
+    # an episode that cancels in part, and by episodes the lone token would count for half.
     moves = {"long": [0.6, -0.5, 0.1], "short": [0.2]}
     parts = [segment(name, [5, 6], [20] * len(d), [-2.0] * len(d)) for name, d in moves.items()]
     rows = [[-2.0] * len(moved) for moved in moves.values()]

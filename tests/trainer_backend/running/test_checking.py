@@ -1,4 +1,4 @@
-"""`turnwise check` of a mixture: what is wrong with a fixed model is told, and nothing is started."""
+"""What `turnwise check` tells beside the job, and that a fixed model which does not fit is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError
+from trainer_backend.job import parse_job
+from trainer_backend.jobfile.advice import biases
 from trainer_backend.rundir.layout import RunDirectory
 
 
@@ -47,3 +49,31 @@ def test_a_servers_key_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(JobError, match="api_key_env: the environment variable THEIR_KEY is not set"):
         CliRunner().invoke(app, asked, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "training", "keys"),
+    [
+        ({}, {"aggregation": "constant"}, []),
+        ({"advantage": "rloo"}, {"aggregation": "constant"}, []),
+        ({"advantage": "branch"}, {"aggregation": "constant"}, []),
+        ({"advantage": "gae", "gae_lambda": 1.0}, {"aggregation": "constant"}, []),
+        ({"advantage": "gae"}, {"aggregation": "constant"}, ["algorithm.gae_lambda"]),
+        ({"advantage": "gigpo"}, {}, ["algorithm.advantage", "training.aggregation"]),
+        (
+            {"gamma": 0.9},
+            {"aggregation": "episode_equal", "skip_flat_groups": True, "refill_rounds": 1},
+            ["training.aggregation", "algorithm.gamma", "training.refill_rounds"],
+        ),
+    ],
+)
+def test_what_biases_the_gradient_of_a_job_is_named_by_its_keys(
+    algorithm: dict[str, Any], training: dict[str, Any], keys: list[str]
+):
+    tables = {
+        "model": {"preset": "tiny-0.3m"},
+        "algorithm": {"gamma": 1.0, **algorithm},
+        "training": training,
+    }
+    found = biases(parse_job(tables, where="tests").config)
+    assert [line.partition(" ")[0] for line in found] == keys

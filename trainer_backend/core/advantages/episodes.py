@@ -100,6 +100,8 @@ class EstimatorPlug:
     needs_branches: whether rollouts must be played on from before some of the decisions.
     divides_by_std: whether it measures what it compares in standard deviations; always, or with that `fnorm`.
     compares_siblings: whether it reads which episodes are of one group.
+    bias: why its advantages do not give the policy gradient, with whatever keys and denominators; empty where
+        they do at gamma 1 and fixed denominators (DESIGN.md 4.6).
     """
 
     compute: Estimator
@@ -109,6 +111,7 @@ class EstimatorPlug:
     needs_branches: bool = False
     divides_by_std: bool = False
     compares_siblings: bool = True
+    bias: str = ""
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
