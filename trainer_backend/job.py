@@ -18,7 +18,7 @@ from trainer_backend.jobfile.model_folders import refuse_no_file, refuse_no_mode
 from trainer_backend.jobfile.overrides import Places, apply_override
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.unread_keys import unread_keys
-from trainer_backend.plugins import BOARDS, refuse_unknown
+from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
 from trainer_backend.sinks.sink import refuse_missing
 
 # Tables that launchers of other backends send along; they say nothing to this one.
@@ -96,7 +96,7 @@ def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[st
 def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     foreign = sorted(FOREIGN_TABLES & document.keys())
     tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
-    tables = _gather_reward_switches(tables, places)
+    tables = _with_values_of_the_loss(_gather_reward_switches(tables, places))
     services = tables.get("services")
     if isinstance(services, dict) and isinstance(services.get("task_url"), str):
         tables["services"] = {**services, "task_url": [services["task_url"]]}
@@ -178,6 +178,22 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
         result["training"] = training
     if "rollout" in result:
         result["rollout"] = rollout
+    return result
+
+
+def _with_values_of_the_loss(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """What the paper of the chosen loss sets, in every key that the job leaves out.
+
+    So the resolved job shows what acts. A table or a name that is wrong is left for validation to refuse.
+    """
+    result, algorithm = dict(tables), tables.get("algorithm")
+    name = algorithm.get("loss") if isinstance(algorithm, dict) else None
+    values = LOSSES[name].values if isinstance(name, str) and name in LOSSES else {}
+    for dotted, value in values.items():
+        table, _, key = dotted.partition(".")
+        home = result.get(table, {})
+        if isinstance(home, dict):
+            result[table] = {key: value, **home}
     return result
 
 

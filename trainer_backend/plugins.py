@@ -92,9 +92,20 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
 LOSSES: dict[str, LossPlug] = {
     "clipped": LossPlug(clipped_policy_loss, takes=frozenset({"clip_low", "clip_high", "clip_dual"})),
     "gspo": LossPlug(
-        clipped_policy_loss, ratio_level="decision", takes=frozenset({"clip_low", "clip_high", "clip_dual"})
+        clipped_policy_loss,
+        takes=frozenset({"clip_low", "clip_high", "clip_dual"}),
+        values={
+            "algorithm.ratio_level": "decision",
+            "training.clip_low": 3e-4,
+            "training.clip_high": 4e-4,
+            "training.aggregation": "decision_mean",
+        },
     ),
-    "cispo": LossPlug(cispo_loss, takes=frozenset({"clip_low", "clip_high"})),
+    "cispo": LossPlug(
+        cispo_loss,
+        takes=frozenset({"clip_low", "clip_high"}),
+        values={"training.clip_low": 1.0, "training.clip_high": 4.0, "training.aggregation": "token_mean"},
+    ),
     "policy_gradient": LossPlug(policy_gradient_loss),
 }
 AGGREGATIONS: dict[str, AggregationPlug] = {

@@ -5,8 +5,8 @@ Tensor methods only: the plug board names these functions, and the orchestrator 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -48,14 +48,13 @@ RatioLevel = Literal["token", "decision", "episode"]
 class LossPlug:
     """A loss on the plug board.
 
-    ratio_level: whose ratio its tokens have where the job does not say: their own, their decision's or their
-        episode's.
     takes: the clip keys of `[training]` that it reads.
+    values: what its paper sets, by dotted key of the job: each stands where the job does not say otherwise.
     """
 
     compute: PolicyLoss
-    ratio_level: RatioLevel = "token"
     takes: frozenset[str] = frozenset()
+    values: Mapping[str, float | str] = field(default_factory=dict)
 
     @property
     def clips(self) -> bool:
@@ -105,10 +104,11 @@ def cispo_loss(
 
         loss = -sum(w * stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob)
 
-    Arguments and result as in `clipped_policy_loss`; clip_dual is not read. The paper clips above alone, as
-    this does with clip_low = 1.
+    Arguments and result as in `clipped_policy_loss`; clip_dual is not read. With clip_low = 1 it clips above
+    alone, as the paper does.
 
-    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5: tokens count the same, no lower bound; it does not tell
+    its upper one. ScaleRL, arXiv:2510.13786, holds ratios at about 5, which is clip_high = 4.
     """
     ratio = log_ratio(logprobs, proximal_logprobs, weights).exp().detach()
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -144,8 +144,8 @@ def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> T
     Returns:
         Log-probs (nats) in the same shape, to be given to a loss instead of `logprobs`.
 
-    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). The
-    paper clips near 3e-4; it and verl weigh sequences alike, which is training.aggregation = "decision_mean".
+    Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). It
+    clips at 3e-4 and 4e-4 (section 5.1) and weighs sequences alike; a sequence is a decision's tokens here.
     """
     return proximal_logprobs + means + (logprobs - logprobs.detach())
 

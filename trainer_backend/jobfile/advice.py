@@ -4,7 +4,7 @@ from trainer_backend.core.selection import Weighted
 from trainer_backend.jobfile.mixture_table import AllocationTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import TrainingTable
-from trainer_backend.plugins import aggregation, allocation, estimator
+from trainer_backend.plugins import aggregation, allocation, estimator, policy_loss
 
 
 def advice(config: JobConfig) -> list[str]:
@@ -56,6 +56,7 @@ def advice(config: JobConfig) -> list[str]:
             f"training.kl_reward_kind = {training.kl_reward_kind!r} hardly holds a policy that is near the "
             'reference: as a reward only "k1" has the gradient of the KL'
         )
+    found += _unlike_the_paper(config)
     found += _of_a_mixture(config)
     usual = TrainingTable.model_fields["learning_rate_final"].default
     if training.learning_rate_schedule == "constant" and training.learning_rate_final != usual:
@@ -64,6 +65,17 @@ def advice(config: JobConfig) -> list[str]:
             'learning_rate_schedule = "constant" the rate does not fall'
         )
     return found
+
+
+def _unlike_the_paper(config: JobConfig) -> list[str]:
+    """A loss that bears a paper's name, with values of another: often they stood in the job before it."""
+    name, given = config.algorithm.loss, config.model_dump(include={"algorithm", "training"})
+    values = policy_loss(name).values.items()
+    found = [(key, value, given[key.partition(".")[0]][key.partition(".")[2]]) for key, value in values]
+    other = [f"{key} = {own!r} (there {value!r})" for key, value, own in found if own != value]
+    return (
+        [f"algorithm.loss = {name!r} with other values than its paper's: {', '.join(other)}"] if other else []
+    )
 
 
 def biases(config: JobConfig) -> list[str]:

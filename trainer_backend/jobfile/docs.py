@@ -49,7 +49,9 @@ def _lines() -> Iterator[str]:
     for name, plug in ESTIMATORS.items():
         yield f"- `{name}`{_reads(plug.takes)}"
     for name, loss in LOSSES.items():
-        yield f"- loss `{name}`{_reads(loss.takes)}"
+        values = ", ".join(f"`{key} = {value}`" for key, value in loss.values.items())
+        told = f"; where the job has no value, those of its paper: {values}" if values else ""
+        yield f"- loss `{name}`{_reads(loss.takes)}{told}"
     yield ""
     yield "## What allocation schedules read\n"
     yield "By `type`; keys in brackets may be left out, and one that is set and not read is refused.\n"

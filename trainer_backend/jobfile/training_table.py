@@ -76,7 +76,9 @@ class TrainingTable(Table):
         description="times that an iteration asks for other worlds in place of flat groups; a named bias: "
         "what is learned from is chosen by its outcome",
     )
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="ratios below 1 - clip_low are held")
+    clip_low: float = Field(
+        default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are held; at 1 none are"
+    )
     clip_high: float = Field(default=0.25, gt=0, description="ratios above 1 + clip_high are held")
     clip_dual: float | None = Field(
         default=None, gt=1, description="a ratio above it is held where the advantage is negative too"
@@ -204,11 +206,13 @@ class AlgorithmTable(Table):
     """[algorithm]; which keys an estimator and a loss read stands on the plug board."""
 
     advantage: str = Field(default="stepwise", description="the estimator of advantages")
-    loss: str = Field(default="clipped", description="of the policy")
-    ratio_level: RatioLevel | None = Field(
-        default=None,
+    loss: str = Field(
+        default="clipped", description="of the policy; the values of its paper stand where the job has none"
+    )
+    ratio_level: RatioLevel = Field(
+        default="token",
         description="whose ratio to the proximal policy a token has: its own, its decision's or its "
-        "episode's (geometric means); absent: token, and decision for gspo",
+        "episode's (geometric means)",
     )
     gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
     gae_lambda: float = Field(

@@ -48,8 +48,7 @@ def objectives_of(job: JobConfig) -> dict[str, Objective]:
     """What each policy's samples are trained by: the actor's first, then those of [rollout_only]."""
     table, plug = job.training, policy_loss(job.algorithm.loss)
     clip = LossConfig(clip_low=table.clip_low, clip_high=table.clip_high, clip_dual=table.clip_dual)
-    level = job.algorithm.ratio_level or plug.ratio_level
-    own = Objective("decoupled", plug.compute, clip, level, _own_weighting(table))
+    own = Objective("decoupled", plug.compute, clip, job.algorithm.ratio_level, _own_weighting(table))
     fixed = {
         given.name: replace(
             own,

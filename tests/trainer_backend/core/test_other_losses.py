@@ -118,3 +118,12 @@ def test_units_of_one_token_change_nothing(moves):
     new = OLD + torch.tensor(moves)
     level = level_of(torch.arange(4), new)
     assert torch.allclose(level, new, atol=1e-6)
+
+
+def test_cispo_of_the_paper_has_no_lower_bound_and_holds_above():
+    # ratios e^-2 and e^2 = 7.4: the first is kept, the second held at 5
+    logprobs = torch.tensor([-3.0, 1.0], requires_grad=True)
+    one_sided = LossConfig(clip_low=1.0, clip_high=4.0)
+    weights = torch.full((2,), 0.5)
+    cispo_loss(logprobs, torch.full((2,), -1.0), torch.tensor([1.0, -1.0]), weights, one_sided).backward()
+    assert logprobs.grad.tolist() == pytest.approx([-0.5 * math.exp(-2), 0.5 * 5.0], rel=1e-6)

@@ -1,4 +1,4 @@
-"""A key of [algorithm] that nothing reads is refused where it stands."""
+"""Keys that the choice of an estimator or a loss refuses, and those that it sets."""
 
 import pytest
 import tomli
@@ -83,3 +83,46 @@ def test_a_critic_takes_its_keys_and_needs_no_siblings():
 
 def test_gamma_is_the_tasks_and_may_stand_beside_any_estimator():
     assert job_of({"advantage": "grpo", "gamma": 0.9}).config.algorithm.gamma == 0.9
+
+
+GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "decision_mean"}
+CISPO = {"clip_low": 1.0, "clip_high": 4.0, "aggregation": "token_mean"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "training", "level"), [("gspo", GSPO, "decision"), ("cispo", CISPO, "token")]
+)
+def test_a_loss_of_a_paper_brings_its_values_and_they_survive_being_written_and_read(loss, training, level):
+    loaded = job_of({"loss": loss})
+    again = parse_job(tomli.loads(dump_job(loaded.config)), where="run")
+    for config in (loaded.config, again.config):
+        assert config.training.model_dump(include=training.keys()) == training
+        assert config.algorithm.ratio_level == level
+    assert (loaded.warnings, again.config) == ((), loaded.config)
+
+
+def test_what_the_job_says_goes_over_the_paper_and_is_told():
+    loaded = job_of({"loss": "gspo", "ratio_level": "episode"}, {"clip_low": 0.2, "aggregation": "constant"})
+    table = loaded.config.training
+    assert (table.clip_low, table.clip_high, table.aggregation) == (0.2, 4e-4, "constant")
+    (told,) = loaded.warnings
+    assert told == (
+        "algorithm.loss = 'gspo' with other values than its paper's: algorithm.ratio_level = 'episode' "
+        "(there 'decision'), training.clip_low = 0.2 (there 0.0003), training.aggregation = 'constant' "
+        "(there 'decision_mean')"
+    )
+
+
+def test_a_loss_without_a_paper_of_its_own_has_the_defaults_of_the_tables():
+    for algorithm in ({}, {"loss": "clipped"}, {"loss": "policy_gradient"}):
+        config = job_of(algorithm).config
+        assert (config.training.clip_low, config.training.clip_high) == (0.2, 0.25)
+        assert (config.training.aggregation, config.algorithm.ratio_level) == ("token_mean", "token")
+
+
+@pytest.mark.parametrize(
+    "tables", [{"algorithm": {"loss": ["gspo"]}}, {"algorithm": {"loss": "gspo"}, "training": 1}]
+)
+def test_a_wrong_type_beside_a_loss_is_refused_by_its_key(tables):
+    with pytest.raises(JobError, match=r"job.toml: (algorithm\.loss|training) is "):
+        parse_job({"model": MODEL, **tables}, where="job.toml")
