@@ -193,6 +193,7 @@ def _rewarded(
     values = measured.values.get(name, ())
     by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
     branched = plug.needs_branches and measured.branches is not None
+    by_outcome = job.algorithm.episode_score == "outcome" and "episode_score" in plug.takes
     return EpisodeRewards(
         name,
         _compared_with(job, rollout),
@@ -201,6 +202,7 @@ def _rewarded(
         values_T=firsts(values) if plug.needs_values else (),
         token_values=by_token,
         branch_returns_T=_branch_returns(job, trajectory, measured, name) if branched else (),
+        final_score=trajectory.outcome_reward if by_outcome else None,
     )
 
 

@@ -52,15 +52,18 @@ from trainer_backend.sinks.wandb import open_wandb
 
 Plug = TypeVar("Plug")
 
-_ANCHORED = frozenset(
+_OF_SCORES = frozenset({"episode_score"})
+_ANCHORED = _OF_SCORES | frozenset(
     {"state_hashing_function", "default_step_reward", "fnorm", "episode_baseline", "context_depth"}
     | {"context_alpha"}
 )
 _OF_ANCHORS = "compares a decision with those that reached its state, itself among them"
 ESTIMATORS: dict[str, EstimatorPlug] = {
-    "grpo": EstimatorPlug(grpo, divides_by_std=True, bias="divides by a standard deviation"),
-    "grpo_no_std": EstimatorPlug(grpo_no_std, bias="counts an episode in its own baseline: (G - 1) / G"),
-    "rloo": EstimatorPlug(rloo),
+    "grpo": EstimatorPlug(grpo, _OF_SCORES, divides_by_std=True, bias="divides by a standard deviation"),
+    "grpo_no_std": EstimatorPlug(
+        grpo_no_std, _OF_SCORES, bias="counts an episode in its own baseline: (G - 1) / G"
+    ),
+    "rloo": EstimatorPlug(rloo, _OF_SCORES),
     "stepwise": EstimatorPlug(stepwise),
     "branch": EstimatorPlug(
         branch, frozenset({"branches_per_episode", "branch_rollouts"}), needs_branches=True
@@ -69,7 +72,7 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         reinforce_pp, divides_by_std=True, compares_siblings=False, bias="divides by a standard deviation"
     ),
     "reinforce_pp_baseline": EstimatorPlug(
-        reinforce_pp_baseline, divides_by_std=True, bias="divides by a standard deviation"
+        reinforce_pp_baseline, _OF_SCORES, divides_by_std=True, bias="divides by a standard deviation"
     ),
     "gae": EstimatorPlug(gae, frozenset({"gae_lambda"}), needs_values="decision", compares_siblings=False),
     "gae_token": EstimatorPlug(

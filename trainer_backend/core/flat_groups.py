@@ -1,5 +1,6 @@
 """Groups from which an update has nothing to learn. Pure."""
 
+import math
 from collections.abc import Sequence
 
 from trainer_backend.core.advantages.episodes import EpisodeRewards, siblings
@@ -11,8 +12,8 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
 
     The advantages are looked at, not the scores: equal scores that were earned at other decisions have
     spread for `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up
-    to rounding, at most SPREAD_TOLERANCE of the largest sum of |r_t| in the group: a mean of equal floats
-    can miss them by the last bit.
+    to rounding, at most SPREAD_TOLERANCE of the largest sum of |r_t| or score in the group: a mean of equal
+    floats can miss them by the last bit.
 
     Args:
         episodes: all episodes of the batch.
@@ -28,8 +29,12 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
     """
     flat = []
     for group_id, members in siblings(episodes).items():
-        scale = max(sum(abs(reward) for reward in episodes[index].rewards_T) for index in members)
+        scale = max(_size(episodes[index]) for index in members)
         largest = max(abs(value) for index in members for value in advantages[index])
         if largest <= SPREAD_TOLERANCE * scale:
             flat.append(group_id)
     return flat
+
+
+def _size(episode: EpisodeRewards) -> float:
+    return max(math.fsum(map(abs, episode.rewards_T)), abs(episode.score))

@@ -56,6 +56,11 @@ def advice(config: JobConfig) -> list[str]:
             f"training.kl_reward_kind = {training.kl_reward_kind!r} hardly holds a policy that is near the "
             'reference: as a reward only "k1" has the gradient of the KL'
         )
+    if config.algorithm.episode_score == "outcome" and not plug.needs_state_keys:
+        found.append(
+            f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
+            "alone: what decisions earn or pay beside the outcome (step rewards, penalties, KL) trains nothing"
+        )
     found += _unlike_the_paper(config)
     found += _of_a_mixture(config)
     usual = TrainingTable.model_fields["learning_rate_final"].default

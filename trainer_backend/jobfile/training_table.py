@@ -221,6 +221,11 @@ class AlgorithmTable(Table):
     gae_token_lambda: float = Field(
         default=1.0, ge=0, le=1, description="gae_token: the same over the tokens of one decision"
     )
+    episode_score: Literal["rewards", "outcome"] = Field(
+        default="rewards",
+        description="what siblings are compared by as wholes: the sum of r_t, or the outcome, which is the "
+        "score of a reward function where there is one; returns of decisions come from r_t either way",
+    )
     omega: float = Field(
         default=0.5,
         ge=0,
