@@ -189,6 +189,11 @@ class RolloutRequest(Body):
         max_length=64,
         description="turns before whose decision the environment is kept, on the step: for branches",
     )
+    final_view: bool = Field(
+        default=False,
+        description="where a limit cuts the episode, also ask for the prompt of the decision that is not "
+        "made: a critic values the state by it",
+    )
     ground_truth: GroundTruth = Field(
         default=None,
         repr=False,

@@ -28,6 +28,16 @@ class StopReason(StrEnum):
     MAX_DECISIONS = "max_decisions"
 
 
+# Endings after which the policy could have gone on, where they cut the episode: its own (an invalid action, a
+# context that is full, slowness) are to be felt, and a user who fell silent leaves no state to go on from.
+_CUTS = frozenset({StopReason.ENVIRONMENT_DONE, StopReason.EPISODE_TOKENS, StopReason.MAX_DECISIONS})
+
+
+def is_cut_short(reason: StopReason, *, truncated: bool) -> bool:
+    """Whether a limit outside of the task ended an episode whose policy could have gone on."""
+    return truncated and reason in _CUTS
+
+
 class Sampling(Body):
     """How the tokens of a decision were drawn: needed to recompute the log-probs that they had."""
 
@@ -224,3 +234,13 @@ class Trajectory(Body):
     warnings: tuple[str, ...] = Field(
         default=(), description="what somebody should look at, though the episode counts; a sentence each"
     )
+    final_view: PolicyLogprobs | None = Field(
+        default=None,
+        description="the prompt of the decision that a limit kept from being made, with one token that "
+        "nobody carried out: where the request asked for it, and the server tells tokens",
+    )
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a limit outside of the task ended it while its policy could have gone on."""
+        return is_cut_short(self.stop_reason, truncated=self.truncated)

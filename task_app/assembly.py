@@ -64,6 +64,7 @@ class Assembly:
             state_keys=self.boards.state_keys(request.state_keys, env.env_name, where=where),
             multi_turn=request.multi_turn,
             keep=keep,
+            final_view=request.final_view,
             threads=context.threads,
         )
 

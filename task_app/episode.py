@@ -13,7 +13,7 @@ from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
-from shared_schemas.trajectory import StepData, StopReason, Trajectory
+from shared_schemas.trajectory import PolicyLogprobs, StepData, StopReason, Trajectory, is_cut_short
 from task_app.actions import Choice, ReadAction
 from task_app.asking import ask
 from task_app.context_tools import Budget
@@ -36,7 +36,7 @@ from task_app.protocols import (
     PastDecision,
     PolicyObservation,
 )
-from task_app.records import Decided, ended, finite, step_data
+from task_app.records import Decided, ended, finite, policy_logprobs, step_data
 from task_app.snapshots.starts import EpisodeStart, world_of
 from task_app.state_keys import EpisodeStateKeys
 from task_app.termination import EpisodeFacts, stop_reason, termination_signal
@@ -58,6 +58,7 @@ class RLRolloutWorker:
         prompts: how they come about; the environment renders each, when absent.
         multi_turn: limits of a conversation.
         keep: is asked before every decision for a snapshot, which the step then carries.
+        final_view: whether the policy is asked once more, for a token, where a limit cuts the episode short.
         threads: where resets and slow steps run; without it, in threads of the event loop's own.
         clock: seconds that only grow.
     """
@@ -75,6 +76,7 @@ class RLRolloutWorker:
         prompts: Prompts | None = None,
         multi_turn: MultiTurn | None = None,
         keep: Keep | None = None,
+        final_view: bool = False,
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -88,6 +90,8 @@ class RLRolloutWorker:
         self._step_rewards = step_rewards or StepRewards()
         self._state_keys = state_keys or EpisodeStateKeys({})
         self._keep = keep
+        self._wants_final_view = final_view
+        self._final_view: PolicyLogprobs | None = None
         self._threads = threads
         self._clock = clock
         self._prompts = prompts or FreshPrompts(environment)
@@ -148,6 +152,8 @@ class RLRolloutWorker:
             facts = await self._decide()
             # A scripted policy awaits nothing: without this, no cancel and no other rollout gets through.
             await asyncio.sleep(0)
+        if self._wants_final_view and self._cut_short_by(reason):
+            self._final_view = await self._view_after()
         self._finish(reason)
 
     def trajectory(self) -> Trajectory:
@@ -172,6 +178,7 @@ class RLRolloutWorker:
             truncated=last.truncated,
             stop_reason=self._stop_reason,
             wall_s=self._wall_s,
+            final_view=self._final_view,
             **self._prompts.kept(),
         )
 
@@ -230,6 +237,25 @@ class RLRolloutWorker:
             environment_s=self._clock() - answered_s,
         )
         return self._record(decided)
+
+    def _cut_short_by(self, reason: StopReason) -> bool:
+        truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
+        return is_cut_short(reason, truncated=truncated)
+
+    async def _view_after(self) -> PolicyLogprobs | None:
+        """The prompt that the next decision would have had, as the policy's server renders it, and one token.
+
+        None: it does not fit the model, so that no decision could have followed; the time is over; or the
+        server does not tell tokens.
+        """
+        prompt = self._prompts.prompt(self._observation)
+        observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
+        left_s = self._limits.timeout_s - self._elapsed_s()
+        try:
+            asked = await ask(self._policy, observation, self._tools, timeout_s=left_s)
+        except ContextLengthExceeded:
+            return None
+        return None if asked is None else policy_logprobs(asked[0].log_probs)
 
     def _prepare_policy_observation(self, prompt: Prompt) -> PolicyObservation:
         """The next prompt, the data behind it, and what is left of the episode's tokens."""

@@ -78,7 +78,7 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         raw_policy_output=None if choice.raw_output is None else encodable(choice.raw_output),
         policy_name=policy_name,
         sampling=choice.log_probs.get("sampling"),
-        policy_logprobs=_policy_logprobs(choice.log_probs),
+        policy_logprobs=policy_logprobs(choice.log_probs),
         policy_value_estimate=choice.value,
         env_rewards=tuple(map(finite, outcome.env_rewards)),
         reward_parts=decided.carried.reward_parts,
@@ -123,7 +123,7 @@ def _step_info(decided: Decided) -> StepInfo:
     )
 
 
-def _policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
+def policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
     """All fields or none: a missing log-prob is told apart from one of 0."""
     found = {name: log_probs.get(name) for name in LOGPROB_FIELDS}
     return None if any(value is None for value in found.values()) else PolicyLogprobs.model_validate(found)

@@ -31,7 +31,7 @@ from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rewarding import Earned, earned_by, kl_metrics
 from trainer_backend.rundir.rollout_files import Credit
-from trainer_backend.sampled_by import policy_by, segments_by
+from trainer_backend.sampled_by import final_view_by, policy_by, segments_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,13 @@ class Measured:
 
     Attributes:
         values: of a critic; they are stored with the credit.
+        after: V of the state after the last decision of episodes that a limit cut short; None: none was read.
         branches: what was played on from an episode's decisions; None: nobody did.
         scored: what policy and reference say of its tokens, and of its branches'.
     """
 
     values: Mapping[str, OfEpisode] = field(default_factory=dict)
+    after: Mapping[str, float] | None = None
     branches: Mapping[str, Branches] | None = None
     scored: Mapping[str, ScoredTokens] = field(default_factory=dict)
 
@@ -178,6 +180,16 @@ def segments_by_rollout(job: JobConfig, rollouts: Sequence[Rollout]) -> dict[str
     return {item.rollout_id: segments_by(job, item) for item in rollouts if item.trajectory is not None}
 
 
+def final_views(job: JobConfig, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
+    """Of those that a limit cut short the view of the state that they were left in, where it was asked for.
+
+    Raises:
+        SegmentError: see `segments_by`.
+    """
+    found = {item.rollout_id: final_view_by(job, item) for item in rollouts}
+    return {name: view for name, view in found.items() if view is not None}
+
+
 def _compared_with(job: JobConfig, rollout: Rollout) -> str:
     """The key of the episodes that an estimator compares it with: its group, or of that its policy's own."""
     policy = policy_by(job, rollout)
@@ -203,7 +215,29 @@ def _rewarded(
         token_values=by_token,
         branch_returns_T=_branch_returns(job, trajectory, measured, name) if branched else (),
         final_score=trajectory.outcome_reward if by_outcome else None,
+        truncated=trajectory.cut_short,
+        value_after=_value_after(job, rollout, trajectory, measured),
     )
+
+
+def _value_after(
+    job: JobConfig, rollout: Rollout, trajectory: Trajectory, measured: Measured
+) -> float | None:
+    """V of the state that a limit left the episode in, where the job's estimator goes on with it.
+
+    Raises:
+        AdvantageError: it was never looked at.
+    """
+    goes_on = "bootstrap_truncated" in estimator(job.algorithm.advantage).takes
+    if not (job.algorithm.bootstrap_truncated and goes_on and trajectory.cut_short):
+        return None
+    if measured.after is None:
+        raise AdvantageError(
+            "no value of the state after its last decision, which algorithm.bootstrap_truncated needs",
+            where=place(rollout.rollout_id),
+            hint="They are asked for and stored while a run trains with that key.",
+        )
+    return measured.after.get(rollout.rollout_id)
 
 
 def _branch_returns(
@@ -241,6 +275,7 @@ def _credit(
         branch_returns_T=episode.branch_returns_T,
         token_advantages=advantages.per_token[index] if advantages.per_token else None,
         token_values=episode.token_values,
+        value_after=episode.value_after,
     )
 
 
@@ -251,6 +286,7 @@ def advantage_config(job: JobConfig) -> AdvantageConfig:
         gamma=table.gamma,
         gae_lambda=table.gae_lambda,
         gae_token_lambda=table.gae_token_lambda,
+        bootstrap_truncated=table.bootstrap_truncated,
         omega=table.omega,
         step_advantage_w=table.step_advantage_w,
         default_step_reward=table.default_step_reward,

@@ -74,10 +74,15 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
     "reinforce_pp_baseline": EstimatorPlug(
         reinforce_pp_baseline, _OF_SCORES, divides_by_std=True, bias="divides by a standard deviation"
     ),
-    "gae": EstimatorPlug(gae, frozenset({"gae_lambda"}), needs_values="decision", compares_siblings=False),
+    "gae": EstimatorPlug(
+        gae,
+        frozenset({"gae_lambda", "bootstrap_truncated"}),
+        needs_values="decision",
+        compares_siblings=False,
+    ),
     "gae_token": EstimatorPlug(
         gae_token,
-        frozenset({"gae_lambda", "gae_token_lambda"}),
+        frozenset({"gae_lambda", "gae_token_lambda", "bootstrap_truncated"}),
         needs_values="token",
         compares_siblings=False,
     ),

@@ -1,11 +1,12 @@
 """Which policy of a job sampled a rollout, and the token sequences that it is trained on. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.core.errors import SegmentError, place
 from trainer_backend.core.policies import ACTOR, policy_in
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.core.segments import CONTEXT, Segment, segments_of
 from trainer_backend.jobfile.schema import JobConfig
 
 
@@ -44,6 +45,33 @@ def segments_by(job: JobConfig, rollout: Rollout) -> list[Segment]:
         return []
     own = None if policy_by(job, rollout) == ACTOR else job.rollout.temperature
     return segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
+
+
+def final_view_by(job: JobConfig, rollout: Rollout) -> Segment | None:
+    """The prompt after the last decision of an episode that a limit cut short, where there is one.
+
+    One token stands behind it that belongs to no decision and is never trained: a critic reads the value of a
+    state where the first token after it is predicted, and here that is this one.
+
+    Raises:
+        SegmentError: see `segments_by`.
+    """
+    episode = rollout.trajectory
+    if episode is None or episode.final_view is None:
+        return None
+    last = episode.steps[-1]
+    after = last.model_copy(update={"turn": last.turn + 1, "policy_logprobs": episode.final_view})
+    whole = segments_of([*episode.steps, after], rollout_id=rollout.rollout_id)[-1]
+    start = whole.decision.index(last.turn)
+    end = start + 1
+    return replace(
+        whole,
+        token_ids=whole.token_ids[:end],
+        decision=(CONTEXT,) * start + (0,),
+        logprobs=(0.0,) * start + whole.logprobs[start:end],
+        versions=(CONTEXT,) * start + whole.versions[start:end],
+        temperatures=(1.0,) * end,
+    )
 
 
 def by_actor(job: JobConfig, rollouts: Sequence[Rollout]) -> list[Rollout]:

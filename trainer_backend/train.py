@@ -11,8 +11,9 @@ from dataclasses import replace
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, joined
 from trainer_backend.core.branching import by_parent
+from trainer_backend.core.critic import firsts
 from trainer_backend.core.statistics import staleness_metrics
-from trainer_backend.credit import NOTHING, Credited, Measured, credit, segments_by_rollout
+from trainer_backend.credit import NOTHING, Credited, Measured, credit, final_views, segments_by_rollout
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation.metrics import (
     collection_metrics,
@@ -33,6 +34,9 @@ from trainer_backend.running.saving import Saving
 from trainer_backend.sampled_by import by_actor
 
 __all__ = ["Run", "train", "work_left"]
+
+# Beside an episode the learner values the state that a limit left it in. No rollout id holds a space.
+_AFTER = " after"
 
 
 async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
@@ -158,17 +162,21 @@ async def _credited(
 
 async def _measured(run: Run, collection: Collection, branches: Collection, known: Measured) -> Measured:
     """Stop 8, where the estimator or the rewards of the job need it: of what is not `known`."""
-    values, scored = dict(known.values), dict(known.scored)
+    values, after, scored = dict(known.values), dict(known.after or {}), dict(known.scored)
     if estimator(run.job.algorithm.advantage).needs_values:
         new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
-        values |= await asyncio.to_thread(run.learner.values, segments_by_rollout(run.job, new))
+        played, left_in = segments_by_rollout(run.job, new), final_views(run.job, new)
+        views = {f"{name}{_AFTER}": [view] for name, view in left_in.items()}
+        read = await asyncio.to_thread(run.learner.values, played | views)
+        values |= {name: read[name] for name in played}
+        after |= {name: firsts(read[f"{name}{_AFTER}"])[0] for name in left_in}
     if run.job.training.kl_reward_coef > 0:
-        played = (*collection.rollouts, *branches.rollouts)
-        new = [rollout for rollout in played if rollout.rollout_id not in scored]
+        asked = (*collection.rollouts, *branches.rollouts)
+        new = [rollout for rollout in asked if rollout.rollout_id not in scored]
         found = await asyncio.to_thread(run.learner.score, segments_by_rollout(run.job, new))
         lengths = {item.rollout_id: len(item.trajectory.steps) for item in new if item.trajectory is not None}
         scored |= {name: item.over(lengths[name]) for name, item in found.items()}
-    return Measured(values, by_parent(branches.rollouts), scored)
+    return Measured(values, after, by_parent(branches.rollouts), scored)
 
 
 async def _learn(run: Run, saving: Saving, progress: Progress, gathered: Gathered) -> Progress:

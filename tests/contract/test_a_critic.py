@@ -8,17 +8,22 @@ from safetensors.torch import load_file
 from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.core.critic import ByToken
 from trainer_backend.recredit.command import recredit_run
-from trainer_backend.rundir.rollout_files import finished_rows, read_values
+from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts, read_values
 
 CREDIT = ("reward", "return_to_go", "advantage", "value", "token_advantages", "token_values")
 
 
+def job_of(name, **overrides):
+    """By token with the values of the states that a limit left episodes in, by decision without."""
+    return tiny_job(
+        algorithm__advantage=name, algorithm__gae_lambda=0.9, evaluation__instances=1, warmup__epochs=3,
+        algorithm__bootstrap_truncated=name == "gae_token", **overrides,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=["gae", "gae_token"])
 def run(request, tmp_path_factory):
-    job = tiny_job(
-        algorithm__advantage=request.param, algorithm__gae_lambda=0.9, evaluation__instances=1,
-        warmup__epochs=3,
-    )  # fmt: skip
+    job = job_of(request.param)
     directory, _, progress = train_job(job, tmp_path_factory.mktemp("runs") / request.param)
     assert progress.iteration == 2
     return request.param, directory
@@ -49,6 +54,32 @@ def test_the_return_of_a_decision_is_advantage_plus_value_of_what_was_read_there
             assert decision["value"] == values[0]
             assert decision["return_to_go"] == tokens[0] + values[0]
             assert decision["advantage"] == pytest.approx(sum(tokens) / len(tokens))
+
+
+def test_an_episode_that_a_limit_cut_short_goes_on_with_the_value_of_the_state_it_was_left_in(run):
+    name, directory = run
+    path = directory.rollouts_file("iteration_2")
+    rows = {row["rollout_id"]: row for row in finished_rows(path, ["rollout_id", "value_after", "decisions"])}
+    cut = [item for item in read_rollouts(path) if item.trajectory.cut_short]
+    assert cut, "a tiny policy survives eight decisions"
+    others = []
+    for item in cut:
+        last, after = rows[item.rollout_id]["decisions"][-1], rows[item.rollout_id]["value_after"]
+        if name == "gae":
+            assert (item.trajectory.final_view, after) == (None, None)
+            continue
+        view, seen = item.trajectory.final_view, item.trajectory.steps[-1].policy_logprobs
+        assert view.prompt_ids_reused == 0, "prompts are fresh"
+        if view.prompt_token_ids == seen.prompt_token_ids:  # nothing moved: one prompt, one value
+            assert after == pytest.approx(last["value"], abs=1e-5)
+        else:
+            others.append(after)
+        gamma = directory.job().algorithm.gamma
+        expected = last["reward"] + gamma * after - last["token_values"][-1]
+        assert last["token_advantages"][-1] == pytest.approx(expected, abs=1e-12)
+    assert len(set(others)) > 1 or name == "gae"
+    _, row = rows_of(directory, "iteration")
+    assert row.get("advantages/bootstrapped") == (float(len(cut)) if name == "gae_token" else None)
 
 
 def test_stored_values_replay_the_credit_of_the_run_to_the_last_digit(run, tmp_path):
@@ -83,10 +114,7 @@ def test_every_checkpoint_holds_its_head(run):
 
 def test_a_run_with_a_critic_is_resumed_with_it(run):
     name, directory = run
-    more = tiny_job(
-        algorithm__advantage=name, algorithm__gae_lambda=0.9, evaluation__instances=1, warmup__epochs=3,
-        training__iterations=3,
-    )  # fmt: skip
+    more = job_of(name, training__iterations=3)
     _, reporter, progress = train_job(more, directory.path, resume=directory)
     assert progress.iteration == 3
     assert not any("value head" in line for line in reporter.lines)

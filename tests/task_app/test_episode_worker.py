@@ -32,13 +32,14 @@ def task(**facts):
     return TaskDefinitionModel(resource_type="counting", **{"max_episode_steps": 3, **facts})
 
 
-def worker(*moves, length=1_000, step_rewards=ON, policy=None, clock=None, **facts):
+def worker(*moves, length=1_000, step_rewards=ON, policy=None, clock=None, final_view=False, **facts):
     return RLRolloutWorker(
         task_definition=task(**facts),
         environment=CountingEnvironment(CountingConfig(length=length)),
         agent_policy=policy or PlannedPolicy(*moves),
         seed=7,
         step_rewards=step_rewards,
+        final_view=final_view,
         **({"clock": clock} if clock else {}),
     )
 
@@ -270,3 +271,53 @@ async def test_a_broken_policy_is_a_critical_error():
         await played(ZeroDivisionError("oh"))
     with pytest.raises(CriticalError, match="'dance'"):
         await played({"type": "dance"})
+
+
+class CountingTokens(PlannedPolicy):
+    """A planned policy whose server tells tokens: as many prompt ids as it was asked before."""
+
+    async def get_action(self, observation, available_tools_specs=None):
+        action, raw, _, value = await super().get_action(observation, available_tools_specs)
+        n = len(self.seen)
+        tokens = {
+            "prompt_ids_reused": 0, "prompt_token_ids": (7,) * n, "token_ids": (n,), "logprobs": (-1.0,),
+            "finish_reason": "stop", "versions": ((0, 0),),
+        }  # fmt: skip
+        return action, raw, tokens, value
+
+
+async def test_where_a_limit_cuts_the_episode_short_the_prompt_of_the_decision_not_made_is_kept():
+    policy = CountingTokens(add("a"))
+    trajectory = await played(policy=policy, final_view=True)
+    assert (trajectory.stop_reason, len(trajectory.steps)) == (StopReason.MAX_DECISIONS, 3)
+    assert trajectory.final_view.prompt_token_ids == (7,) * 4
+    assert len(policy.seen) == 4 and policy.seen[-1].max_tokens == 1
+    assert trajectory.achievements_counts["a"] == 3, "and what was answered is not carried out"
+    inside = await played(policy=CountingTokens(add("a")), final_view=True, length=2)
+    assert (inside.stop_reason, inside.final_view.prompt_token_ids) == (StopReason.ENVIRONMENT_DONE, (7,) * 3)
+    assert (await played(policy=CountingTokens(add("a")))).final_view is None, "nobody asked for it"
+
+
+@pytest.mark.parametrize(
+    ("moves", "options", "reason"),
+    [
+        ([add("a"), add("end")], {}, StopReason.ENVIRONMENT_DONE),
+        ([{"type": "terminate"}], {}, StopReason.TERMINATE_ACTION),
+        ([TEXT], {"max_invalid_decisions": 2}, StopReason.INVALID_ACTION),
+        ([add("a"), ContextLengthExceeded("full")], {}, StopReason.CONTEXT_LENGTH),
+    ],
+)
+async def test_an_end_of_the_task_or_of_the_policys_own_doing_has_no_state_to_go_on_from(
+    moves, options, reason
+):
+    policy = CountingTokens(*moves)
+    trajectory = await played(policy=policy, final_view=True, **options)
+    assert (trajectory.stop_reason, trajectory.final_view) == (reason, None)
+    assert [seen.max_tokens for seen in policy.seen] == [None] * len(policy.seen)
+
+
+async def test_a_state_whose_prompt_does_not_fit_has_no_view_and_the_episode_is_what_it_was():
+    policy = CountingTokens(add("a"), add("a"), add("a"), ContextLengthExceeded("full"))
+    trajectory = await played(policy=policy, final_view=True)
+    assert (trajectory.stop_reason, trajectory.final_view) == (StopReason.MAX_DECISIONS, None)
+    assert len(trajectory.steps) == 3 and len(policy.seen) == 4

@@ -4,12 +4,14 @@ import pytest
 
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import UserReward
+from shared_schemas.trajectory import PolicyLogprobs, Sampling, StopReason, UserReward
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue
-from trainer_backend.credit import credits_of
+from trainer_backend.core.errors import AdvantageError
+from trainer_backend.credit import Measured, credits_of, final_views
 from trainer_backend.errors import JobError
 from trainer_backend.plugins import ESTIMATORS
+from trainer_backend.sampled_by import final_view_by
 
 TURN_SCORES = {"training__step_rewards_enabled": True, "training__step_rewards_mode": "env_sparse"}
 
@@ -85,3 +87,50 @@ def test_an_estimator_without_an_episode_score_refuses_the_key():
         match=f"algorithm.episode_score is not read by algorithm.advantage = 'stepwise'; known to: {readers}",
     ):
         tiny_job(algorithm__episode_score="outcome")
+
+
+def with_tokens(calls, final_view=None):
+    """A dialogue whose decisions have these (reused, prompt, answer) ids, cut short by its number of them."""
+    told = [
+        PolicyLogprobs(
+            prompt_ids_reused=reused, prompt_token_ids=prompt, token_ids=answer, finish_reason="stop",
+            logprobs=(-1.0,) * len(answer), versions=((0, 0),),
+        )
+        for reused, prompt, answer in [*calls, *([final_view] if final_view else [])]
+    ]  # fmt: skip
+    episode = dialogue(*[0.0] * len(calls))
+    steps = [
+        step.model_copy(update={"policy_logprobs": call, "sampling": Sampling()})
+        for step, call in zip(episode.steps, told, strict=False)
+    ]
+    ending = {"truncated": True, "terminated": False, "stop_reason": StopReason.MAX_DECISIONS}
+    view = told[-1] if final_view else None
+    return played(0, episode.model_copy(update={"steps": tuple(steps), "final_view": view, **ending}))
+
+
+def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_begun():
+    grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9,)))
+    view = final_view_by(tiny_job(), grown)
+    assert view.token_ids == (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert view.sampled_positions == (8,), "the token after the whole prompt, that of no decision of its own"
+    fresh = with_tokens([(0, (1, 2), (3,))], final_view=(0, (1, 4), (9,)))
+    assert final_view_by(tiny_job(), fresh).token_ids == (1, 4, 9)
+    assert final_view_by(tiny_job(), with_tokens([(0, (1, 2), (3,))])) is None
+    assert final_views(tiny_job(), [grown])["r/0"] == view
+
+
+def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked():
+    # One decision, no reward, V = 1, V(s_T) = 4, gamma 1/2: A = 0 + 4/2 - 1.
+    keys = {"algorithm__advantage": "gae", "algorithm__gamma": 0.5, "algorithm__bootstrap_truncated": True}
+    job, cut = tiny_job(**TURN_SCORES, **keys), with_tokens([(0, (1, 2), (3,))])
+    values = {"r/0": [1.0]}
+    (found,) = credits_of(job, [cut], Measured(values, {"r/0": 4.0}))
+    assert (found.advantages_T, found.returns_T, found.value_after) == ([1.0], [2.0], 4.0)
+    silent = cut.trajectory.model_copy(update={"stop_reason": StopReason.MAX_USER_TURNS})
+    for measured, rollout in (
+        (Measured(values, {}), cut),  # the prompt did not fit
+        (Measured(values, {"r/0": 4.0}), cut.model_copy(update={"trajectory": silent})),
+    ):
+        assert credits_of(job, [rollout], measured)[0].advantages_T == [-1.0]
+    with pytest.raises(AdvantageError, match="rollout r/0: no value of the state after its last decision"):
+        credits_of(job, [cut], Measured(values))

@@ -155,6 +155,7 @@ class Planner:
                         step_rewards=self.job.training.step_rewards,
                         state_keys=stored_state_keys(self.job),
                         snapshot_turns=self._snapshot_turns(stage, iteration, group, sibling),
+                        final_view=self.job.algorithm.bootstrap_truncated,
                     )
                 )  # fmt: skip
         return requests
@@ -214,7 +215,7 @@ class Planner:
     def _request(
         self, *, stage: str, iteration: int, group: int, sibling: int, origin: Origin, policy: PolicySpec,
         step_rewards: StepRewards | None = None, state_keys: tuple[str, ...] = (),
-        snapshot_turns: tuple[int, ...] = (),
+        snapshot_turns: tuple[int, ...] = (), final_view: bool = False,
     ) -> RolloutRequest:  # fmt: skip
         return RolloutRequest(
             rollout_id=f"{self.run_id}/{stage}/{iteration}/{group}/{sibling}",
@@ -230,6 +231,7 @@ class Planner:
             multi_turn=self.job.multi_turn.for_requests(),
             state_keys=state_keys,
             snapshot_turns=snapshot_turns,
+            final_view=final_view,
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
             # Random play for a tokenizer earns nothing.

@@ -35,16 +35,37 @@ def advice(config: JobConfig) -> list[str]:
             f"rollout.max_turns is 1: algorithm.advantage = {name!r} asks for no branches from a first "
             "decision, whose branches are its siblings, so every decision is compared as in 'stepwise'"
         )
+    found += _of_the_kl(config)
+    if training.refill_rounds:
+        found.append(
+            "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
+            "is learned from is chosen by its outcome, a named bias (docs/route.md, stop 10)"
+        )
+    if config.algorithm.episode_score == "outcome" and not plug.needs_state_keys:
+        found.append(
+            f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
+            "alone: what decisions earn beside the outcome (step rewards, penalties, KL) trains nothing"
+        )
+    found += _unlike_the_paper(config)
+    found += _of_a_mixture(config)
+    usual = TrainingTable.model_fields["learning_rate_final"].default
+    if training.learning_rate_schedule == "constant" and training.learning_rate_final != usual:
+        found.append(
+            f"training.learning_rate_final = {training.learning_rate_final} is never reached: with "
+            'learning_rate_schedule = "constant" the rate does not fall'
+        )
+    return found
+
+
+def _of_the_kl(config: JobConfig) -> list[str]:
+    training, name = config.training, config.algorithm.advantage
+    plug = estimator(name)
+    found = []
     if training.kl_reward_coef and plug.divides_by_std and config.algorithm.fnorm == "std":
         found.append(
             f"training.kl_reward_coef with algorithm.advantage = {name!r}, which divides by a standard "
             "deviation: where siblings earned the same, the KL alone is blown up to advantages of size 1, "
             "whatever the coefficient; use an estimator that does not divide"
-        )
-    if training.refill_rounds:
-        found.append(
-            "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
-            "is learned from is chosen by its outcome, a named bias (docs/route.md, stop 10)"
         )
     if training.kl_coef and training.kl_reward_coef:
         found.append(
@@ -55,19 +76,6 @@ def advice(config: JobConfig) -> list[str]:
         found.append(
             f"training.kl_reward_kind = {training.kl_reward_kind!r} hardly holds a policy that is near the "
             'reference: as a reward only "k1" has the gradient of the KL'
-        )
-    if config.algorithm.episode_score == "outcome" and not plug.needs_state_keys:
-        found.append(
-            f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
-            "alone: what decisions earn or pay beside the outcome (step rewards, penalties, KL) trains nothing"
-        )
-    found += _unlike_the_paper(config)
-    found += _of_a_mixture(config)
-    usual = TrainingTable.model_fields["learning_rate_final"].default
-    if training.learning_rate_schedule == "constant" and training.learning_rate_final != usual:
-        found.append(
-            f"training.learning_rate_final = {training.learning_rate_final} is never reached: with "
-            'learning_rate_schedule = "constant" the rate does not fall'
         )
     return found
 
@@ -97,6 +105,8 @@ def biases(config: JobConfig) -> list[str]:
     for key in ("gae_lambda", "gae_token_lambda"):
         if key in plug.takes and getattr(algorithm, key) < 1.0:
             found.append(f"algorithm.{key} = {getattr(algorithm, key):g} (trusts the critic)")
+    if algorithm.bootstrap_truncated:
+        found.append("algorithm.bootstrap_truncated = true (trusts the critic)")
     if aggregation(training.aggregation).is_biased:
         found.append(f"training.aggregation = {training.aggregation!r} (sampled denominators)")
     if algorithm.gamma < 1.0:

@@ -226,6 +226,11 @@ class AlgorithmTable(Table):
         description="what siblings are compared by as wholes: the sum of r_t, or the outcome, which is the "
         "score of a reward function where there is one; returns of decisions come from r_t either way",
     )
+    bootstrap_truncated: bool = Field(
+        default=False,
+        description="gae: an episode that a limit cut short goes on with the critic's value of the state "
+        "after its last decision, and does not end there; costs each such episode one token more",
+    )
     omega: float = Field(
         default=0.5,
         ge=0,

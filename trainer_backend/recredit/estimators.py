@@ -21,6 +21,7 @@ from trainer_backend.rundir.rollout_files import (
     read_rollouts,
     read_scored,
     read_values,
+    read_values_after,
 )
 
 
@@ -85,9 +86,10 @@ def _measured(path: Path) -> Measured:
     """Of one iteration. A file of branches may be empty: no episode reached a decision that was chosen."""
     beside = path.with_name(path.name.replace("iteration_", "branches_"))
     if not beside.exists():
-        return Measured(read_values(path), None, read_scored(path))
+        return Measured(read_values(path), read_values_after(path), None, read_scored(path))
     branches = by_parent(with_records(item) for item in read_rollouts(beside))
-    return Measured(read_values(path), branches, {**read_scored(path), **read_scored(beside)})
+    scored = {**read_scored(path), **read_scored(beside)}
+    return Measured(read_values(path), read_values_after(path), branches, scored)
 
 
 def recredited(

@@ -68,6 +68,7 @@ _SCHEMA = pa.schema(
         ("terminated", pa.bool_()),
         ("truncated", pa.bool_()),
         ("failure_code", pa.string()),
+        ("value_after", pa.float64()),
         ("decisions", pa.list_(_DECISION)),
         ("rollout", pa.string()),
     ]
@@ -94,6 +95,7 @@ class Credit:
     state_keys_T: the states that were compared; empty where none were.
     branch_returns_T: of what played on from before each decision, mostly nothing; empty where none did.
     token_advantages, token_values: those of the sampled tokens, where the estimator tells them apart.
+    value_after: V of the state after the last decision, where credit went on with it.
     """
 
     rewards_T: Sequence[float]
@@ -104,6 +106,7 @@ class Credit:
     branch_returns_T: Sequence[Sequence[float]] = ()
     token_advantages: ByToken | None = None
     token_values: ByToken | None = None
+    value_after: float | None = None
 
     def of(self, t: int) -> dict[str, Any]:
         """The columns of decision t."""
@@ -235,6 +238,13 @@ def read_values(path: Path) -> dict[str, OfEpisode]:
     }
 
 
+def read_values_after(path: Path) -> dict[str, float] | None:
+    """By rollout id, the critic's value of the state that a limit left an episode in; None where the file has
+    none."""
+    rows = finished_rows(path, ["rollout_id", "value_after"])
+    return {row["rollout_id"]: row["value_after"] for row in rows if row["value_after"] is not None} or None
+
+
 def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
     if all(decision["token_values"] is not None for decision in decisions):
         return ByToken([decision["token_values"] for decision in decisions])
@@ -285,6 +295,7 @@ def _row(rollout: Rollout, credit: Credit | None) -> dict[str, Any]:
         "unique_achievements": unique_achievements(trajectory),
         "decision_count": len(trajectory.steps),
         "stop_reason": str(trajectory.stop_reason),
+        "value_after": credit.value_after if credit else None,
         "decisions": [_decision(step, credit) for step in trajectory.steps],
     }
     return row

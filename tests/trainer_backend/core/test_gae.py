@@ -1,11 +1,14 @@
 """`gae` by hand and by identity."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
-from trainer_backend.core.advantages.gae import gae, generalised_advantages
+from trainer_backend.core.advantages.gae import gae, gae_token, generalised_advantages
+from trainer_backend.core.critic import ByToken
 from trainer_backend.core.errors import AdvantageError
 from trainer_backend.core.returns import discounted_returns
 
@@ -56,3 +59,43 @@ def test_a_decision_without_a_value_is_refused_by_name():
 def test_shares_outside_0_1_are_refused(config):
     with pytest.raises(ValueError, match="must lie in"):
         gae([EpisodeRewards("r", "g", [1.0], values_T=[0.0])], config)
+
+
+BOOTSTRAP = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5, bootstrap_truncated=True)
+
+
+def test_an_episode_that_a_limit_cut_short_goes_on_with_the_value_of_the_state_it_was_left_in():
+    # Values 1, 2 and then 6; rewards 0, 3: delta_1 = 3 + 6/2 - 2 = 4, delta_0 = 0 + 2/2 - 1 = 0; A_0 = 4/4.
+    cut = EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0], truncated=True, value_after=6.0)
+    ended = replace(cut, rollout_id="e", truncated=False)  # its value_after says nothing
+    unknown = replace(cut, rollout_id="u", value_after=None)
+    result = gae([cut, ended, unknown], BOOTSTRAP)
+    assert result.per_episode == [[1.0, 4.0], [0.25, 1.0], [0.25, 1.0]]
+    counted = {key: value for key, value in result.diagnostics.items() if "truncated" in key or "boot" in key}
+    assert counted == {"advantages/truncated": 2.0, "advantages/bootstrapped": 1.0}
+    off = gae([cut, ended, unknown], replace(BOOTSTRAP, bootstrap_truncated=False))
+    assert off.per_episode == [[0.25, 1.0]] * 3
+    assert off.diagnostics.keys() == result.diagnostics.keys() - counted.keys()
+
+
+@pytest.mark.parametrize("estimator", [gae, gae_token])
+@given(PAIRS, NUMBER)
+def test_a_value_that_an_episode_goes_on_with_is_worth_as_much_as_a_last_reward_of_it(
+    estimator, pairs, after
+):
+    # delta_{T-1} = r + gamma * V(s_T) - V(s_{T-1}): nothing else reads V(s_T)
+    rewards, values = map(list, zip(*pairs, strict=True))
+    tokens = ByToken([[value, value - 1.0] for value in values])
+    cut = EpisodeRewards(
+        "r", "g", rewards, values_T=values, token_values=tokens, truncated=True, value_after=after
+    )
+    paid = replace(cut, rewards_T=[*rewards[:-1], rewards[-1] + 0.5 * after], truncated=False)
+    (found, expected) = (estimator([item], BOOTSTRAP) for item in (cut, paid))
+    assert found.per_episode == expected.per_episode  # in quarters nothing is rounded
+    assert found.per_token == expected.per_token
+
+
+def test_a_value_after_the_last_decision_that_is_not_finite_is_refused():
+    episode = EpisodeRewards("r-1", "g", [0.0], values_T=[0.0], truncated=True, value_after=float("nan"))
+    with pytest.raises(AdvantageError, match="rollout r-1: the value after its last decision is nan"):
+        gae([episode], BOOTSTRAP)

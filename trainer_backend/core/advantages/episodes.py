@@ -23,6 +23,8 @@ class EpisodeRewards:
     branch_returns_T: [T] discounted returns of the branches from before each decision, of most none; empty
         where the estimator asks for none, or none were played.
     final_score: of the whole episode, where it is not the sum of its rewards.
+    truncated: whether a limit cut it short, while its policy could have gone on.
+    value_after: V of the state after its last decision, where a limit cut it short; None: nobody knows.
     """
 
     rollout_id: str
@@ -33,6 +35,8 @@ class EpisodeRewards:
     token_values: ByToken | None = None
     branch_returns_T: Sequence[Sequence[float]] = ()
     final_score: float | None = None
+    truncated: bool = False
+    value_after: float | None = None
 
     @property
     def score(self) -> float:
@@ -47,6 +51,7 @@ class AdvantageConfig:
     gamma: discount per decision, in [0, 1].
     gae_lambda: weight of longer looks ahead over decisions, in [0, 1].
     gae_token_lambda: the same inside a decision, over its tokens, for `gae_token`.
+    bootstrap_truncated: whether truncated episodes go on with `value_after`.
     default_step_reward: added to every reward where `gigpo` makes its returns-to-go; for jobs whose decisions
         have no rewards of their own.
     omega: share of the episode's advantage in `gigpo`, in [0, 1].
@@ -60,6 +65,7 @@ class AdvantageConfig:
     gamma: float = 1.0
     gae_lambda: float = 0.95
     gae_token_lambda: float = 1.0
+    bootstrap_truncated: bool = False
     default_step_reward: float = 0.0
     omega: float = 0.5
     step_advantage_w: float = 1.0

@@ -22,29 +22,37 @@ def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantag
         delta_t = r_t + gamma * V(s_{t+1}) - V(s_t),           V(s_T) = 0
 
     Nothing is worth anything after the last decision, also where a limit ended the episode: the limit is a
-    rule of the task, and the critic learns what it costs. Advantages are not standardised, and groups play
-    no part.
+    rule of the task, and the critic learns what it costs. With bootstrap_truncated a limit that cut it short
+    is none: V(s_T) is then `value_after`, the critic's value of the state that it was left in. Where nobody
+    knows that value, no decision could have followed, or none in time, and it stays 0. Advantages are not
+    standardised, and groups play no part.
 
     Args:
         episodes: all episodes of the batch, with values_T.
-        config: gamma and gae_lambda are read.
+        config: gamma, gae_lambda and bootstrap_truncated are read.
 
     Returns:
-        [T] advantages for each episode; the part `value`.
+        [T] advantages for each episode; the part `value`; with bootstrap_truncated how many episodes were
+        truncated, and how many of them went on with a value.
 
     Raises:
         AdvantageError: see `siblings`; values that are not one a decision, or not finite.
         ValueError: gamma or gae_lambda outside [0, 1].
 
-    Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008. verl
-    standardises the advantages over the batch, which hides the unit of the rewards; this does not.
+    Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008; limits:
+    Pardo et al., Time Limits in RL, arXiv:1712.00378, section 4. verl standardises the advantages over the
+    batch, which hides the unit of the rewards; this does not.
     """
-    counts = group_counts(siblings(episodes), flat=0)
+    counts = _counts(episodes, config)
     for episode in episodes:
         _refuse_other_values(episode, "gae")
     advantages = [
         generalised_advantages(
-            episode.rewards_T, episode.values_T, gamma=config.gamma, gae_lambda=config.gae_lambda
+            episode.rewards_T,
+            episode.values_T,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+            value_after=_value_after(episode, config),
         )
         for episode in episodes
     ]
@@ -60,6 +68,7 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
         delta_{t,j} = r + g * V_next - V_{t,j}
         inside a decision (j < n - 1)     r = 0     g = 1         c = gae_token_lambda
         at its last token (j = n - 1)     r = r_t   g = gamma     c = gamma * gae_lambda
+        after the last of all             V_next as V(s_T) of `gae`
 
     What stands between decisions is no entry, however long: no prompt or observation changes an advantage.
     gae_token_lambda = 1 makes A_{t,j} the return that `gae` would look for less V_{t,j}, so that long answers
@@ -68,7 +77,7 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
 
     Args:
         episodes: all episodes of the batch, with values_T and token_values.
-        config: gamma, gae_lambda and gae_token_lambda are read.
+        config: gamma, gae_lambda, gae_token_lambda and bootstrap_truncated are read.
 
     Returns:
         Advantages of every sampled token, and [T] their means; else as `gae`.
@@ -80,7 +89,7 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
     Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
     from the turn's advantage where this one begins from the next decision's first token.
     """
-    counts = group_counts(siblings(episodes), flat=0)
+    counts = _counts(episodes, config)
     of_tokens = [_of_tokens(episode, config) for episode in episodes]
     return Advantages(
         [item.means_T for item in of_tokens],
@@ -91,16 +100,21 @@ def gae_token(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Ad
 
 
 def generalised_advantages(
-    rewards: Sequence[float], values: Sequence[float], *, gamma: float, gae_lambda: float
+    rewards: Sequence[float],
+    values: Sequence[float],
+    *,
+    gamma: float,
+    gae_lambda: float,
+    value_after: float = 0.0,
 ) -> list[float]:
-    """The recursion of `gae`; the value after the last entry is 0.
+    """The recursion of `gae`; `value_after` is that after the last entry.
 
     Raises:
         ValueError: gamma or gae_lambda outside [0, 1].
     """
     _refuse_no_share(gamma=gamma, gae_lambda=gae_lambda)
     advantages = [0.0] * len(rewards)
-    advantage = next_value = 0.0
+    advantage, next_value = 0.0, value_after
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * next_value - values[t]
         advantage = delta + gamma * gae_lambda * advantage
@@ -113,7 +127,7 @@ def _of_tokens(episode: EpisodeRewards, config: AdvantageConfig) -> ByToken:
     _refuse_no_share(gamma=gamma, gae_lambda=between, gae_token_lambda=inside)
     values = _token_values(episode)
     rows_T: list[list[float]] = [[] for _ in values]
-    advantage = next_value = 0.0
+    advantage, next_value = 0.0, _value_after(episode, config)
     for t in reversed(range(len(values))):
         reward, discount, carried = episode.rewards_T[t], gamma, gamma * between  # at the last token
         row = [0.0] * len(values[t])
@@ -149,6 +163,27 @@ def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
     for t, value in enumerate(episode.values_T):
         if not math.isfinite(value):
             raise AdvantageError(f"the value is {value}", where=place(episode.rollout_id, t + 1))
+
+
+def _value_after(episode: EpisodeRewards, config: AdvantageConfig) -> float:
+    """V(s_T): 0 but for a truncated episode that goes on with its value."""
+    goes_on = config.bootstrap_truncated and episode.truncated
+    return episode.value_after if goes_on and episode.value_after is not None else 0.0
+
+
+def _counts(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> dict[str, float]:
+    counts = group_counts(siblings(episodes), flat=0)
+    if not config.bootstrap_truncated:
+        return counts
+    cut = [episode for episode in episodes if episode.truncated]
+    for episode in cut:
+        if episode.value_after is not None and not math.isfinite(episode.value_after):
+            told = f"the value after its last decision is {episode.value_after}"
+            raise AdvantageError(told, where=place(episode.rollout_id))
+    return counts | {
+        "advantages/truncated": float(len(cut)),
+        "advantages/bootstrapped": float(sum(episode.value_after is not None for episode in cut)),
+    }
 
 
 def _refuse_no_share(**shares: float) -> None:
