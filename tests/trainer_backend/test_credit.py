@@ -10,6 +10,7 @@ from tests.trainer_backend.dialogues import dialogue
 from trainer_backend.core.errors import AdvantageError
 from trainer_backend.credit import Measured, credits_of, final_views
 from trainer_backend.errors import JobError
+from trainer_backend.job import parse_job
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.sampled_by import final_view_by
 
@@ -134,3 +135,21 @@ def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked
         assert credits_of(job, [rollout], measured)[0].advantages_T == [-1.0]
     with pytest.raises(AdvantageError, match="rollout r/0: no value of the state after its last decision"):
         credits_of(job, [cut], Measured(values))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        ({"advantage": "gigpo"}, "its score is told but trains nothing"),
+        ({"advantage": "gigpo", "episode_score": "outcome"}, None),
+        ({"advantage": "rloo", "episode_score": "outcome"}, "which reads scores alone: what decisions earn"),
+    ],
+)
+def test_what_trains_nothing_beside_a_score_of_the_episode_is_told(algorithm, told):
+    tables = {
+        "model": {"preset": "tiny-0.3m"},
+        "rollout": {"reward_function": "f"},
+        "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
+    }
+    warnings = parse_job({**tables, "algorithm": algorithm}, where="tests").warnings
+    assert [told in line for line in warnings] == ([True] if told else [])

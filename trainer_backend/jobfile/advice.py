@@ -22,10 +22,12 @@ def advice(config: JobConfig) -> list[str]:
             "false: only the outcome is rewarded"
         )
     mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
-    if config.rollout.reward_function is not None and mode != "off":
+    by_outcome = config.algorithm.episode_score == "outcome"
+    if config.rollout.reward_function is not None and mode != "off" and not by_outcome:
         found.append(
             f"rollout.reward_function with training.step_rewards_mode = {mode!r}: its base_reward is added "
-            "to each decision, and its score is told but trains nothing"
+            "to each decision, and its score is told but trains nothing; with an estimator that has episode "
+            "scores, algorithm.episode_score = 'outcome' trains on both"
         )
     plug, name = estimator(config.algorithm.advantage), config.algorithm.advantage
     if training.group_size == 1 and not plug.needs_values and not plug.needs_branches:
@@ -41,7 +43,7 @@ def advice(config: JobConfig) -> list[str]:
             "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
             "is learned from is chosen by its outcome, a named bias (docs/route.md, stop 10)"
         )
-    if config.algorithm.episode_score == "outcome" and not plug.needs_state_keys:
+    if by_outcome and not plug.needs_state_keys:
         found.append(
             f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
             "alone: what decisions earn beside the outcome (step rewards, penalties, KL) trains nothing"
