@@ -191,6 +191,71 @@ def test_gae_agrees_with_exact_arithmetic(drawn):
     assert all(abs(Fraction(a) - b) <= 1e-12 * largest for a, b in zip(found, expected, strict=True))
 
 
+@given(drawn=st.lists(DECISION, min_size=1, max_size=5), after=st.integers(-8, 8))
+def test_gae_token_agrees_with_exact_arithmetic_also_where_a_limit_cut_the_episode(drawn, after):
+    # A token's advantage is the sum of all surprises from it on, each less by what lies between.
+    gamma, between = Fraction(CONFIG.gamma), Fraction(CONFIG.gae_lambda)
+    inside = Fraction(CONFIG.gae_token_lambda)
+    tokens = [(t, j) for t, (_, _, row, _) in enumerate(drawn) for j in range(len(row))]
+    values = [Fraction(drawn[t][2][j]) for t, j in tokens] + [Fraction(after)]
+    last = [j == len(drawn[t][2]) - 1 for t, j in tokens]
+    surprises = [
+        (Fraction(drawn[t][0]) if ends else 0) + (gamma if ends else 1) * values[n + 1] - values[n]
+        for n, ((t, _), ends) in enumerate(zip(tokens, last, strict=True))
+    ]
+    carried = [gamma * between if ends else inside for ends in last]
+    expected = [
+        sum(math.prod(carried[n:k], start=Fraction(1)) * surprises[k] for k in range(n, len(tokens)))
+        for n in range(len(tokens))
+    ]
+    cut = replace(episode(0, "g", drawn), truncated=True, value_after=float(after))
+    (found,) = computed("gae_token", [cut], replace(CONFIG, bootstrap_truncated=True)).per_token
+    assert all(abs(Fraction(a) - b) <= 1e-12 * 16 for a, b in zip(found.flat, expected, strict=True))
+
+
+@given(drawn=BATCH)
+def test_branch_agrees_with_exact_arithmetic(drawn):
+    gamma = Fraction(CONFIG.gamma)
+    returns = [
+        [
+            sum((gamma ** (k - t) * Fraction(decisions[k][0]) for k in range(t, len(decisions))), Fraction(0))
+            for t in range(len(decisions))
+        ]
+        for _, decisions in drawn
+    ]
+
+    def baseline(i, t):
+        branches = drawn[i][1][t][3]
+        others = [row for j, row in enumerate(returns) if j != i and drawn[j][0] == drawn[i][0]]
+        if branches:
+            return sum(map(Fraction, branches)) / len(branches)
+        return sum(row[t] for row in others if t < len(row)) / len(others) if others else returns[i][t]
+
+    found = computed("branch", batch_of(drawn)).per_episode
+    for i, row_T in enumerate(found):
+        for t, own in enumerate(row_T):
+            assert abs(Fraction(own) - (returns[i][t] - baseline(i, t))) <= 1e-12 * 8
+
+
+@given(drawn=BATCH)
+def test_reinforce_pp_baseline_agrees_with_exact_arithmetic(drawn):
+    scores = [sum(Fraction(reward) for reward, *_ in decisions) for _, decisions in drawn]
+    centred = []
+    for i, (group, decisions) in enumerate(drawn):
+        own = [score for score, (other, _) in zip(scores, drawn, strict=True) if other == group]
+        centred.append([scores[i] - sum(own) / len(own)] * len(decisions))
+    values = [value for row in centred for value in row]
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+    found = computed("reinforce_pp_baseline", batch_of(drawn)).per_episode
+    for row_T, exact_T in zip(found, centred, strict=True):
+        for own, exact in zip(row_T, exact_T, strict=True):
+            deviation = exact - mean
+            expected = Decimal(deviation.numerator) / Decimal(deviation.denominator)
+            expected = expected / exact_root(variance) if variance else Decimal(0)
+            assert abs(Decimal(own) - expected) <= Decimal("1e-12") * 8
+
+
 @EACH
 def test_an_empty_batch_has_no_advantages_and_finite_counts(name):
     found = computed(name, [])
