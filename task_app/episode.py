@@ -247,6 +247,9 @@ class RLRolloutWorker:
 
         None: it does not fit the model, so that no decision could have followed; the time is over; or the
         server does not tell tokens.
+
+        Raises:
+            PolicyUnavailable, CriticalError: as in any decision; the rollout fails, and is planned again.
         """
         prompt = self._prompts.prompt(self._observation)
         observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)

@@ -165,14 +165,14 @@ async def _measured(run: Run, collection: Collection, branches: Collection, know
     values, after, scored = dict(known.values), dict(known.after or {}), dict(known.scored)
     if estimator(run.job.algorithm.advantage).needs_values:
         new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
-        played, left_in = segments_by_rollout(run.job, new), final_views(run.job, new)
-        views = {f"{name}{_AFTER}": [view] for name, view in left_in.items()}
-        read = await asyncio.to_thread(run.learner.values, played | views)
-        values |= {name: read[name] for name in played}
-        after |= {name: firsts(read[f"{name}{_AFTER}"])[0] for name in left_in}
+        episodes, views = segments_by_rollout(run.job, new), final_views(run.job, new)
+        states = {f"{name}{_AFTER}": [view] for name, view in views.items()}
+        scores = await asyncio.to_thread(run.learner.values, episodes | states)
+        values |= {name: scores[name] for name in episodes}
+        after |= {name: firsts(scores[f"{name}{_AFTER}"])[0] for name in views}
     if run.job.training.kl_reward_coef > 0:
-        asked = (*collection.rollouts, *branches.rollouts)
-        new = [rollout for rollout in asked if rollout.rollout_id not in scored]
+        rollouts = (*collection.rollouts, *branches.rollouts)
+        new = [rollout for rollout in rollouts if rollout.rollout_id not in scored]
         found = await asyncio.to_thread(run.learner.score, segments_by_rollout(run.job, new))
         lengths = {item.rollout_id: len(item.trajectory.steps) for item in new if item.trajectory is not None}
         scored |= {name: item.over(lengths[name]) for name, item in found.items()}

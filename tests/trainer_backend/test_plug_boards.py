@@ -27,7 +27,7 @@ def test_a_name_of_a_plug_board_gives_its_entry():
         (
             plugins.aggregation,
             "token",
-            "training.aggregation is 'token'; known: decision_mean, episode_equal",
+            "training.aggregation is 'token'; known: constant, decision_mean, episode_equal",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every loss under every aggregation against its paper: its formula in float64, differentiated as it stands."""
+"""Every loss under every aggregation against its paper: its formula, differentiated in float64."""
 
 from itertools import product
 
