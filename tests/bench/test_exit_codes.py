@@ -7,26 +7,23 @@ import pytest
 from tests.bench.scripts import script, value
 
 
-@pytest.mark.parametrize(("limit", "code", "told"), [("1e-4", 0, "ok"), ("0", 1, "TOO LARGE")])
-def test_log_probs_that_differ_too_much_fail(limit: str, code: int, told: str):
-    done = script("logprob_exactness.py", "--requests", "4", "--limit", limit)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert told in done.stdout
+def test_log_probs_that_differ_too_much_fail():
+    done = script("logprob_exactness.py", "--requests", "4", "--limit", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "TOO LARGE" in done.stdout
 
 
-@pytest.mark.parametrize(("limit", "code", "told"), [("1000", 0, "ok"), ("0", 1, "TOO SLOW")])
-def test_state_keys_that_take_too_long_fail(limit: str, code: int, told: str):
-    done = script("state_keys_speed.py", "--decisions", "60", "--limit", limit)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert told in done.stdout and "text_history" in done.stdout
+def test_state_keys_that_take_too_long_fail():
+    done = script("state_keys_speed.py", "--decisions", "60", "--limit", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "TOO SLOW" in done.stdout and "text_history" in done.stdout
 
 
-@pytest.mark.parametrize(("limit", "code", "told"), [("1e6", 0, "ok"), ("0", 1, "MISSED")])
-def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that(limit: str, code: int, told: str):
+def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that():
     size = ("--latency-ms", "5", "--episodes", "4", "--decisions", "2")
-    done = script("remote_latency.py", *size, "--limit", limit)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert "8 decisions of 4 episodes" in done.stdout and told in done.stdout
+    done = script("remote_latency.py", *size, "--limit", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "8 decisions of 4 episodes" in done.stdout and "MISSED" in done.stdout
 
 
 def test_credit_is_held_against_an_iteration_that_was_really_played():
@@ -55,11 +52,10 @@ def test_the_store_is_held_against_an_iteration_that_was_really_played():
     assert "at most 0.00%): MISSED" in done.stdout
 
 
-@pytest.mark.parametrize(("limit", "code", "told"), [("1e6", 0, "ok"), ("0", 1, "TOO SLOW")])
-def test_a_page_of_a_run_that_reads_too_long_fails(limit: str, code: int, told: str):
-    done = script("run_page.py", "--iterations", "12", "--decisions", "240", "--limit-ms", limit)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert len(re.findall(rf"run, every curve, 400 points .* {told}", done.stdout)) == 1
+def test_a_page_of_a_run_that_reads_too_long_fails():
+    done = script("run_page.py", "--iterations", "12", "--decisions", "240", "--limit-ms", "0")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert len(re.findall(r"run, every curve, 400 points .* TOO SLOW", done.stdout)) == 1
 
 
 @pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])
