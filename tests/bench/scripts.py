@@ -1,30 +1,27 @@
-"""The scripts of bench/, run as a person runs them, and values of theirs, in processes of their own."""
+"""The scripts of bench/: run as a person runs them, in processes of their own, or imported for a function."""
 
-import json
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 def script(name: str, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    return python(str(BENCH / name), *map(str, arguments), **environ)
-
-
-def value(module: str, expression: str) -> Any:
-    """Of an expression in which the script's module is `s`, by way of JSON."""
-    done = python("-c", f"import json, {module} as s\nprint(json.dumps({expression}))")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def python(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """From the root of the repository, to which paths in jobs are relative."""
     paths = os.pathsep.join((str(BENCH), str(BENCH.parent)))
     return subprocess.run(
-        [sys.executable, *command], cwd=BENCH.parent, env={**os.environ, "PYTHONPATH": paths, **environ},
+        [sys.executable, str(BENCH / name), *map(str, arguments)], cwd=BENCH.parent,
+        env={**os.environ, "PYTHONPATH": paths, **environ},
         capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
+
+
+def module(name: str) -> ModuleType:
+    """A script as a module, for its pure functions: without the seconds that a process of its own takes."""
+    if str(BENCH) not in sys.path:
+        sys.path.append(str(BENCH))
+    return importlib.import_module(name)

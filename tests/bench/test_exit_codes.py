@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.bench.scripts import script, value
+from tests.bench.scripts import module, script
 
 
 def test_log_probs_that_differ_too_much_fail():
@@ -61,7 +61,7 @@ def test_a_page_of_a_run_that_reads_too_long_fails():
 @pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])
 def test_the_engine_must_reach_both_of_its_ratios(step: float, world: float, met: bool):
     figures = {"step": {"ratio": step}, "world": {"ratio": world}}
-    assert value("engine_speed", f"s.targets_met({figures})") is met
+    assert module("engine_speed").targets_met(figures) is met
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_snapshots_must_reach_every_target(changed: dict[str, float], met: bool)
         "faster_than_pickle": 4.0, "smaller_than_pickle": 12.0, "restore_ms": 0.4, "branch_ms": 1.0,
         "group_start_ms": 15.0, **changed,
     }  # fmt: skip
-    assert value("snapshot_speed", f"s.targets_met({figures})") is met
+    assert module("snapshot_speed").targets_met(figures) is met

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.scripts import BENCH, script, value
+from tests.bench.scripts import BENCH, module, script
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.job import load_job
 from trainer_backend.rundir.layout import open_run
@@ -25,7 +25,7 @@ def run(*values: float) -> dict[str, Any]:
 
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
-    return value("study_results", f"s.summary({runs}, against='a', measure='m')")
+    return module("study_results").summary(runs, against="a", measure="m")
 
 
 def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_path: Path):
@@ -84,12 +84,11 @@ def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path: P
 
 
 def test_the_job_of_every_arm_of_every_study_loads():
-    jobs = "[[str(s.ROOT / m.STUDY.job), [*settings, *arm.switches]] for arm in m.STUDY.arms.values() "
-    jobs += "for settings in (m.STUDY.settings, m.STUDY.quick)]"
-    studies = value("study_runs", f"[{jobs} for m in [__import__(name) for name in {STUDIES}]]")
-    assert min(len(jobs) for jobs in studies) >= 4, "two arms at least, whole and in short"
-    for path, switches in (job for jobs in studies for job in jobs):
-        load_job(Path(path), switches)
+    for study in (module(name).STUDY for name in STUDIES):
+        assert len(study.arms) > 1
+        for settings in (study.settings, study.quick):
+            for arm in study.arms.values():
+                load_job(BENCH.parent / study.job, [*settings, *arm.switches])
 
 
 def test_the_difference_to_an_arm_is_paired_by_seed():
@@ -118,10 +117,9 @@ def test_a_level_is_reached_where_an_evaluation_is_as_good_as_the_last_of_the_ar
 
 
 def test_all_arms_may_sample_about_as_many_decisions_and_branch_trains_on_fewer():
-    of_arms = "{name: [*s.STUDY.settings, *arm.switches] for name, arm in s.STUDY.arms.items()}"
-    planned = {}
-    for arm, switches in value("study_credit", of_arms).items():
-        job = load_job(BENCH.parent / "configs" / "crafter_cpu.toml", switches).config
+    study, planned = module("study_credit").STUDY, {}
+    for arm, table in study.arms.items():
+        job = load_job(BENCH.parent / study.job, [*study.settings, *table.switches]).config
         requests = Planner(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
         longest, branches = job.rollout.max_turns, job.algorithm.branch_rollouts
         played_on = [longest - turn + 1 for request in requests for turn in request.snapshot_turns]
