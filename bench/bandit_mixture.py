@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer_backend.core.allocation import RolloutAllocationSchedule
+from trainer_backend.core.allocation import DrawnSchedule
 from trainer_backend.core.behaviour import WeightConfig, behaviour_weights
 from trainer_backend.core.losses import LossConfig, clipped_policy_loss
 from trainer_backend.core.objective import Objective, ObjectiveKind, Tokens
@@ -54,7 +54,7 @@ def leaning(numbers: int, towards: int, *, share: float = 0.9) -> list[float]:
     return [share + rest if number == towards else rest for number in range(numbers)]
 
 
-def learned(lock: Lock, schedule: RolloutAllocationSchedule, iterations: int) -> list[float]:
+def learned(lock: Lock, schedule: DrawnSchedule, iterations: int) -> list[float]:
     """[iterations] how likely the actor opens the lock after each: exactly, not by its samples.
 
     Args:

@@ -69,7 +69,7 @@ def locks() -> Mapping[str, Any]:
 
 
 def _opened(lock: Lock, alpha: float, seed: int) -> int | None:
-    found = learned(lock, ConstantSchedule(seed=seed, value=alpha), iterations=40)
+    found = learned(lock, ConstantSchedule(seed=seed, alpha=alpha), iterations=40)
     return next((i for i, chance in enumerate(found, start=1) if chance >= 0.5), None)
 
 

@@ -25,10 +25,10 @@ from trainer_backend.core.aggregation import (
 from trainer_backend.core.aggregation import constant as constant_aggregation
 from trainer_backend.core.allocation import (
     AllocationPlug,
+    ConstantSchedule,
     ExponentialSchedule,
     LinearSchedule,
     StepSchedule,
-    constant_schedule,
 )
 from trainer_backend.core.losses import (
     LossPlug,
@@ -127,7 +127,7 @@ SINKS: dict[str, OpenSink] = {"tensorboard": open_tensorboard, "wandb": open_wan
 SCHEDULES: dict[str, Fall] = {"linear": linear, "cosine": cosine, "constant": constant}
 # Who samples rollouts, the actor or a fixed policy: alpha over the steps of a run.
 ALLOCATIONS: dict[str, AllocationPlug] = {
-    "constant": AllocationPlug(constant_schedule, needs=frozenset({"alpha"})),
+    "constant": AllocationPlug(ConstantSchedule, needs=frozenset({"alpha"})),
     "linear": AllocationPlug(
         LinearSchedule, needs=frozenset({"alpha_0", "beta"}), takes=frozenset({"max_alpha"})
     ),

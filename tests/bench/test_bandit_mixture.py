@@ -14,7 +14,7 @@ EASY, BAD = {"dials": 2, "numbers": 4}, leaning(4, 1)
 
 
 def curve(lock, alpha, seed, iterations=40):
-    return learned(lock, ConstantSchedule(seed=seed, value=alpha), iterations)
+    return learned(lock, ConstantSchedule(seed=seed, alpha=alpha), iterations)
 
 
 def opened_at(found):

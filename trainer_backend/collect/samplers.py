@@ -8,7 +8,7 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Sampling
-from trainer_backend.core.allocation import RolloutAllocationSchedule
+from trainer_backend.core.allocation import DrawnSchedule
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, policy_of
 from trainer_backend.core.selection import ByReward, Selection, Weighted
@@ -60,7 +60,7 @@ def sampler_of(request: RolloutRequest) -> str:
     return policy_of(config.get("known_as") or config.get("model"))
 
 
-def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> RolloutAllocationSchedule | None:
+def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> DrawnSchedule | None:
     """The schedule of a job; None where it has no fixed policy, and so no choice.
 
     Args:
@@ -74,8 +74,7 @@ def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> RolloutAllocati
     selection: Selection = Weighted({item.name: item.weight for item in active})
     if table.selection == "reward":
         selection = ByReward([item.name for item in active], history)
-    past = {"history": history} if plug.looks_back else {}
-    return plug.make(seed=job.job.seed, selection=selection, **keys, **past)
+    return plug.schedule(keys, seed=job.job.seed, selection=selection, history=history)
 
 
 def looks_back(job: JobConfig) -> bool:

@@ -4,15 +4,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer_backend.core.allocation import RolloutAllocationSchedule, refuse_no_share
+from trainer_backend.core.allocation import DrawnSchedule, refuse_no_share
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, Past, mean_over
 from trainer_backend.core.policies import ACTOR
 
 MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # what a job gets that does not say
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptiveSchedule(RolloutAllocationSchedule):
+@dataclass(frozen=True, slots=True)
+class AdaptiveSchedule(DrawnSchedule):
     """As many fixed samples as can be learned from, and as are worth it:
 
         alpha = clip(1 - (1 - min_alpha) * counted * gap_share, min_alpha, max_alpha)
@@ -46,7 +46,7 @@ class AdaptiveSchedule(RolloutAllocationSchedule):
                 f"{self.alpha_0}, {self.min_alpha}, {self.max_alpha} and {self.window}"
             )
 
-    def alpha(self, step: int) -> float:
+    def alpha_at(self, step: int) -> float:
         known = [past for past in self.history if past.iteration < step]
         gaps = _gaps(known, self.window)
         if not gaps:

@@ -2,8 +2,8 @@
 
     alpha(step) = P(the actor samples),   step = the iteration, from 1
 
-A choice compares alpha with a number of a counter-based generator, u = h(seed, step, unit) in [0, 1): the
-actor samples where u < alpha. Nothing is remembered between choices, so a resumed run makes the same ones;
+A drawn choice compares alpha with a number of a counter-based generator, u = h(seed, step, unit) in [0, 1):
+the actor samples where u < alpha. Nothing is remembered between choices: a resumed run makes the same ones,
 and a higher alpha only ever turns samples of fixed policies into the actor's.
 
 Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md 4.10.
@@ -12,12 +12,14 @@ Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
-from trainer_backend.core.policies import ACTOR
+from shared_schemas.base import did_you_mean
+from trainer_backend.core.mixture_history import Past
+from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.selection import Selection, Weighted
 
@@ -26,20 +28,33 @@ _DRAWS = 2**53  # as many numbers as a float tells apart below 1
 Unit = tuple[int | str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutAllocationSchedule(ABC):
-    """A schedule.
+    """Who samples in each step. A subclass with `get_policy_choice` alone is a schedule.
+
+    Source: 4-mixture-of-rollout-models.md, "Base Schedule Class".
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def get_policy_choice(self, step: int) -> str:
+        """Who samples in a step, from 1: "actor" or "fixed"."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSchedule(RolloutAllocationSchedule):
+    """A schedule that says how likely the actor is, and draws: for a whole step, or for each part of it.
 
     Attributes:
         seed: of the job; equal seeds choose equally.
         selection: which of the fixed policies samples, where the actor does not.
     """
 
-    seed: int
-    selection: Selection = field(default_factory=Weighted)
+    seed: int = field(default=0, kw_only=True)
+    selection: Selection = field(default_factory=Weighted, kw_only=True)
 
     @abstractmethod
-    def alpha(self, step: int) -> float:
+    def alpha_at(self, step: int) -> float:
         """P(actor) in a step, in [0, 1]."""
 
     def get_policy_choice(self, step: int) -> str:
@@ -61,7 +76,7 @@ class RolloutAllocationSchedule(ABC):
 
     def shares(self, step: int) -> dict[str, float]:
         """By policy, the probability that it samples; the actor first. They sum to 1."""
-        alpha = self.alpha(step)
+        alpha = self.alpha_at(step)
         fixed = self.selection.shares(step)
         return {ACTOR: alpha, **{name: (1.0 - alpha) * share for name, share in fixed.items()}}
 
@@ -74,26 +89,21 @@ def _drawn(shares: Mapping[str, float], u: float) -> str:
     return list(possible)[min(found, len(ends) - 1)]  # rounded, the last piece may end just below 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConstantSchedule(RolloutAllocationSchedule):
+@dataclass(frozen=True, slots=True)
+class ConstantSchedule(DrawnSchedule):
     """The same alpha in every step."""
 
-    value: float
+    alpha: float
 
     def __post_init__(self) -> None:
-        refuse_no_share(alpha=self.value)
+        refuse_no_share(alpha=self.alpha)
 
-    def alpha(self, step: int) -> float:
-        return self.value
-
-
-def constant_schedule(*, alpha: float, seed: int, selection: Selection) -> ConstantSchedule:
-    """By the name that its key has."""
-    return ConstantSchedule(seed=seed, selection=selection, value=alpha)
+    def alpha_at(self, step: int) -> float:
+        return self.alpha
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearSchedule(RolloutAllocationSchedule):
+@dataclass(frozen=True, slots=True)
+class LinearSchedule(DrawnSchedule):
     """alpha = min(alpha_0 + beta * step, max_alpha)."""
 
     alpha_0: float
@@ -104,12 +114,12 @@ class LinearSchedule(RolloutAllocationSchedule):
         refuse_no_share(alpha_0=self.alpha_0, max_alpha=self.max_alpha)
         _refuse_no_rate(beta=self.beta)
 
-    def alpha(self, step: int) -> float:
+    def alpha_at(self, step: int) -> float:
         return min(self.alpha_0 + self.beta * step, self.max_alpha)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExponentialSchedule(RolloutAllocationSchedule):
+@dataclass(frozen=True, slots=True)
+class ExponentialSchedule(DrawnSchedule):
     """alpha = 1 - exp(-gamma * step)."""
 
     gamma: float
@@ -117,12 +127,12 @@ class ExponentialSchedule(RolloutAllocationSchedule):
     def __post_init__(self) -> None:
         _refuse_no_rate(gamma=self.gamma)
 
-    def alpha(self, step: int) -> float:
+    def alpha_at(self, step: int) -> float:
         return -math.expm1(-self.gamma * step)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSchedule(RolloutAllocationSchedule):
+@dataclass(frozen=True, slots=True)
+class StepSchedule(DrawnSchedule):
     """All of one policy, then all of the other: they change places at each of the steps, step >= s."""
 
     switch_steps: Sequence[int]
@@ -132,9 +142,23 @@ class StepSchedule(RolloutAllocationSchedule):
         if any(before >= after for before, after in pairwise(self.switch_steps)):
             raise ValueError(f"switch_steps must rise, got {list(self.switch_steps)}")
 
-    def alpha(self, step: int) -> float:
+    def alpha_at(self, step: int) -> float:
         switched = bisect_right(self.switch_steps, step) % 2 == 1
         return float((self.initial_policy == ACTOR) != switched)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen(DrawnSchedule):
+    """What a schedule chooses that does not draw itself: "fixed" is whichever of them `selection` draws."""
+
+    by: RolloutAllocationSchedule
+
+    def alpha_at(self, step: int) -> float:
+        choice = self.by.get_policy_choice(step)
+        if choice not in (ACTOR, FIXED):
+            where = f"{type(self.by).__name__}.get_policy_choice({step})"
+            raise ValueError(f"{where} is {choice!r}{did_you_mean(str(choice), (ACTOR, FIXED))}")
+        return float(choice == ACTOR)
 
 
 def refuse_no_share(**found: float) -> None:
@@ -155,13 +179,27 @@ class AllocationPlug:
     """A type of schedule on the plug board.
 
     Attributes:
-        make: the schedule, from its keys as a job names them, `seed`, `selection` and, where `looks_back`,
-            `history`.
+        kind: its class, whose arguments are the keys that a job names.
         needs: keys that a job must give.
         takes: keys that it may give beside them.
+        looks_back: its class takes the `history` of iterations that are over.
     """
 
-    make: Callable[..., RolloutAllocationSchedule]
-    needs: frozenset[str]
+    kind: type[RolloutAllocationSchedule]
+    needs: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
     looks_back: bool = False
+
+    def schedule(
+        self,
+        keys: Mapping[str, Any],
+        *,
+        seed: int,
+        selection: Selection,
+        history: Sequence[Past] = (),
+    ) -> DrawnSchedule:
+        """The schedule of a job that gives these keys; one that does not draw is drawn for."""
+        past = {"history": history} if self.looks_back else {}
+        if issubclass(self.kind, DrawnSchedule):
+            return self.kind(**keys, **past, seed=seed, selection=selection)
+        return _Chosen(self.kind(**keys, **past), seed=seed, selection=selection)

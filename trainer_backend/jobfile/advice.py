@@ -154,5 +154,5 @@ def _only_alphas(table: AllocationTable, iterations: int) -> set[float]:
     plug = allocation(table.type)
     if plug.looks_back:
         return set()
-    schedule = plug.make(seed=0, selection=Weighted(), **table.given(plug.needs | plug.takes))
-    return {schedule.alpha(step) for step in range(1, iterations + 1)}
+    schedule = plug.schedule(table.given(plug.needs | plug.takes), seed=0, selection=Weighted())
+    return {schedule.alpha_at(step) for step in range(1, iterations + 1)}

@@ -109,7 +109,7 @@ def rollout_metrics(
         "rollout/policy_choice": planned[ACTOR] / planned.total(),
         "rollout/using_actor": float(planned[ACTOR] > 0),
         "rollout/using_fixed": float(planned[ACTOR] < planned.total()),
-        "mixture/alpha": schedule.alpha(iteration),
+        "mixture/alpha": schedule.alpha_at(iteration),
     }
     for policy, played in by_policy.items():
         told |= {

@@ -29,52 +29,52 @@ def adaptive(*history: Past, **keys: float) -> AdaptiveSchedule:
 
 
 def test_before_both_are_known_alpha_is_the_one_that_it_begins_with():
-    assert adaptive().alpha(1) == 0.5
-    assert adaptive(past(1, teacher=5.0, counted=0.1)).alpha(2) == 0.5
-    assert adaptive(past(1, actor=5.0)).alpha(2) == 0.5
+    assert adaptive().alpha_at(1) == 0.5
+    assert adaptive(past(1, teacher=5.0, counted=0.1)).alpha_at(2) == 0.5
+    assert adaptive(past(1, actor=5.0)).alpha_at(2) == 0.5
 
 
 def test_a_fixed_policy_that_is_ahead_and_whose_samples_count_gets_more_than_at_the_beginning():
-    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=1.0)).alpha(2) == 0.25
-    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=1.0), min_alpha=0.0).alpha(2) == 0.0
+    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=1.0)).alpha_at(2) == 0.25
+    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=1.0), min_alpha=0.0).alpha_at(2) == 0.0
 
 
 def test_fewer_fixed_samples_as_the_actor_catches_up():
     # The gap was 4 at most, and is 1: a quarter of the samples that it began with. 1 - 3/4 * 1 * 1/4.
     first, then = past(1, actor=2.0, teacher=6.0, counted=1.0), past(2, actor=5.0, teacher=6.0, counted=1.0)
-    assert adaptive(first, then, window=1).alpha(3) == pytest.approx(1 - 0.75 * 0.25)
+    assert adaptive(first, then, window=1).alpha_at(3) == pytest.approx(1 - 0.75 * 0.25)
     # Over both iterations the actor's mean is 3.5: the gap 2.5.
-    assert adaptive(first, then, window=2).alpha(3) == pytest.approx(1 - 0.75 * 2.5 / 4)
+    assert adaptive(first, then, window=2).alpha_at(3) == pytest.approx(1 - 0.75 * 2.5 / 4)
 
 
 def test_fewer_fixed_samples_as_they_tell_less():
-    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=0.2)).alpha(2) == pytest.approx(1 - 0.75 * 0.2)
+    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=0.2)).alpha_at(2) == pytest.approx(1 - 0.75 * 0.2)
     # All weigh the same, a thousandth: their effective sample size is 1, and they are worth nothing.
     tiny = counted_share([0.001] * 10)
-    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=tiny)).alpha(2) > 0.999
+    assert adaptive(past(1, actor=2.0, teacher=6.0, counted=tiny)).alpha_at(2) > 0.999
     # An update that skipped every group told of none: as much as one of the actor's.
-    assert adaptive(past(1, actor=2.0, teacher=6.0)).alpha(2) == pytest.approx(0.25)
+    assert adaptive(past(1, actor=2.0, teacher=6.0)).alpha_at(2) == pytest.approx(0.25)
 
 
 def test_a_fixed_policy_that_is_worse_is_left_and_looked_at_again_where_that_is_asked_for():
     worse = past(1, actor=6.0, teacher=2.0, counted=1.0)
-    assert adaptive(worse).alpha(2) == 1.0
-    assert adaptive(worse, max_alpha=0.95).alpha(2) == 0.95
+    assert adaptive(worse).alpha_at(2) == 1.0
+    assert adaptive(worse, max_alpha=0.95).alpha_at(2) == 0.95
 
 
 def test_what_was_known_of_it_stands_and_it_comes_back_when_the_actor_falls_behind():
     begun = [past(1, actor=2.0, teacher=6.0, counted=1.0)]
     better = [past(step, actor=7.0) for step in range(2, 5)]
-    assert adaptive(*begun, *better, window=2).alpha(5) == 1.0
+    assert adaptive(*begun, *better, window=2).alpha_at(5) == 1.0
     fallen = [past(step, actor=4.0) for step in range(5, 7)]
-    assert adaptive(*begun, *better, *fallen, window=2).alpha(7) == pytest.approx(1 - 0.75 * 2 / 4)
+    assert adaptive(*begun, *better, *fallen, window=2).alpha_at(7) == pytest.approx(1 - 0.75 * 2 / 4)
 
 
 def test_several_fixed_policies_are_weighed_by_their_episodes():
     mixed = Past(1, {ACTOR: 10, "good": 30, "bad": 10}, {ACTOR: 0.0, "good": 4.0, "bad": 0.0}, {"good": 0.5})
     later = Past(2, {ACTOR: 10}, {ACTOR: 1.5})
     # 3 on average, of which 1.5 is caught up: the actor's mean is 0.75. Half of the good one's samples count.
-    assert adaptive(mixed, later).alpha(3) == pytest.approx(1 - 0.75 * 0.5 * 2.25 / 3)
+    assert adaptive(mixed, later).alpha_at(3) == pytest.approx(1 - 0.75 * 0.5 * 2.25 / 3)
 
 
 @given(st.lists(st.tuples(OUTCOMES, OUTCOMES, SHARES), max_size=12), st.integers(1, 6), st.integers(1, 13))
@@ -82,7 +82,7 @@ def test_a_resumed_run_chooses_as_it_would_have(told, window: int, step: int):
     # What comes later, a row that a kill left behind say, changes nothing.
     history = [past(i, actor=a, teacher=f, counted=e) for i, (a, f, e) in enumerate(told, start=1)]
     whole, until = adaptive(*history, window=window), adaptive(*history[: step - 1], window=window)
-    assert whole.alpha(step) == until.alpha(step)
+    assert whole.alpha_at(step) == until.alpha_at(step)
     assert whole.get_policy_choice(step) == until.get_policy_choice(step)
 
 
@@ -91,7 +91,7 @@ def test_alpha_stays_within_its_bounds(told, one: float, other: float):
     low, high = sorted((one, other))
     history = [past(i, actor=a, teacher=f, counted=e) for i, (a, f, e) in enumerate(told, start=1)]
     schedule = adaptive(*history, alpha_0=low, min_alpha=low, max_alpha=high)
-    assert low <= schedule.alpha(13) <= high
+    assert low <= schedule.alpha_at(13) <= high
 
 
 @given(OUTCOMES, OUTCOMES, st.tuples(OUTCOMES, OUTCOMES), st.tuples(SHARES, SHARES))
@@ -104,7 +104,7 @@ def test_a_larger_gap_or_sample_size_never_raises_alpha(actor: float, first: flo
             past(1, actor=actor, teacher=first, counted=1.0),
             past(2, actor=actor, teacher=outcome, counted=share),
         )
-        return adaptive(*history, window=1, min_alpha=0.0).alpha(3)
+        return adaptive(*history, window=1, min_alpha=0.0).alpha_at(3)
 
     assert alpha(large, many) <= alpha(small, many) + 1e-12
     assert alpha(large, many) <= alpha(large, few) + 1e-12

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from trainer_backend.core.adaptive import AdaptiveSchedule
 from trainer_backend.core.allocation import (
+    AllocationPlug,
     ConstantSchedule,
+    DrawnSchedule,
     ExponentialSchedule,
     LinearSchedule,
     RolloutAllocationSchedule,
@@ -20,8 +22,8 @@ from trainer_backend.core.selection import Weighted
 
 DRAWS = 10_000
 SHARES = st.floats(0.0, 1.0)
-EACH: dict[str, RolloutAllocationSchedule] = {
-    "constant": ConstantSchedule(seed=3, value=0.5),
+EACH: dict[str, DrawnSchedule] = {
+    "constant": ConstantSchedule(seed=3, alpha=0.5),
     "linear": LinearSchedule(seed=3, alpha_0=0.1, beta=0.00005, max_alpha=0.4),
     "exponential": ExponentialSchedule(seed=3, gamma=0.0002),
     "step": StepSchedule(seed=3, switch_steps=[100, 500, 1000]),
@@ -36,22 +38,22 @@ def within_bounds(found: int, probabilities: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("schedule", EACH.values(), ids=EACH)
-def test_of_ten_thousand_draws_the_actor_has_as_many_as_alpha_says(schedule: RolloutAllocationSchedule):
+def test_of_ten_thousand_draws_the_actor_has_as_many_as_alpha_says(schedule: DrawnSchedule):
     steps = range(1, DRAWS + 1)
     actors = sum(schedule.get_policy_choice(step) == ACTOR for step in steps)
-    assert within_bounds(actors, [schedule.alpha(step) for step in steps])
+    assert within_bounds(actors, [schedule.alpha_at(step) for step in steps])
 
 
 def test_of_ten_thousand_rollouts_of_one_step_too():
     units = [("train", group, sibling) for group in range(1250) for sibling in range(8)]
-    chosen = Counter(ConstantSchedule(seed=0, value=0.2).choices(7, units))
+    chosen = Counter(ConstantSchedule(seed=0, alpha=0.2).choices(7, units))
     assert set(chosen) == {ACTOR, FIXED}
     assert within_bounds(chosen[ACTOR], [0.2] * DRAWS)
 
 
 def test_fixed_policies_share_what_is_left_by_their_weights():
     ensemble = Weighted({"teacher": 3.0, "early": 1.0})
-    schedule = ConstantSchedule(seed=0, value=0.5, selection=ensemble)
+    schedule = ConstantSchedule(seed=0, alpha=0.5, selection=ensemble)
     assert schedule.shares(1) == {ACTOR: 0.5, "teacher": 0.375, "early": 0.125}
     chosen = Counter(schedule.get_policy_choice(step) for step in range(DRAWS))
     for policy, share in schedule.shares(1).items():
@@ -60,16 +62,16 @@ def test_fixed_policies_share_what_is_left_by_their_weights():
 
 @pytest.mark.parametrize("schedule", EACH.values(), ids=EACH)
 @given(st.lists(st.integers(1, 5000), max_size=30))
-def test_a_choice_needs_nothing_but_seed_and_step(schedule: RolloutAllocationSchedule, steps: list[int]):
+def test_a_choice_needs_nothing_but_seed_and_step(schedule: DrawnSchedule, steps: list[int]):
     # Whatever was asked before, and wherever a resumed run begins.
     known = {step: schedule.get_policy_choice(step) for step in sorted(steps)}
     assert {step: schedule.get_policy_choice(step) for step in reversed(steps)} == known
 
 
 def test_the_choices_are_those_of_every_machine_and_version():
-    schedule = ConstantSchedule(seed=0, value=0.5)
+    schedule = ConstantSchedule(seed=0, alpha=0.5)
     assert "".join(schedule.get_policy_choice(step)[0] for step in range(1, 13)) == "faaafffaaaff"
-    other = ConstantSchedule(seed=1, value=0.5)
+    other = ConstantSchedule(seed=1, alpha=0.5)
     assert [other.get_policy_choice(step) for step in range(100)] != [
         schedule.get_policy_choice(step) for step in range(100)
     ]
@@ -80,28 +82,28 @@ def test_a_higher_alpha_only_ever_turns_fixed_samples_into_the_actors(
     one: float, other: float, seed: int, step: int
 ):
     low, high = sorted((one, other))
-    if ConstantSchedule(seed=seed, value=low).get_policy_choice(step) == ACTOR:
-        assert ConstantSchedule(seed=seed, value=high).get_policy_choice(step) == ACTOR
+    if ConstantSchedule(seed=seed, alpha=low).get_policy_choice(step) == ACTOR:
+        assert ConstantSchedule(seed=seed, alpha=high).get_policy_choice(step) == ACTOR
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(0, 10_000))
 def test_alpha_1_is_always_the_actor_and_alpha_0_never(seed: int, step: int):
-    assert ConstantSchedule(seed=seed, value=1.0).get_policy_choice(step) == ACTOR
-    assert ConstantSchedule(seed=seed, value=0.0).get_policy_choice(step) == FIXED
+    assert ConstantSchedule(seed=seed, alpha=1.0).get_policy_choice(step) == ACTOR
+    assert ConstantSchedule(seed=seed, alpha=0.0).get_policy_choice(step) == FIXED
 
 
 def test_linear_rises_by_beta_a_step_up_to_its_bound():
     schedule = LinearSchedule(seed=0, alpha_0=0.1, beta=0.01, max_alpha=0.5)
-    assert schedule.alpha(1) == pytest.approx(0.11)
-    assert schedule.alpha(30) == pytest.approx(0.4)
-    assert schedule.alpha(40) == schedule.alpha(41) == 0.5
+    assert schedule.alpha_at(1) == pytest.approx(0.11)
+    assert schedule.alpha_at(30) == pytest.approx(0.4)
+    assert schedule.alpha_at(40) == schedule.alpha_at(41) == 0.5
 
 
 def test_exponential_nears_one():
     schedule = ExponentialSchedule(seed=0, gamma=0.1)
-    assert schedule.alpha(0) == 0.0
-    assert schedule.alpha(5) == pytest.approx(1 - math.exp(-0.5))
-    assert schedule.alpha(10**6) == 1.0
+    assert schedule.alpha_at(0) == 0.0
+    assert schedule.alpha_at(5) == pytest.approx(1 - math.exp(-0.5))
+    assert schedule.alpha_at(10**6) == 1.0
 
 
 @given(st.floats(0, 1), st.floats(0, 10), st.floats(0, 1), st.integers(0, 10_000))
@@ -110,7 +112,7 @@ def test_linear_and_exponential_never_fall_and_stay_probabilities(a: float, rate
         LinearSchedule(seed=0, alpha_0=a, beta=rate, max_alpha=m),
         ExponentialSchedule(seed=0, gamma=rate),
     ):
-        assert 0.0 <= schedule.alpha(step) <= schedule.alpha(step + 1) <= 1.0
+        assert 0.0 <= schedule.alpha_at(step) <= schedule.alpha_at(step + 1) <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -141,8 +143,8 @@ def test_step_changes_hands_at_each_of_its_steps(steps: list[int], initial: str,
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: ConstantSchedule(seed=0, value=1.1), r"alpha is a probability, in \[0, 1\], got 1.1"),
-        (lambda: ConstantSchedule(seed=0, value=math.nan), "alpha is a probability"),
+        (lambda: ConstantSchedule(seed=0, alpha=1.1), r"alpha is a probability, in \[0, 1\], got 1.1"),
+        (lambda: ConstantSchedule(seed=0, alpha=math.nan), "alpha is a probability"),
         (lambda: LinearSchedule(seed=0, alpha_0=-0.1, beta=0.1), "alpha_0 is a probability"),
         (lambda: LinearSchedule(seed=0, alpha_0=0.1, beta=-0.1), "beta must be finite and not below 0"),
         (lambda: ExponentialSchedule(seed=0, gamma=math.inf), "gamma must be finite"),
@@ -159,6 +161,44 @@ def test_step_changes_hands_at_each_of_its_steps(steps: list[int], initial: str,
 def test_what_is_no_schedule_is_refused(make, told: str):
     with pytest.raises(ValueError, match=told):
         make()
+
+
+class EveryThird(RolloutAllocationSchedule):
+    """As a person writes one who has the source alone."""
+
+    def __init__(self, first: str = "actor"):
+        self.first = first
+
+    def get_policy_choice(self, step):
+        return "fixed" if step % 3 == 0 else self.first
+
+
+def test_a_subclass_with_get_policy_choice_alone_schedules():
+    ensemble = Weighted({"teacher": 1.0, "early": 1.0})
+    schedule = AllocationPlug(EveryThird).schedule({}, seed=0, selection=ensemble)
+    alone = AllocationPlug(EveryThird).schedule({}, seed=0, selection=Weighted({"teacher": 1.0}))
+    assert [alone.get_policy_choice(step) for step in range(1, 7)] == ["actor", "actor", "teacher"] * 2
+    assert [alone.alpha_at(step) for step in (1, 2, 3)] == [1.0, 1.0, 0.0]
+    units = [(group,) for group in range(40)]
+    assert set(schedule.choices(2, units)) == {ACTOR}
+    assert set(schedule.choices(3, units)) == {"teacher", "early"}, "each unit draws which of them"
+
+
+def test_a_choice_that_is_neither_of_the_two_is_refused_by_the_name_of_its_class():
+    schedule = AllocationPlug(EveryThird).schedule({"first": "Actor"}, seed=0, selection=Weighted())
+    told = r"EveryThird.get_policy_choice\(2\) is 'Actor'; known: actor, fixed. Did you mean 'actor'"
+    with pytest.raises(ValueError, match=told):
+        schedule.choices(2, [()])
+
+
+def test_the_four_take_what_is_published_by_name_and_by_place():
+    assert ConstantSchedule(0.5) == ConstantSchedule(alpha=0.5)
+    assert ConstantSchedule(alpha=0.5).alpha == 0.5
+    assert LinearSchedule(0.1, 0.01, 1.0) == LinearSchedule(alpha_0=0.1, beta=0.01)
+    assert ExponentialSchedule(0.1) == ExponentialSchedule(gamma=0.1)
+    steps = [100, 500, 1000]
+    assert StepSchedule(steps, "fixed") == StepSchedule(switch_steps=steps, initial_policy="fixed")
+    assert StepSchedule(steps).get_policy_choice(100) == "actor"
 
 
 def test_a_policys_name_is_the_last_part_of_its_model():
