@@ -23,7 +23,7 @@ from trainer_backend.report.stored_episodes import last_minus_first
 from trainer_backend.report.story import read_story
 from trainer_backend.report.write import write_report
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
-from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 from trainer_backend.services.task_apps import task_apps
 from trainer_backend.terminal.evaluation_tables import tables
 
@@ -31,7 +31,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def job_on_sums(**overrides: object) -> JobConfig:
-    """Two groups of four an iteration, two answers an episode; the interaction scores each."""
+    """Two groups of four an iteration, two answers an episode; the interaction scores each, and that is what
+    a decision earns in the mode of the tiny job, `decision_stepwise`."""
     given = {
         "data__path": str(CONFIGS / "data" / "arithmetic.jsonl"),
         "data__held_out_share": 0.25,
@@ -41,8 +42,6 @@ def job_on_sums(**overrides: object) -> JobConfig:
         "rollout__env_name": "dialogue",
         "rollout__env_config": {},
         "rollout__max_turns": 2,
-        "training__step_rewards_enabled": False,
-        "training__step_rewards_mode": "off",
         "warmup__policy_config": {},
         **overrides,
     }
@@ -89,8 +88,36 @@ def test_the_interaction_scores_every_answer_by_the_truth_of_its_row(run):
     directory, _, _ = run
     for rollout in read_rollouts(directory.rollouts_file("iteration_1")):
         for step in rollout.trajectory.steps:
-            (part,) = step.reward_parts
-            assert part.source == "interaction"
+            # A model that knows nothing may write a call, which is answered with an error and not scored.
+            sources = [] if step.step_info.invalid_reason else ["interaction"]
+            assert [part.source for part in step.reward_parts] == sources
+
+
+def test_by_decision_each_answer_earns_what_the_interaction_gave_it(run):
+    directory, _, _ = run
+    assert directory.job().training.step_rewards_mode == "decision_stepwise"
+    episodes = finished_rows(directory.rollouts_file("iteration_1"), ["decisions", "rollout"])
+    assert len(episodes) == 8
+    for episode in episodes:
+        steps = json.loads(episode["rollout"])["trajectory"]["steps"]
+        scores = [sum(part["value"] for part in step["reward_parts"]) for step in steps]
+        assert [decision["reward"] for decision in episode["decisions"]] == scores
+        assert all(step["metadata"]["decision_rewards"] is None for step in steps)
+
+
+async def test_a_mode_that_pays_nothing_in_an_environment_is_told_before_anything_is_played(tmp_path):
+    said: list[str] = []
+    job = on_documents()
+    async with task_apps(job, tmp_path / "task_app.log", tell=said.append) as apps:
+        inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
+        for mode in ("decision_stepwise", "env_sparse"):
+            training = job.training.model_copy(update={"step_rewards_mode": mode})
+            planner = Planner(
+                job.model_copy(update={"training": training}), "run.1", inference, with_a_document(1)
+            )
+            await try_job(planner, apps, from_scratch=False)
+    (told,) = said
+    assert told.startswith("training.step_rewards_mode = 'decision_stepwise' pays nothing in 'documents'")
 
 
 def test_evaluations_play_the_held_out_rows_and_are_told_row_by_row(run):

@@ -65,6 +65,16 @@ def test_a_fresh_preset_on_crafter_begins_with_a_teacher_and_a_trained_model_doe
     assert write_job(tmp_path / "c.toml", Choices(model="a/b")).config.model.name == "a/b"
 
 
+@pytest.mark.parametrize("choices", [Choices(env="documents"), Choices(model="a/b", env="dialogue")])
+def test_a_conversation_is_played_as_one_and_paid_by_what_it_pays(tmp_path: Path, choices: Choices):
+    loaded = write_job(tmp_path / "job.toml", choices)
+    assert loaded == load_job(tmp_path / "job.toml")
+    job = loaded.config
+    assert job.multi_turn.enable
+    assert (job.training.step_rewards_enabled, job.training.step_rewards_mode) == (True, "env_sparse")
+    assert (job.warmup is not None) == (choices.env == "documents"), "a fresh model imitates the teacher"
+
+
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path):
     path = tmp_path / "job.toml"
     path.write_text("mine")

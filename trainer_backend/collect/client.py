@@ -70,16 +70,22 @@ class _CreatedInfo(OpenBody):
     takes_answers: bool = True
 
 
+class _FirstObservation(OpenBody):
+    achievements_counts: dict[str, int] = Field(default_factory=dict)
+
+
 class Created(OpenBody):
     """What `create` made.
 
     Attributes:
         id: for `snapshot` and `terminate`.
+        observation: of an environment: `achievements_counts` has a counter of every achievement.
         info: `conversation`: it is an environment whose history the task app keeps; `takes_answers`: in
             which somebody may answer words without a call.
     """
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
+    observation: _FirstObservation = _FirstObservation()
     info: _CreatedInfo = _CreatedInfo()
 
 

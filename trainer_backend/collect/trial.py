@@ -15,7 +15,7 @@ from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.answers import Refused, TaskAppLost
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.client import Created, TaskAppClient
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.sources import interaction_names, row_of
 from trainer_backend.core.policies import ACTOR
@@ -74,13 +74,17 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
     asked = interaction_names(planner.job, planner.data) if planner.data is not None else frozenset()
     largest = planner.largest()
+    unpaid: str | None = None
     environment_key = partial(_environment_key, row_of(first.group_id))
     for app in apps.members:
         if app.lost is not None:
             continue  # not there yet; it may come
         try:
             app.client.refuse_too_large(largest)
-            await _try(app.client, "env", world, environment_key, job=planner.job, answered=bool(asked))
+            made = await _try(
+                app.client, "env", world, environment_key, job=planner.job, answered=bool(asked)
+            )
+            unpaid = unpaid or _unpaid(planner.job, made, answered=bool(asked))
             await _refuse_unknown_reward(app.client, first.reward_function)
             await _refuse_unknown_interactions(app.client, asked)
             for stage in policies:
@@ -90,6 +94,20 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
             app.lost = str(error)
             apps.tell(f"task app lost: {error}")
     apps.refuse_if_none_answers()
+    if unpaid is not None:
+        apps.tell(unpaid)
+
+
+def _unpaid(job: JobConfig, made: Created, *, answered: bool) -> str | None:
+    """A warning where nothing but a penalty can ever be earned: such a job runs, and learns nothing else."""
+    scored = answered or job.rollout.reward_function is not None or job.algorithm.episode_score == "outcome"
+    if scored or made.observation.achievements_counts or not job.training.step_rewards.emits_decision_rewards:
+        return None
+    return (
+        f"training.step_rewards_mode = 'decision_stepwise' pays nothing in {job.rollout.env_name!r}: it has "
+        "no achievements, and no interaction or reward function scores a decision, so every r_t is 0 but for "
+        'penalties; "env_sparse" pays what the environment pays, "off" its outcome'
+    )
 
 
 def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
@@ -185,7 +203,7 @@ async def _try(
     *,
     job: JobConfig | None = None,
     answered: bool = False,
-) -> None:
+) -> Created:
     """Make it and let go of it; an environment is also looked at for what the `job` does with it: whether
     an interaction is to answer in it."""
     try:
@@ -204,6 +222,7 @@ async def _try(
         raise _told(refused, client, where="algorithm.advantage") from refused
     finally:
         await client.terminate(kind, created.id)
+    return created
 
 
 def _refuse_conversation(job: JobConfig) -> None:

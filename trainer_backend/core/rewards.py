@@ -63,7 +63,7 @@ def reward_vector(
 
     delta_t is unique_delta or ach_delta, parts_t the sum of the decision's reward_parts, H the horizon.
     `off` never reads decision metadata, and the other two never read the outcome: an achievement
-    would count twice.
+    would count twice. An environment without achievements has no deltas: there r[t] is parts_t.
 
     Args:
         steps: [T] decisions in order; steps[t].turn is t + 1.
@@ -123,12 +123,28 @@ def _environment_reward(step: StepData, rollout_id: str) -> float:
 
 
 def _event_rewards(steps: Sequence[StepData], config: RewardConfig, rollout_id: str) -> list[float]:
+    if not has_achievements(steps):
+        return [_parts(step) for step in steps]
     horizon = _horizon(len(steps), config, rollout_id)
     records_T = _records(steps, rollout_id)
     return [
         _event_reward(record, config, decisions_left=horizon - t) + _parts(step)
         for t, (step, record) in enumerate(zip(steps, records_T, strict=True))
     ]
+
+
+def has_achievements(steps: Sequence[StepData]) -> bool:
+    """Whether the environment of an episode has achievements: any step has a counter, or a record of them.
+
+    An environment that has any shows all its counters, zeros too, from the start on (`task_app.testing`
+    checks that). So a single step that lacks its record, or its counters, is found by those of the others.
+    """
+    return any(
+        step.metadata.decision_rewards is not None
+        or step.observation_data.achievements_counts
+        or (step.next_observation is not None and step.next_observation.achievements_counts)
+        for step in steps
+    )
 
 
 def _horizon(length: int, config: RewardConfig, rollout_id: str) -> int:

@@ -29,6 +29,29 @@ COMMON: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _DECISION_REWARDS = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+# Conversations have no achievements: what their environment or their interaction pays is the reward.
+_CONVERSATION: Values = {
+    "multi_turn": {"enable": True},
+    "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
+}
+_CONVERSATIONS = frozenset({"dialogue", "documents"})
+
+# Documents that fit a small model, and a teacher that has read some.
+_SHORT_DOCUMENTS: Values = {
+    "inference": {"max_model_len": 320},
+    "multi_turn": {"max_model_length": 320},
+    "rollout": {
+        "env_config": {
+            "generate": {"kind": "keeper", "chars": 720, "distractors": 0},
+            "text": "compact", "chunk_size": 240, "indexed": True, "tools": ["readChunk", "finish"],
+        },
+        "max_turns": 8,
+        "max_tokens": 28,
+    },
+    "warmup": {
+        "policy_name": "documents_teacher", "epochs": 4, "batch_decisions": 32, "learning_rate": 3e-3,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +75,17 @@ class Choices:
             "rollout": {"env_name": self.env},
             "training": dict(_DECISION_REWARDS),
         }
-        for table, keys in (_for_a_model(self.model) if self.model else self._for_a_preset()).items():
-            values.setdefault(table, {}).update(keys)
+        of_model = _for_a_model(self.model) if self.model else self._for_a_preset()
+        for tables in (_CONVERSATION if self.env in _CONVERSATIONS else {}, of_model):
+            for table, keys in tables.items():
+                values.setdefault(table, {}).update(keys)
         return values
 
     def _for_a_preset(self) -> Values:
         """A fresh small model: it knows nothing, so it starts best from a teacher, where there is one."""
         model = {"model": {"preset": self.preset or "tiny-0.3m"}}
+        if self.env == "documents":
+            return model | _SHORT_DOCUMENTS
         if self.env != "crafter":
             return model
         return model | {

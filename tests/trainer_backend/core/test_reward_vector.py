@@ -92,6 +92,23 @@ def test_parts_of_every_source_are_added_to_their_own_decision_in_both_stepwise_
     assert reward_vector(steps, 9.0, SPARSE) == [1.0 + 1.75, 0.0]
 
 
+def test_without_achievements_a_decision_earns_its_parts_alone():
+    parts = [("interaction", 0.5), ("penalty", -1.0)]
+    steps = [step(1, env_rewards=(9.0,), parts=parts), step(2, parts=[("user", 2.0)]), step(3)]
+    everything = RewardConfig(True, "decision_stepwise", "absolute", beta=1.0, indicator_lambda=1.0)
+    for config in (STEPWISE, everything):
+        assert reward_vector(steps, 99.0, config) == [-0.5, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("where", ["observation_data", "next_observation"])
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_counter_anywhere_makes_each_missing_record_an_error(where, turn):
+    counted = {where: ObservationData(achievements_counts={"wood": 0})}
+    steps = [step(t).model_copy(update=counted if t == turn else {}) for t in (1, 2)]
+    with pytest.raises(RewardError, match="rollout r, turn 1: no decision_rewards"):
+        reward_vector(steps, 0.0, STEPWISE, rollout_id="r")
+
+
 def test_env_sparse_sums_the_env_steps_inside_each_decision():
     steps = [step(1, env_rewards=(1.0, -0.5, 0.25)), step(2, env_rewards=()), step(3, env_rewards=(1.0,))]
     assert reward_vector(steps, 99.0, SPARSE) == [0.75, 0.0, 1.0]
