@@ -21,11 +21,13 @@ from collections.abc import Callable, Sequence
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.policies.scripted import random_actions
+from task_app.prompts import Prompt
 from task_app.protocols import Observation, ToolRequest
 from task_app.state_keys import STATE_KEYS, EpisodeStateKeys
 
 LIMIT_S = 0.2
 EPISODE, MAX_ACTIONS = 50, 4
+FRESH = Prompt(())
 Episodes = Sequence[Sequence[Observation]]
 
 
@@ -52,7 +54,7 @@ def keys_of(name: str, episodes: Episodes) -> list[str]:
     keys: list[str] = []
     for episode in episodes:
         running = EpisodeStateKeys(chosen)
-        keys += [running.next(observation)[name] for observation in episode]
+        keys += [running.next(observation, FRESH)[name] for observation in episode]
     return keys
 
 

@@ -17,6 +17,7 @@ from task_app.snapshots.envelope import from_text
 from task_app.snapshots.episodes import KeptMoments, refuse_unrestorable
 from task_app.snapshots.sessions import EnvironmentSnapshot, episode_start, open_environment
 from task_app.snapshots.starts import EpisodeStart, Worlds
+from task_app.state_keys import EpisodeStateKeys, chosen_keys
 from task_app.switches import agreed_step_rewards, take_step_rewards
 
 
@@ -61,12 +62,18 @@ class Assembly:
             seed=seed,
             start=start,
             step_rewards=switches,
-            state_keys=self.boards.state_keys(request.state_keys, env.env_name, where=where),
+            state_keys=self._state_keys(request, env.env_name, environment, where=where),
             multi_turn=request.multi_turn,
             keep=keep,
             final_view=request.final_view,
             threads=context.threads,
         )
+
+    def _state_keys(
+        self, request: RolloutRequest, env_name: str, environment: Environment, *, where: str
+    ) -> EpisodeStateKeys:
+        known = self.boards.state_keys(env_name, environment, where=where + "env.")
+        return EpisodeStateKeys(chosen_keys(request.state_keys, known, where=where + "state_keys"))
 
     def _start(
         self, request: RolloutRequest, env: EnvSpec, context: PolicyContext, *, where: str

@@ -223,7 +223,7 @@ class RLRolloutWorker:
             self._critical = exc
             return self._facts(critical_error=True)
         with boundary("state_keys"):
-            state_keys = self._state_keys.next(self._observation)
+            state_keys = self._state_keys.next(self._observation, prompt)
         decided = Decided(
             turn=len(self._steps) + 1,
             before=self._observation,

@@ -1,6 +1,6 @@
 """The plug boards: what a request may name, and how it is built. A new plug-in is one line here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,9 +23,9 @@ from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
-from task_app.protocols import AgentPolicy, Environment, RewardMode
+from task_app.protocols import AgentPolicy, ConversationalEnvironment, Environment, RewardMode
 from task_app.settings import Settings
-from task_app.state_keys import EpisodeStateKeys, StateKey, chosen_keys
+from task_app.state_keys import PromptKey, StateKey, keys_by_name
 
 C = TypeVar("C", bound=Body)
 
@@ -130,14 +130,16 @@ class PlugBoards:
         plugin = self._environment_plugin(name, where=where)
         return plugin.build(_validated(plugin.config, config, where=where + "config"))
 
-    def state_keys(self, names: Sequence[str], env_name: str, *, where: str = "") -> EpisodeStateKeys:
-        """What makes the named keys of an episode.
+    def state_keys(
+        self, env_name: str, environment: Environment, *, where: str = ""
+    ) -> dict[str, StateKey | PromptKey]:
+        """The state keys of an environment, which was built by that name.
 
         Raises:
             UnknownName: with the body path below `where`.
         """
-        own = self._environment_plugin(env_name, where=where + "env.").state_keys
-        return EpisodeStateKeys(chosen_keys(names, own, where=where + "state_keys"))
+        own = self._environment_plugin(env_name, where=where).state_keys
+        return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 
     def resolved(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
         """The same environment with every setting written out, so that equal ones compare equal.

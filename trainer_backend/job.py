@@ -17,7 +17,7 @@ from trainer_backend.jobfile.mixture_checks import mixture_findings
 from trainer_backend.jobfile.model_folders import refuse_no_file, refuse_no_model
 from trainer_backend.jobfile.overrides import Places, apply_override
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.unread_keys import unread_keys
+from trainer_backend.jobfile.unread_keys import unknown_state_keys, unread_keys
 from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
 from trainer_backend.sinks.sink import refuse_missing
 
@@ -106,7 +106,7 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
         findings = _explain(error, JobConfig, tables)
         raise JobError("\n".join(f"{_place(key, told, places)}: {told}" for key, told in findings)) from error
     _refuse_unknown_plugs(config, places)
-    found = [*unread_keys(config), *mixture_findings(config)]
+    found = [*unread_keys(config), *unknown_state_keys(config), *mixture_findings(config)]
     if found:
         raise JobError("\n".join(f"{places.of(key)}: {told}" for key, told in found))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]

@@ -58,6 +58,7 @@ async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
             "tools": tools,
             "conversation": conversation,
             "takes_answers": conversation and takes_answers(session.environment),
+            "state_keys": sorted(services.boards.state_keys(session.spec.env_name, session.environment)),
         },
         "step_idx": 0,
     }

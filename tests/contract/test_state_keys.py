@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import rows_of, tiny_job, train_job
-from trainer_backend.errors import TaskAppError
+from trainer_backend.errors import JobError
 from trainer_backend.recredit.estimators import recredited, stored_iterations
 from trainer_backend.rundir.rollout_files import finished_rows
 
@@ -31,6 +31,9 @@ def test_gigpo_compares_decisions_that_were_made_in_one_state(tmp_path: Path):
 
 
 def test_a_state_key_that_the_task_app_does_not_know_is_told_before_anything_is_played(tmp_path: Path):
-    job = tiny_job(algorithm__advantage="gigpo", algorithm__state_hashing_function="nearst")
-    with pytest.raises(TaskAppError, match=r"unknown state key 'nearst'.*Did you mean 'nearest'"):
-        train_job(job, tmp_path / "run")
+    # `turnwise check` refuses it; of a plug-in's environment it knows no names, and the task app is asked.
+    job = tiny_job(algorithm__advantage="gigpo")
+    algorithm = job.algorithm.model_copy(update={"state_hashing_function": "nearst"})
+    told = r"algorithm.state_hashing_function: 'crafter' has no state key 'nearst'; .*Did you mean 'nearest'"
+    with pytest.raises(JobError, match=told + r"\? \(says the task app at"):
+        train_job(job.model_copy(update={"algorithm": algorithm}), tmp_path / "run")

@@ -149,6 +149,20 @@ async def test_a_conversation_grows_and_the_wire_with_it_and_not_with_its_square
     assert Trajectory.model_validate_json(episode.model_dump_json()) == episode
 
 
+async def test_siblings_that_answered_differently_are_in_different_states_though_they_are_told_the_same():
+    keys = ["default", "text_last_2"]
+    given = {"state_keys": keys}
+    episodes = []
+    for answer in ("#### 41", "#### 43", "#### 41"):
+        async with playing(says(answer), says("#### 42")) as (client, request, _, _):
+            [rollout] = await played(client, request(**given))
+        episodes.append([step.observation_data.state_keys for step in rollout.trajectory.steps])
+    low, high, again = episodes
+    assert low == again and low[0] == high[0], "the question is one state"
+    for name in keys:
+        assert low[1][name] != high[1][name]
+
+
 async def test_an_outage_in_the_middle_fails_the_rollout_and_finalises():
     async with playing(says("#### 41"), status(400, {"error": {"message": "no"}})) as (
         client,

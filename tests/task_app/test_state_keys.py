@@ -6,11 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from shared_schemas.messages import FunctionCall, Message, ToolCall
+from shared_schemas.state_keys import OF_ENVIRONMENT, state_keys_of
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.errors import UnknownName
+from task_app.plugins import ENVIRONMENTS
+from task_app.prompts import Prompt
 from task_app.protocols import Observation, ToolRequest
-from task_app.state_keys import STATE_KEYS, EpisodeStateKeys, StateKey, chosen_keys
+from task_app.state_keys import (
+    PROMPT_KEYS,
+    STATE_KEYS,
+    EpisodeStateKeys,
+    StateKey,
+    chosen_keys,
+    keys_by_name,
+)
 
 
 def seen(text="tree", **data):
@@ -18,8 +29,9 @@ def seen(text="tree", **data):
 
 
 def keys_of(name, observations, of_environment=CRAFTER_STATE_KEYS):
-    keys = EpisodeStateKeys(chosen_keys([name], of_environment, where="state_keys"))
-    return [keys.next(observation)[name] for observation in observations]
+    known = keys_by_name(of_environment, conversation=False)
+    keys = EpisodeStateKeys(chosen_keys([name], known, where="state_keys"))
+    return [keys.next(observation, Prompt(()))[name] for observation in observations]
 
 
 def crafter(seed=3):
@@ -125,6 +137,76 @@ def test_every_key_is_the_same_in_another_process_with_another_hash_seed(name):
     assert found.strip() == repr(keys_of(name, [start, env.step([call]).observation]))
 
 
+SAME = "no, try again"
+
+
+def said(*texts, opening=("system: be brief", "user: 6 * 7?")):
+    """Messages of a conversation: the opening, then answers of the policy and what it is told, in turn."""
+    spoken = [Message(role=text.split(": ")[0], content=text.split(": ")[1]) for text in opening]
+    roles = ("assistant", "user")
+    return (*spoken, *(Message(role=roles[n % 2], content=text) for n, text in enumerate(texts)))
+
+
+def keys_of_prompts(name, *prompts):
+    """Of prompts that only grow; a Prompt stands as it is."""
+    keys = EpisodeStateKeys(chosen_keys([name], keys_by_name({}, conversation=True), where=""))
+    found, reused = [], 0
+    for prompt in prompts:
+        prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt, reused)
+        found.append(keys.next(seen("6 * 7?"), prompt)[name])
+        reused = len(prompt.messages)
+    return found
+
+
+@pytest.mark.parametrize("name", ["default", *PROMPT_KEYS])
+def test_equal_questions_after_different_answers_are_different_states(name):
+    low, high = (keys_of_prompts(name, said(), said(answer, SAME)) for answer in ("41", "43"))
+    assert low[0] == high[0] != low[1], "before the first answer siblings are in one state"
+    assert low[1] != high[1]
+    assert keys_of_prompts(name, said(), said("41", SAME)) == low
+
+
+def test_the_last_two_observations_and_the_answer_between_them_forget_what_was_before():
+    first, second = (said(answer, SAME, "40", SAME) for answer in ("41", "43"))
+    met = {name: keys_of_prompts(name, first) == keys_of_prompts(name, second) for name in PROMPT_KEYS}
+    assert met == {"text": False, "text_last_2": True, "text_last_3": False, "text_history": False}
+
+
+def test_an_answer_counts_however_many_results_follow_it_and_ids_of_calls_do_not():
+    def after(chunk, prefix):
+        calls = [
+            ToolCall(id=f"{prefix}{n}", function=FunctionCall(name="readChunk", arguments=f"[{n + chunk}]"))
+            for n in range(3)
+        ]
+        results = (Message(role="tool", content="nothing", tool_call_id=call.id) for call in calls)
+        return (*said(), Message(role="assistant", content="", tool_calls=tuple(calls)), *results)
+
+    for name in PROMPT_KEYS:
+        one, same, other = (keys_of_prompts(name, after(*given)) for given in ((0, "a"), (0, "b"), (1, "a")))
+        assert one == same != other
+
+
+def test_an_edited_context_is_the_state_that_it_shows_and_the_history_tells_how_it_came():
+    whole, stub = said("41", SAME, "40", SAME), Message(role="assistant", content="[deleted]")
+    edited = (*whole[:2], stub, *whole[3:])
+    shown_so = Prompt(edited, reused=4, changed={2: stub})
+    for name, equal in (("text", True), ("text_history", False)):
+        by_an_edit = keys_of_prompts(name, said(), said("41", SAME), shown_so)
+        from_the_start = keys_of_prompts(name, said(), edited[:4], edited)
+        assert (by_an_edit[2] == from_the_start[2]) == equal
+        assert by_an_edit[2] != keys_of_prompts(name, said(), said("41", SAME), whole)[2]
+
+
+@pytest.mark.parametrize("env_name", ENVIRONMENTS)
+def test_every_key_that_an_environment_has_is_listed_for_jobs_and_pages(env_name):
+    for conversation in (False, True):
+        known = keys_by_name(ENVIRONMENTS[env_name].state_keys, conversation=conversation)
+        assert sorted(known) == sorted(state_keys_of(env_name) or ())
+    assert list(ENVIRONMENTS[env_name].state_keys) == list(OF_ENVIRONMENT[env_name]), (
+        "the first is the default"
+    )
+
+
 def test_an_unknown_key_is_refused_with_the_known_ones():
     with pytest.raises(UnknownName, match=r"unknown state key 'nearst'; known: .* Did you mean 'nearest'"):
-        chosen_keys(["text", "nearst"], CRAFTER_STATE_KEYS, where="state_keys")
+        chosen_keys(["text", "nearst"], {**STATE_KEYS, **CRAFTER_STATE_KEYS}, where="state_keys")

@@ -104,6 +104,26 @@ def test_what_a_job_may_ask_for_is_what_a_task_app_accepts(key: str, limit: str)
     assert set(ours.metadata) == set(theirs.metadata)
 
 
+@pytest.mark.parametrize(
+    ("env_name", "keys", "told"),
+    [
+        ("crafter", {"rollout": {"state_keys": ["text", "nearst"]}}, "rollout.state_keys: 'crafter' has no"),
+        (
+            "dialogue",
+            {"algorithm": {"advantage": "gigpo", "state_hashing_function": "text_last_4"}},
+            "algorithm.state_hashing_function: 'dialogue' has no state key 'text_last_4'; known: default, "
+            "text, text_history, text_last_2, text_last_3. Did you mean 'text_last_",
+        ),
+    ],
+)
+def test_a_state_key_that_an_environment_has_not_is_refused_with_what_was_meant(env_name, keys, told):
+    def document(name):
+        return {**keys, "rollout": {"env_name": name, **keys.get("rollout", {})}}
+
+    assert told in refusal(document(env_name))
+    parse_job({**MODEL, **document("of_a_plug_in")}, where="whose keys its task app alone knows")
+
+
 def test_an_unknown_preset_is_refused_with_what_was_meant():
     message = refusal({"model": {"preset": "tiny-0.3"}})
     assert message.startswith("job.toml: model.preset is 'tiny-0.3'; known: tiny-0.3m, tiny-0.8m")

@@ -68,6 +68,7 @@ class About(OpenBody):
 class _CreatedInfo(OpenBody):
     conversation: bool = False
     takes_answers: bool = True
+    state_keys: tuple[str, ...] = ()
 
 
 class _FirstObservation(OpenBody):
@@ -81,7 +82,7 @@ class Created(OpenBody):
         id: for `snapshot` and `terminate`.
         observation: of an environment: `achievements_counts` has a counter of every achievement.
         info: `conversation`: it is an environment whose history the task app keeps; `takes_answers`: in
-            which somebody may answer words without a call.
+            which somebody may answer words without a call; `state_keys`: those that it has.
     """
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))

@@ -16,7 +16,7 @@ from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.answers import Refused, TaskAppLost
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Created, TaskAppClient
-from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.plan import Planner, stored_state_keys
 from trainer_backend.collect.sources import interaction_names, row_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError
@@ -216,6 +216,8 @@ async def _try(
             _refuse_conversation(job)
             if answered and not created.info.takes_answers:
                 raise _never_asked(job)
+        if job is not None:
+            _refuse_unknown_state_keys(job, created, client)
         if branches:
             await client.snapshot(created.id)
     except Refused as refused:
@@ -223,6 +225,18 @@ async def _try(
     finally:
         await client.terminate(kind, created.id)
     return created
+
+
+def _refuse_unknown_state_keys(job: JobConfig, made: Created, client: TaskAppClient) -> None:
+    known = made.info.state_keys
+    for name in stored_state_keys(job):
+        if name not in known:
+            listed = name in job.rollout.state_keys
+            raise JobError(
+                f"{job.rollout.env_name!r} has no state key {name!r}{did_you_mean(name, known)} "
+                f"(says the task app at {client.url})",
+                where="rollout.state_keys" if listed else "algorithm.state_hashing_function",
+            )
 
 
 def _refuse_conversation(job: JobConfig) -> None:

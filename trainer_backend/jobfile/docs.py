@@ -10,6 +10,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
 from trainer_backend.job import FOREIGN_TABLES
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.plugins import ALLOCATIONS, BOARDS, ESTIMATORS, LOSSES
@@ -58,6 +59,16 @@ def _lines() -> Iterator[str]:
     for name, allocation in ALLOCATIONS.items():
         may = f" ({quoted(sorted(allocation.takes))})" if allocation.takes else ""
         yield f"- `{name}`{_reads(allocation.needs)}{may}"
+    yield ""
+    yield "## State keys\n"
+    yield "Names for `algorithm.state_hashing_function` and `rollout.state_keys`: which states are the same."
+    yield "A plug-in's environment may have more."
+    yield ""
+    yield "| key | of | two states are the same where these are equal |"
+    yield "|---|---|---|"
+    for env_name, keys in (("every environment", OF_EVERY_ENVIRONMENT), *OF_ENVIRONMENT.items()):
+        for key, told in keys.items():
+            yield f"| `{key}` | {env_name} | {told} |"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
 

@@ -79,8 +79,8 @@ class RolloutTable(Table):
     state_keys: tuple[str, ...] = Field(
         default=(),
         max_length=7,
-        description="state keys that are stored with each decision, for `turnwise recredit`; the one that "
-        "the estimator needs is stored anyway",
+        description="state keys (docs/configuration.md) that are stored with each decision, for `turnwise "
+        "recredit`; the one that the estimator needs is stored anyway",
     )
     episodes_per_batch: int = Field(default=64, ge=1, description="episodes of one iteration")
     max_concurrent_rollouts: int = Field(

@@ -241,7 +241,8 @@ class AlgorithmTable(Table):
         default=1.0, ge=0, description="gigpo_additive: weight of the step's advantage"
     )
     state_hashing_function: str = Field(
-        default="default", description="gigpo: what makes two states the same; a state key of the task app"
+        default="default",
+        description="gigpo: what makes two states the same; a state key (docs/configuration.md)",
     )
     default_step_reward: float = Field(
         default=0.0, description="gigpo: reward of a decision where rewards are off, in its step's returns"

@@ -1,13 +1,27 @@
-"""What is set must have an effect: keys that the job's estimator or loss does not read. Pure."""
+"""What is set must have an effect: keys that nothing reads, and state keys that nobody makes. Pure."""
 
 from collections.abc import Iterator
 
+from shared_schemas.base import did_you_mean
+from shared_schemas.state_keys import state_keys_of
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import ESTIMATORS, aggregation, estimator, policy_loss
 
 _OF_CRITICS = ("value_coef", "value_clip", "value_learning_rate", "value_trunk_gradient")
 _OF_ESTIMATORS = sorted(frozenset().union(*(plug.takes for plug in ESTIMATORS.values())))
+
+
+def unknown_state_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Key and sentence for each state key that the environment has not. What a plug-in's has, only its task
+    app knows, which is asked when the run starts."""
+    env_name = config.rollout.env_name
+    known = state_keys_of(env_name)
+    named = [("rollout.state_keys", name) for name in config.rollout.state_keys]
+    named.append(("algorithm.state_hashing_function", config.algorithm.state_hashing_function))
+    for key, name in named:
+        if known is not None and name not in known:
+            yield key, f"{key}: {env_name!r} has no state key {name!r}{did_you_mean(name, known)}"
 
 
 def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
