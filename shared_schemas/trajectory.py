@@ -1,8 +1,8 @@
 """One episode as data: a `StepData` for every decision, and the `Trajectory` that holds them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, overload
 
 from pydantic import Field
 
@@ -71,7 +71,11 @@ class PolicyLogprobs(Body):
 
 
 class ObservationData(Body):
-    """What the policy saw: its messages; and what every step carries in every mode (DESIGN.md 4.2)."""
+    """What the policy saw: its messages; and what every step carries in every mode (DESIGN.md 4.2).
+
+    As a sequence it is the whole prompt, as source 2 has it: `observation_data[-1].content`. Of a
+    conversation the wire carries only what is new; the process that played it knows the whole.
+    """
 
     messages: tuple[Message, ...] = Field(
         default=(),
@@ -89,6 +93,48 @@ class ObservationData(Body):
     state_keys: dict[str, str] = Field(
         default_factory=dict, description="name of the state that the decision was made in, by kind of key"
     )
+
+    def recall(self, prompt: Callable[[], tuple[Message, ...]]) -> None:
+        """Let it know, in this process alone, how the whole prompt is had again."""
+        self.__dict__[_PROMPT] = prompt  # pydantic neither sends nor compares what is no field
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """All messages that the policy saw.
+
+        Raises:
+            ValueError: it came over the wire, and earlier steps have a part of them.
+        """
+        if not self.messages_reused:
+            return self.messages
+        if _PROMPT not in self.__dict__:
+            raise ValueError(
+                f"{self.messages_reused} messages of this prompt stand in earlier steps; prompts(steps) of "
+                "shared_schemas.trajectory puts them together"
+            )
+        messages: tuple[Message, ...] = self.__dict__[_PROMPT]()
+        return messages
+
+    def __iter__(self) -> Iterator[Message]:  # type: ignore[override]  # pydantic's own gives fields
+        return iter(self.prompt)
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def __bool__(self) -> bool:
+        return True  # also without messages
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        yield from super().__repr_args__()
+        if self.messages_reused and _PROMPT in self.__dict__:  # who keys states by str() means all of it
+            yield "prompt", self.prompt
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Message, ...]: ...
+    def __getitem__(self, index: int | slice) -> Message | tuple[Message, ...]:
+        return self.prompt[index]
 
 
 class StepMetadata(Body):
@@ -127,8 +173,11 @@ class StepInfo(Body):
 class StepData(Body):
     """One decision of an episode: a model call, its tool calls and the S env steps they triggered.
 
-    The source's `resulting_messages_history` is no field: the conversation would travel once a step, and the
-    wire grow with its square. The function of that name in task_app/transcript.py makes it (DESIGN.md 4.2).
+    `StepData(...)` takes the fields that source 2 publishes, and has them as attributes. Of these
+    `system_step_index` is `turn` - 1, and `resulting_messages_history` is known in the process that played
+    the episode, or was given it: it is no field, for the conversation would travel once a step, and the wire
+    grow with its square (DESIGN.md 4.2, 4.16).
+
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
 
@@ -164,6 +213,70 @@ class StepData(Body):
     stop_reason: StopReason | None = None
     step_info: StepInfo = StepInfo()
 
+    def __init__(
+        self,
+        *,
+        system_step_index: int | None = None,
+        resulting_messages_history: Sequence[Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Of a step that did not come over the wire.
+
+        Args:
+            system_step_index: instead of `turn`, from 0.
+            resulting_messages_history: of a step that was not played here.
+            fields: those of the class. Where the wire has a body (observation_data, step_info,
+                policy_logprobs), anything else is kept as it is given, for estimators in this process; such a
+                step cannot be sent.
+        """
+        if system_step_index is not None:
+            turn = fields.setdefault("turn", system_step_index + 1)
+            if turn != system_step_index + 1:
+                raise ValueError(
+                    f"turn is {turn} and system_step_index {system_step_index}; give one of them"
+                )
+        given = {
+            name: fields.pop(name)
+            for name, body in _BODIES.items()
+            if not isinstance(fields.get(name), body | None)
+        }
+        if "observation_data" in given:
+            fields["observation_data"] = ObservationData()
+        super().__init__(**fields)
+        self.__dict__.update(given)
+        if resulting_messages_history is not None:
+            self.recall(list(resulting_messages_history).copy)
+
+    # What comes over the wire is validated past it: in one go, and without the names that are not sent.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def recall(self, history: Callable[[], Sequence[Message]]) -> None:
+        """Let it know, in this process alone, how the conversation after it is had again."""
+        self.__dict__[_HISTORY] = history
+
+    def follow(self, before: "StepData | None") -> None:
+        """Let it know the step before it instead, where prompts are fresh: None of the first."""
+        self.__dict__[_BEFORE] = before
+
+    @property
+    def resulting_messages_history(self) -> list[Message]:
+        """The conversation after this step, the messages that came of it last.
+
+        Raises:
+            ValueError: the step does not know it.
+        """
+        if _HISTORY in self.__dict__:
+            return list(self.__dict__[_HISTORY]())
+        if _BEFORE not in self.__dict__:
+            raise ValueError(
+                f"step {self.turn} was made without resulting_messages_history, or came over the wire, which "
+                "carries each message once; transcript(steps) of shared_schemas.trajectory has them"
+            )
+        steps = [self]
+        while (before := steps[-1].__dict__[_BEFORE]) is not None:
+            steps.append(before)
+        return transcript(reversed(steps))
+
     @property
     def system_step_index(self) -> int:
         """t, from 0 (the name that source 2 publishes)."""
@@ -176,6 +289,42 @@ class StepData(Body):
         Counted from the end of the opening: assistant messages of a few-shot opening are nobody's answers.
         """
         return self.turn - 1
+
+
+# Published fields that the wire has a body for, which more than that may be given for.
+_BODIES: dict[str, type[Body]] = {
+    "observation_data": ObservationData,
+    "policy_logprobs": PolicyLogprobs,
+    "step_info": StepInfo,
+}
+# What is remembered in this process beside the fields.
+_PROMPT, _HISTORY, _BEFORE = "_prompt", "_history", "_before"
+
+
+def transcript(steps: Iterable[StepData]) -> list[Message]:
+    """Prompt, answer and tool results of every decision in order; the system message stands once.
+
+    A whole conversation is its own transcript, with what no step holds: what came after the last answer, and
+    ids (`Trajectory.full_history`).
+    """
+    messages: list[Message] = []
+    for step in steps:
+        prompt, reused = step.observation_data.messages, step.observation_data.messages_reused
+        if reused:  # a conversation, whose prompt brings the answer before and all that followed it
+            del messages[reused:]
+        messages.extend(message for message in prompt if not messages or message.role != "system")
+        messages.append(_answer(step))
+        messages.extend(
+            Message(role="tool", content=step.step_info.tool_result, tool_call_id=call.id)
+            for call in step.tool_calls
+        )
+    return messages
+
+
+def _answer(step: StepData) -> Message:
+    # The raw output of a call holds the call itself, which stands in tool_calls already.
+    written = step.action_taken.get("content", step.raw_policy_output) or ""
+    return Message(role="assistant", content=written, tool_calls=step.tool_calls or None)
 
 
 class UserReward(Body):

@@ -83,7 +83,7 @@ class Conversation:
             for number in sorted(ids)
             if self._changes.get(number) is not changes.get(number)
         }
-        found = Prompt(messages, self._shown, changed)
+        found = Prompt(messages, self._shown, changed, self.history.view)
         self._shown, self._changes = len(messages), changes
         return found
 
@@ -102,8 +102,8 @@ class Conversation:
             return Carried(outcome)
         return await self._answer_text(outcome)
 
-    def said(self, steps: Sequence[StepData]) -> list[Message]:
-        return list(self.history.full_history())
+    def remember(self, step: StepData, before: StepData | None) -> None:
+        step.recall(self.history.full_history)
 
     def outcome(self) -> tuple[float, str]:
         return self._last_score, LAST_SCORE

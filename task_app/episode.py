@@ -143,7 +143,7 @@ class RLRolloutWorker:
                 exc.decisions_done = self.decisions_done
             self.failure = exc
             raise
-        return list(self._steps), self._prompts.said(self._steps), self._ground_truth
+        return list(self._steps), self._steps[-1].resulting_messages_history, self._ground_truth
 
     async def _play(self) -> None:
         await self._start()
@@ -283,6 +283,7 @@ class RLRolloutWorker:
         """Append the decision to everything that remembers it."""
         with boundary(f"the record of decision {decided.turn}"):
             step = step_data(decided, policy_name=self._policy.name, step_rewards=self._step_rewards)
+        self._prompts.remember(step, self._steps[-1] if self._steps else None)
         self._steps.append(step)
         carried, outcome = decided.carried, decided.carried.outcome
         self._observation = outcome.observation

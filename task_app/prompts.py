@@ -16,7 +16,6 @@ from task_app.actions import Choice, ReadAction
 from task_app.context_tools import Budget
 from task_app.errors import boundary
 from task_app.protocols import DecisionOutcome, Environment, Observation, PastDecision
-from task_app.transcript import transcript
 
 PAST_DECISIONS_SHOWN = 3
 
@@ -31,11 +30,13 @@ class Prompt:
         messages: all of it.
         reused: how many of them stand where they stood in the prompt before,
         changed: but for these, by place.
+        again: gives all of it once more, where holding it would cost the square of a conversation.
     """
 
     messages: tuple[Message, ...]
     reused: int = 0
     changed: Mapping[int, Message] = field(default_factory=dict)
+    again: Callable[[], tuple[Message, ...]] | None = None
 
     @property
     def new(self) -> tuple[Message, ...]:
@@ -81,8 +82,8 @@ class Prompts(Protocol):
     ) -> Carried:
         """Let the environment, the loop's own tools and the user act on what the policy chose."""
 
-    def said(self, steps: Sequence[StepData]) -> list[Message]:
-        """The whole conversation of the episode, for reward functions and people."""
+    def remember(self, step: StepData, before: StepData | None) -> None:
+        """Let a step know the conversation after it; `before` is the step before it."""
 
     def outcome(self) -> tuple[float, str]:
         """Reward and definition of an episode whose environment has no outcome of its own."""
@@ -135,8 +136,8 @@ class FreshPrompts:
         self.past.append(PastDecision(tool_calls=read.requests, outcome=outcome))
         return Carried(outcome)
 
-    def said(self, steps: Sequence[StepData]) -> list[Message]:
-        return transcript(steps)
+    def remember(self, step: StepData, before: StepData | None) -> None:
+        step.follow(before)
 
     def outcome(self) -> tuple[float, str]:
         return 0.0, "none"

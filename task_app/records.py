@@ -50,7 +50,7 @@ class Decided:
 def observation_data(observation: Observation, decided: Decided | None = None) -> ObservationData:
     """Counters and the last reward; with the decision that was made from it, its prompt and its state too."""
     counts = dict(observation.achievements_counts)
-    return ObservationData(
+    data = ObservationData(
         messages=decided.prompt.new if decided else (),
         messages_reused=decided.prompt.reused if decided else 0,
         changed=dict(decided.prompt.changed) if decided else {},
@@ -59,6 +59,9 @@ def observation_data(observation: Observation, decided: Decided | None = None) -
         achievements_counts=counts,
         reward_last_step=observation.reward_last_step,
     )
+    if decided and decided.prompt.again:
+        data.recall(decided.prompt.again)
+    return data
 
 
 def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) -> StepData:

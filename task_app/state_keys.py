@@ -140,7 +140,7 @@ def chosen_keys(
 
 
 def _entry(message: Message) -> tuple[bytes, bool]:
-    """A message as a policy reads it. No template shows the ids of calls, and some servers draw them."""
+    """A message as a policy reads it, without ids of calls: some servers draw them, and they say nothing."""
     told = message.model_dump(mode="json", exclude={"tool_call_id"}, exclude_none=True)
     for call in told.get("tool_calls", ()):
         del call["id"]

@@ -68,6 +68,6 @@ def test_every_source_that_code_cites_is_on_the_page():
         assert [each for each in cited if each not in PAGE] == [], f"{name} cites a source that is not there"
 
 
-def test_the_settled_points_are_numbered_1_to_15_in_order():
+def test_the_settled_points_are_numbered_1_to_16_in_order():
     points = [number for number in re.findall(rf"^### ({NUMBER}) ", PAGE, re.M)]
-    assert points == [f"4.{point}" for point in range(1, 16)]
+    assert points == [f"4.{point}" for point in range(1, 17)]

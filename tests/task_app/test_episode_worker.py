@@ -6,11 +6,13 @@ from itertools import pairwise
 import pytest
 
 from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
-from shared_schemas.trajectory import StopReason
+from shared_schemas.trajectory import StopReason, Trajectory, prompts
+from task_app.conversation import Conversation
+from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.episode import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, PolicyUnavailable
-from task_app.transcript import resulting_messages_history
 from tests.task_app.counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
 
 ON = StepRewards(enabled=True, mode="decision_stepwise")
@@ -137,9 +139,8 @@ async def test_the_first_observation_is_not_changed_by_what_follows():
 
 async def test_the_conversation_after_a_decision_begins_the_one_after_the_next():
     steps, messages, _ = await worker(add("a"), TEXT, add("b"), max_episode_steps=3).run_episode()
-    histories = [resulting_messages_history(steps, t) for t in (0, 1, 2)]
-    with pytest.raises(ValueError, match=r"t is 3; decisions of this episode are 0\.\.2"):
-        resulting_messages_history(steps, 3)
+    histories = [step.resulting_messages_history for step in steps]
+    assert [step.system_step_index for step in steps] == [0, 1, 2]
     assert all(later[: len(one)] == one for one, later in pairwise(histories))
     assert histories[-1] == messages
     # The n-th answer, from 0, is that of the step with this index.
@@ -147,6 +148,35 @@ async def test_the_conversation_after_a_decision_begins_the_one_after_the_next()
     assert [answers[step.assistant_turn_index].tool_calls or () for step in steps] == [
         step.tool_calls for step in steps
     ]
+
+
+async def test_a_step_of_a_conversation_knows_its_prompt_and_what_followed_while_the_wire_stays_linear():
+    config = DocumentsConfig(
+        document_content="Ada did. " * 40, question="Who?", ground_truth="Ada", chunk_size=100, indexed=True
+    )
+    environment = DocumentsEnvironment(config)
+    read = {"type": "tool_call", "name": "readChunk", "arguments": {"enable_scan": True}}
+    one = RLRolloutWorker(
+        task_definition=task(),
+        environment=environment,
+        agent_policy=PlannedPolicy(read),
+        prompts=Conversation(environment, MultiTurn(statelm_enabled=True)),
+        seed=7,
+    )
+    steps, messages, _ = await one.run_episode()
+    shown = [step.observation_data for step in steps]
+    assert [len(seen.messages) for seen in shown] == [2, 2, 2] and list(map(len, shown)) == [2, 4, 6]
+    assert [tuple(seen) for seen in shown] == list(prompts(steps))
+    histories = [step.resulting_messages_history for step in steps]
+    assert [len(history) for history in histories] == [4, 6, 8]
+    assert histories[-1] == messages and histories[0] == messages[:4]
+    assert str(shown[1]) != str(shown[1].model_copy(update={"messages_reused": 0})), "all that it saw"
+    sent = Trajectory.model_validate_json(one.trajectory().model_dump_json())
+    assert sent.steps == tuple(steps), "what a process remembers is no part of a step"
+    with pytest.raises(ValueError, match="2 messages of this prompt stand in earlier steps"):
+        list(sent.steps[1].observation_data)
+    with pytest.raises(ValueError, match="step 2 was made without resulting_messages_history, or came over"):
+        sent.steps[1].resulting_messages_history  # noqa: B018
 
 
 async def test_the_policy_cannot_change_what_was_recorded():

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from shared_schemas.trajectory import StepData
-from task_app.transcript import transcript
+from shared_schemas.trajectory import StepData, transcript
 
 
 def trace(

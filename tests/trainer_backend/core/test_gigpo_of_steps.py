@@ -1,11 +1,29 @@
 """`system_apply_gigpo_to_batch_steps`, the door that source 2 publishes, by hand."""
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy
 import pytest
+from pydantic import ValidationError
 
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import ObservationData, StepData
 from trainer_backend.core.advantages.gigpo import system_apply_gigpo_to_batch_steps
 from trainer_backend.core.errors import AdvantageError
+
+
+class Bare:
+    """Has no place for an advantage."""
+
+    __slots__ = ("observation_data",)
+
+    def __init__(self, seen):
+        self.observation_data = seen
+
+
+class Unhashable:
+    __hash__ = None
 
 
 def step(turn, state, base_reward=None, value=None):
@@ -28,8 +46,8 @@ def text_of(observation):
     return observation.messages[-1].content
 
 
-def applied(rollouts, scores, *, omega=0.5, gamma=0.5, default=0.0):
-    return system_apply_gigpo_to_batch_steps(rollouts, scores, omega, gamma, text_of, default)
+def applied(rollouts, scores, *, omega=0.5, gamma=0.5, default=0.0, key=text_of, **keys):
+    return system_apply_gigpo_to_batch_steps(rollouts, scores, omega, gamma, key, default, **keys)
 
 
 def columns(rollouts, name):
@@ -66,6 +84,94 @@ def test_the_steps_given_are_left_as_they_were():
     given = [rollout("a", [1.0]), rollout("b", [0.0])]
     applied(given, [1.0, 0.0])
     assert columns(given, "advantage") == [[None], [None]]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    observation_data: object
+    base_reward: float | None = None
+    advantage: float | None = None
+    return_to_go: float | None = None
+
+
+def published(state, reward=None):
+    """As somebody makes one who has the source alone; Message is theirs."""
+    return StepData(
+        system_step_index=0,
+        observation_data=[SimpleNamespace(role="user", content=state)],
+        action_taken={"type": "text", "content": "4"},
+        raw_policy_output="4",
+        resulting_messages_history=[SimpleNamespace(role="assistant", content="4")],
+        policy_logprobs={"token_logprobs": [-0.5]},
+        policy_value_estimate=None,
+        is_done=True,
+        step_info={"tool_success": True},
+        base_reward=reward,
+    )
+
+
+KINDS = {
+    "published": (published, lambda messages: messages[-1].content),
+    "namespace": (lambda s, r: SimpleNamespace(observation_data=s, base_reward=r), lambda seen: seen),
+    "frozen": (Frozen, lambda seen: seen),
+    "list": (Frozen, lambda seen: [seen, {"of": {seen}}]),
+    "array": (Frozen, lambda seen: numpy.array([ord(seen), 0])),
+    "model": (Frozen, lambda seen: [Message(role="user", content=seen)]),
+    "ours": (lambda s, r: step(1, s, r), lambda seen: seen),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_objects_with_the_published_attributes_and_any_keys_give_the_same(kind):
+    make, key = KINDS[kind]
+    given = [[make("a", 2.0), make("b", 4.0)], [make("a", 0.0), make("c", 0.0)]]
+    done = applied(given, [1.0, 0.0], key=key)
+    expected = applied([rollout("ab", [2.0, 4.0]), rollout("ac", [0.0, 0.0])], [1.0, 0.0])
+    for name in ("advantage", "return_to_go"):
+        assert columns(done, name) == columns(expected, name)
+    assert getattr(given[0][0], "advantage", None) is None, "the steps given stay as they were"
+    assert type(done[0][0]) is type(given[0][0])
+
+
+def test_a_published_step_has_what_it_was_given():
+    one = published("2 + 2?")
+    assert (one.system_step_index, one.is_done, one.policy_value_estimate) == (0, True, None)
+    assert one.observation_data[0].content == "2 + 2?"
+    assert [message.content for message in one.resulting_messages_history] == ["4"]
+    assert (one.policy_logprobs, one.step_info) == ({"token_logprobs": [-0.5]}, {"tool_success": True})
+    with pytest.raises(ValueError, match="turn is 3 and system_step_index 0; give one of them"):
+        StepData(system_step_index=0, turn=3, observation_data=[], action_taken={})
+    with pytest.raises(ValidationError, match=r"action_taken\n  Field required"):
+        StepData(system_step_index=0, observation_data=[])
+
+
+def test_groups_of_one_batch_are_compared_each_for_itself():
+    low, high = [rollout("a", [1.0]), rollout("a", [0.0])], [rollout("a", [9.0]), rollout("a", [8.0])]
+    keys = [1, {"world": 2}] * 2
+    both = applied([low[0], high[0], low[1], high[1]], [1.0, 9.0, 0.0, 8.0], group_keys=keys)
+    assert columns([both[0], both[2]], "advantage") == columns(applied(low, [1.0, 0.0]), "advantage")
+    assert columns([both[1], both[3]], "advantage") == columns(applied(high, [9.0, 8.0]), "advantage")
+
+
+def test_what_comes_out_is_plain_floats_whatever_goes_in():
+    scores = numpy.array([1, 0], dtype=numpy.float32)
+    given = [[SimpleNamespace(observation_data="a", base_reward=numpy.float32(score))] for score in scores]
+    done = applied(given, scores, omega=numpy.float64(0.5), gamma=1, key=str)
+    assert {type(getattr(one, name)) for (one,) in done for name in ("advantage", "return_to_go")} == {float}
+
+
+@pytest.mark.parametrize(
+    ("steps", "key", "keys", "told"),
+    [
+        ([object()], str, {}, "rollout number 0, turn 1: a object has no observation_data"),
+        ([Bare("a")], str, {}, "rollout number 0, turn 1: a Bare takes no attribute"),
+        ([Frozen("a")], lambda seen: [Unhashable()], {}, "a list cannot be compared as a key: unhashable"),
+        ([Frozen("a")], str, {"group_keys": [1, 2]}, "2 group keys for 1 rollouts"),
+    ],
+)
+def test_what_cannot_be_read_keyed_or_populated_is_told(steps, key, keys, told):
+    with pytest.raises(AdvantageError, match=told):
+        applied([steps], [1.0], key=key, **keys)
 
 
 @pytest.mark.parametrize(

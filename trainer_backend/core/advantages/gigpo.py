@@ -1,11 +1,14 @@
 """GiGPO: whole episodes against their siblings, and decisions against others made in the same state."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from copy import copy
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, cast
 
-from shared_schemas.trajectory import StepData
+from pydantic import BaseModel
+
+from shared_schemas.trajectory import ObservationData
 from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
@@ -203,74 +206,144 @@ def _refuse_missing_keys(episodes: Sequence[EpisodeRewards]) -> None:
 
 
 def system_apply_gigpo_to_batch_steps(
-    batch_of_step_data_lists: list[list[StepData]],
+    batch_of_step_data_lists: list[list[Any]],
     final_scores_for_rollouts: list[float],
     omega: float,
     gamma: float,
-    state_hashing_function: Callable[[Any], Hashable],
+    state_hashing_function: Callable[[Any], Any],
     default_step_reward: float = 0.0,
-) -> list[list[StepData]]:
-    """`gigpo` for `StepData`: the door that source 2 publishes. The rollouts given are siblings, one group.
+    *,
+    group_keys: Sequence[Any] | None = None,
+) -> list[list[Any]]:
+    """`gigpo` for `StepData`, or any objects with its published attributes: the door that source 2 publishes.
 
     A_E comes from the final scores. G_k sums the steps' base_reward, discounted; default_step_reward stands
     for one that is None, and where all of a rollout are None its final score is added at its last step.
 
     Args:
-        batch_of_step_data_lists: the steps of each rollout, in order.
+        batch_of_step_data_lists: the steps of each rollout, in order. Read are observation_data and, where a
+            step has them, base_reward and policy_value_estimate.
         final_scores_for_rollouts: of each rollout.
         omega: share of A_E, in [0, 1]; A_S has the rest.
         gamma: discount per decision, in [0, 1].
-        state_hashing_function: of a step's observation_data; equal results are one state.
+        state_hashing_function: of a step's observation_data; equal results are one state, lists and dicts
+            too.
         default_step_reward: such as a small cost of time.
+        group_keys: of each rollout, equal ones for siblings; None: all are siblings.
 
     Returns:
-        New steps with `advantage` and `return_to_go`: G_k, or advantage plus value where the policy has one.
+        Copies of the steps with `advantage` and `return_to_go`, both float: G_k, or advantage plus value
+        where the policy has one. The steps given stay as they were.
 
     Raises:
-        AdvantageError: not one score a rollout; see `siblings`.
+        AdvantageError: not one score, or key, a rollout; a step without observation_data, or that takes no
+            attribute; a key that cannot be compared; see `siblings`.
         ValueError: omega or gamma outside [0, 1].
 
     Source: source 2, Task 2.4.
     """
-    if len(final_scores_for_rollouts) != len(batch_of_step_data_lists):
-        scores, rollouts = len(final_scores_for_rollouts), len(batch_of_step_data_lists)
-        raise AdvantageError(f"{scores} final scores for {rollouts} rollouts")
-    numbers: dict[Hashable, str] = {}
-    episodes = [
-        EpisodeRewards(
-            f"number {index}",
-            "",
-            _base_rewards(steps, score, default_step_reward),
-            state_keys_T=[
-                numbers.setdefault(state_hashing_function(step.observation_data), str(len(numbers)))
-                for step in steps
-            ],
-            final_score=score,
-        )
-        for index, (steps, score) in enumerate(
-            zip(batch_of_step_data_lists, final_scores_for_rollouts, strict=True)
-        )
-    ]
-    advantages = gigpo(episodes, AdvantageConfig(gamma=gamma, omega=omega)).per_episode
-    return [
-        [
-            step.model_copy(update={"advantage": advantage, "return_to_go": return_to_go(step, advantage, g)})
-            for step, advantage, g in zip(
-                steps, row_T, discounted_returns(episode.rewards_T, gamma), strict=True
-            )
+    batch, scores = batch_of_step_data_lists, [float(score) for score in final_scores_for_rollouts]
+    keys = [()] * len(batch) if group_keys is None else list(group_keys)
+    for what, given in (("final scores", scores), ("group keys", keys)):
+        if len(given) != len(batch):
+            raise AdvantageError(f"{len(given)} {what} for {len(batch)} rollouts")
+    groups, states = _Names(), _Names()
+    episodes = []
+    for index, (steps, score, key) in enumerate(zip(batch, scores, keys, strict=True)):
+        name = f"number {index}"
+        state_keys_T = [
+            states.of(state_hashing_function(_observation(step, name, t)), place(name, t + 1))
+            for t, step in enumerate(steps)
         ]
-        for steps, episode, row_T in zip(batch_of_step_data_lists, episodes, advantages, strict=True)
+        rewards_T = _base_rewards(steps, score, float(default_step_reward))
+        group = groups.of(key, place(name))
+        episodes.append(EpisodeRewards(name, group, rewards_T, state_keys_T, final_score=score))
+    advantages = gigpo(episodes, AdvantageConfig(gamma=float(gamma), omega=float(omega))).per_episode
+    return [
+        _populated(steps, row_T, discounted_returns(episode.rewards_T, float(gamma)), episode.rollout_id)
+        for steps, episode, row_T in zip(batch, episodes, advantages, strict=True)
     ]
 
 
-def return_to_go(step: StepData, advantage: float, discounted: float) -> float:
+class _Names:
+    """A name for each of some values, equal ones for equal values, whether they can be hashed or not."""
+
+    def __init__(self) -> None:
+        self._names: dict[Hashable, str] = {}
+
+    def of(self, value: Any, where: str) -> str:
+        try:
+            return self._names.setdefault(_hashable(value), str(len(self._names)))
+        except TypeError as error:
+            told = f"a {type(value).__name__} cannot be compared as a key: {error}"
+            raise AdvantageError(told, where=where, hint="Return a text, a number or a tuple.") from error
+
+
+def _hashable(value: Any) -> Hashable:
+    """Equal for equal values of one type; of lists, dicts, sets, models and arrays by what is in them."""
+    kind = type(value).__name__
+    if isinstance(value, ObservationData):  # of a conversation its fields have only what is new
+        return kind, _hashable(value.model_dump()), _hashable(value.prompt)
+    if isinstance(value, BaseModel):
+        return kind, _hashable(value.model_dump())
+    if isinstance(value, Mapping):
+        return kind, frozenset((_hashable(key), _hashable(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return kind, tuple(map(_hashable, value))
+    if isinstance(value, Set):
+        return kind, frozenset(map(_hashable, value))
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        return kind, _hashable(value.tolist())
+    hash(value)
+    return cast(Hashable, value)
+
+
+def _observation(step: Any, rollout: str, t: int) -> Any:
+    if not hasattr(step, "observation_data"):
+        told = f"a {type(step).__name__} has no observation_data"
+        raise AdvantageError(told, where=place(rollout, t + 1))
+    return step.observation_data
+
+
+def _populated(
+    steps: Sequence[Any], advantages_T: Sequence[float], returns_T: Sequence[float], rollout: str
+) -> list[Any]:
+    """Copies of the steps of a rollout, with what they lack."""
+    return [
+        _with(
+            step,
+            place(rollout, t + 1),
+            advantage=advantage,
+            return_to_go=return_to_go(step, advantage, discounted),
+        )
+        for t, (step, advantage, discounted) in enumerate(zip(steps, advantages_T, returns_T, strict=True))
+    ]
+
+
+def _with(step: Any, where: str, **values: float) -> Any:
+    """A copy with these attributes; also of a step that is frozen, for the copy is ours."""
+    if isinstance(step, BaseModel):
+        return step.model_copy(update=values)
+    copied = copy(step)
+    try:
+        for name, value in values.items():
+            object.__setattr__(copied, name, value)
+    except AttributeError as error:
+        told = f"a {type(step).__name__} takes no attribute: {error}"
+        hint = "Give it the fields advantage and return_to_go."
+        raise AdvantageError(told, where=where, hint=hint) from error
+    return copied
+
+
+def return_to_go(step: Any, advantage: float, discounted: float) -> float:
     """What a critic is to learn: advantage plus its value, or the discounted return where there is none."""
-    value = step.policy_value_estimate
-    return discounted if value is None else advantage + value
+    value = getattr(step, "policy_value_estimate", None)
+    return discounted if value is None else advantage + float(value)
 
 
-def _base_rewards(steps: Sequence[StepData], final_score: float, default: float) -> list[float]:
-    rewards = [default if step.base_reward is None else step.base_reward for step in steps]
-    if steps and all(step.base_reward is None for step in steps):
+def _base_rewards(steps: Sequence[Any], final_score: float, default: float) -> list[float]:
+    given = [getattr(step, "base_reward", None) for step in steps]
+    rewards = [default if reward is None else float(reward) for reward in given]
+    if steps and all(reward is None for reward in given):
         rewards[-1] += final_score
     return rewards
