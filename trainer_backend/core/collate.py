@@ -67,8 +67,11 @@ class Batch:
     unit_N: int64, equal for tokens that share a ratio or a weight, see `core.units`; from 0, over the step.
     policy_N: int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job.
     critic: the columns of the value loss; None where there is no critic.
+    reference_logprob_N: float32, nats: of what a KL term pulls towards; None where there is no such term.
     unit_log_N: what the tokens of an episode share, which may lie in several pieces (core.objective); None
         where nothing is shared so.
+    policy_logprob_N: float32, nats: of the policy in training without dropout; None where the forward pass of
+        the loss has none and gives them itself.
     """
 
     packed: Packed
@@ -79,7 +82,9 @@ class Batch:
     unit_N: Tensor
     policy_N: Tensor
     critic: CriticColumns | None = None
+    reference_logprob_N: Tensor | None = None
     unit_log_N: Tensor | None = None
+    policy_logprob_N: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; itself where it is there already."""
@@ -90,6 +95,9 @@ class Batch:
         return self._with(packed, lambda column: column[tokens])
 
     def _with(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
+        def of_some(column: Tensor | None) -> Tensor | None:
+            return None if column is None else of(column)
+
         return Batch(
             packed,
             advantage_N=of(self.advantage_N),
@@ -99,7 +107,9 @@ class Batch:
             unit_N=of(self.unit_N),
             policy_N=of(self.policy_N),
             critic=None if self.critic is None else self.critic.each(of),
-            unit_log_N=None if self.unit_log_N is None else of(self.unit_log_N),
+            reference_logprob_N=of_some(self.reference_logprob_N),
+            unit_log_N=of_some(self.unit_log_N),
+            policy_logprob_N=of_some(self.policy_logprob_N),
         )
 
 
@@ -162,6 +172,7 @@ def collate(
     policies: Sequence[int],
     row_tokens: int,
     critic: Mapping[str, CriticTargets] | None = None,
+    reference: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
     """All tensors of one optimizer step.
 
@@ -175,6 +186,7 @@ def collate(
         policies: for each segment, the number of who sampled it.
         row_tokens: most tokens in a row.
         critic: rollout id -> what its values were and are to become; None: no critic.
+        reference: for each segment, [N] log-probs (nats) as `by_segment` gives them; None: no KL term.
 
     Raises:
         BatchError: see `pack_segments`; a sampled token without a finite advantage, value or return; a column
@@ -195,6 +207,7 @@ def collate(
         unit_N=_column(units, segments, order, dtype=torch.int64),
         policy_N=torch.tensor(policies, dtype=torch.int64)[packed.segment_N],
         critic=None if critic is None else critic_columns(segments, critic, order),
+        reference_logprob_N=None if reference is None else _column(reference, segments, order),
     )
 
 

@@ -147,7 +147,12 @@ def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> T
     Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). It
     clips at 3e-4 and 4e-4 (section 5.1) and weighs sequences alike; a sequence is a decision's tokens here.
     """
-    return proximal_logprobs + means + (logprobs - logprobs.detach())
+    return with_gradient_of(logprobs, proximal_logprobs + means)
+
+
+def with_gradient_of(logprobs: Tensor, values: Tensor) -> Tensor:
+    """`values`, which have no gradient of their own, with the gradient of `logprobs`."""
+    return values + (logprobs - logprobs.detach())
 
 
 def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:

@@ -188,7 +188,8 @@ class LoraTable(Table):
         default=0.0,
         ge=0,
         lt=1,
-        description="of an adapter's input, in update steps alone; above 0 a first step's ratio is not 1",
+        description="of an adapter's input, in the gradient of update steps alone: ratios and KL are scored "
+        "without it, from the second step of an iteration on by a forward pass more",
     )
     target_modules: tuple[str, ...] = Field(
         default=("all-linear",),

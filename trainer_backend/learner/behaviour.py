@@ -91,6 +91,7 @@ def weighed(
     proximal: Sequence[Sequence[float]],
     policies: Sequence[str],
     objectives: Mapping[str, Objective],
+    reference: Sequence[Sequence[float]] | None = None,
 ) -> Weighed:
     """The weight of every sampled token, from all segments of an iteration: steps may part an episode.
 
@@ -99,6 +100,7 @@ def weighed(
         proximal: for each, [N] the learner's own log-probs.
         policies: for each, who sampled it.
         objectives: by policy.
+        reference: for each, [N] log-probs of what a KL term pulls towards; None: there is no such term.
 
     Raises:
         NonFiniteLoss: a log-prob is not finite, by the name of its token.
@@ -106,6 +108,8 @@ def weighed(
     for segment, own in zip(segments, proximal, strict=True):
         _refuse_non_finite(segment, own, "the learner's log-prob")
         _refuse_non_finite(segment, _sampled(segment), "the sampler's log-prob")
+    for segment, other in zip(segments, reference or (), strict=reference is not None):
+        _refuse_non_finite(segment, other, "the reference's log-prob")
     rows: dict[int, list[float]] = {}
     logs: dict[str, list[float]] = {}
     token_means: dict[str, float] = {}
@@ -126,7 +130,10 @@ def weighed(
         }
         logs[policy] = _one_each(logs_N, units)
     columns = zip(segments, proximal, policies, strict=True)
-    scored = [Scored(part, list(own), rows[i], name) for i, (part, own, name) in enumerate(columns)]
+    scored = [
+        Scored(part, list(own), rows[i], name, reference=None if reference is None else list(reference[i]))
+        for i, (part, own, name) in enumerate(columns)
+    ]
     return Weighed(scored, logs, token_means)
 
 

@@ -26,11 +26,11 @@ from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.loading import load_checkpoint, load_named
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
-from trainer_backend.learner.scoring import Scorer, in_pieces
+from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.texts import prompt_texts, tool_words
-from trainer_backend.learner.update import PolicyUpdate, Reference
+from trainer_backend.learner.update import Known, PolicyUpdate, Reference
 from trainer_backend.learner.value_head import value_head_of
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
@@ -82,8 +82,10 @@ class LocalLearner:
             offload=job.training.optimizer_offload,
         )
         self._head = value_head_of(job, model.config.hidden_size, placement.device)
-        # Log-probs that `values` and `score` found, by rollout id: of the weights until the next update.
+        # Log-probs that `values` and `score` found, by rollout id, until the next update: of the weights, and
+        # of the policy that RL started from.
         self._proximal: dict[str, list[list[float]]] = {}
+        self._of_reference: dict[str, list[list[float]]] = {}
 
     @classmethod
     def fresh(
@@ -185,9 +187,9 @@ class LocalLearner:
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
         with memory_watched(self.job, "scoring the log-probs ran out of memory"):
             self._proximal |= self._logprobs(new, lambda piece: self.scorer.logprobs(piece)[0])
-            reference = self._logprobs(episodes, self._held_reference())
+            self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
-            name: ScoredTokens.of(parts, self._proximal[name], reference[name])
+            name: ScoredTokens.of(parts, self._proximal[name], self._of_reference[name])
             for name, parts in episodes.items()
         }
 
@@ -198,9 +200,9 @@ class LocalLearner:
         if not episodes:
             return {}
         table = self.job.training
-        (found,) = in_pieces(
+        found = logprobs_in_pieces(
+            policy,
             [segment for parts in episodes.values() for segment in parts],
-            lambda piece: (policy(piece),),
             row_tokens=table.row_tokens,
             micro_batch_tokens=table.micro_batch_tokens,
         )
@@ -210,7 +212,8 @@ class LocalLearner:
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
         """One iteration of policy updates; see `learner.update`."""
         torch.set_num_threads(self.job.training.threads)
-        known, self._proximal = self._proximal, {}
+        known = Known(self._proximal, self._of_reference)
+        self._proximal, self._of_reference = {}, {}
         return self.policy_update().run(episodes, iteration=iteration, known=known)
 
     def policy_update(self) -> PolicyUpdate:

@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer_backend.core.collate import Batch
 from trainer_backend.core.kl import kl_loss
 from trainer_backend.core.loss_metrics import clip_metrics, token_kl
-from trainer_backend.core.losses import RatioLevel, entropy_loss, weighted_sum
+from trainer_backend.core.losses import RatioLevel, entropy_loss, weighted_sum, with_gradient_of
 from trainer_backend.core.mixture_history import metric_of
 from trainer_backend.core.objective import Tokens
 from trainer_backend.core.policies import ACTOR
@@ -95,17 +95,21 @@ class PolicyTerms:
         batch: Batch,
         logprobs_N: Tensor,
         entropies_N: Tensor,
-        reference_N: Tensor | None,
         sums: StepSums,
     ) -> tuple[Tensor, dict[str, float]]:
         """The policy's loss over a piece: surrogate, entropy bonus and KL term; and the piece's metrics.
 
+        Where that policy's forward pass had dropout, ratios and KL are those of `batch.policy_logprob_N`, as
+        those of the sampler, the proximal policy and the reference are without; the gradient alone is the
+        pass's own.
+
         Args:
             batch: the piece, on the device of the columns beside it.
             logprobs_N, entropies_N: of the policy in training.
-            reference_N: log-probs of what a KL term pulls towards; None: there is no such term.
             sums: of the step.
         """
+        if batch.policy_logprob_N is not None:
+            logprobs_N = with_gradient_of(logprobs_N, batch.policy_logprob_N)
         loss, metrics = logprobs_N.new_zeros(()), {DRIFT: 0.0}
         for policy, chosen in self._chosen(batch):
             tokens = _tokens(batch, logprobs_N).at(chosen)
@@ -121,10 +125,11 @@ class PolicyTerms:
                 + self._table.entropy_coef
                 * entropy_loss(entropies_N[chosen], tokens.weights * _trust(policy, tokens))
             )
-            if reference_N is not None:
+            if batch.reference_logprob_N is not None:
+                pulls_to_N = batch.reference_logprob_N[chosen]
                 distance = kl_loss(
                     tokens.logprobs,
-                    reference_N[chosen],
+                    pulls_to_N,
                     tokens.weights * _trust(policy, tokens),
                     name=self._table.kl_kind,
                 )

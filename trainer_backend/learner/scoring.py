@@ -126,6 +126,23 @@ def in_pieces(
     return [by_segment(packed, torch.cat(column)) for column in zip(*pieces, strict=True)]
 
 
+def logprobs_in_pieces(
+    policy: Callable[[Packed], Tensor],
+    segments: Sequence[Segment],
+    *,
+    row_tokens: int,
+    micro_batch_tokens: int,
+) -> list[list[float]]:
+    """For each segment, the [N] log-probs (nats) that `policy` gives its sampled tokens."""
+    (found,) = in_pieces(
+        segments,
+        lambda piece: (policy(piece),),
+        row_tokens=row_tokens,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    return found
+
+
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
     """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed.
 

@@ -16,6 +16,7 @@ class Scored:
     behaviour: [N] weights to who sampled them (core.behaviour), in [0, cap].
     policy: who that was.
     share: [N] how much each counts of the whole iteration, where its aggregation says so (core.aggregation).
+    reference: [N] log-probs (nats) of what a KL term pulls towards; None where there is no such term.
     """
 
     segment: Segment
@@ -23,6 +24,7 @@ class Scored:
     behaviour: list[float]
     policy: str = ACTOR
     share: Sequence[float] = ()
+    reference: list[float] | None = None
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:

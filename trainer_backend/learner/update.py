@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -19,7 +20,7 @@ from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.behaviour import Weighed, weighed
 from trainer_backend.learner.mixture_metrics import mismatch, mixture_metrics
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
-from trainer_backend.learner.scoring import Scorer, row_width
+from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, row_width
 from trainer_backend.learner.stepping import memory_watched, stepping
 from trainer_backend.learner.steps import Scored, in_steps, together
 from trainer_backend.learner.value_head import ValueHead
@@ -28,6 +29,18 @@ from trainer_backend.protocols import CreditedEpisode
 
 # [N] log-probs of the sampled tokens under what the KL term pulls towards.
 Reference = Callable[[Packed], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Log-probs that were scored before an update, by rollout id for each segment; of weights that are still
+    the same. Where those of all episodes are there, none is scored again."""
+
+    proximal: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    reference: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+
+
+NOTHING_KNOWN = Known()
 
 
 class PolicyUpdate:
@@ -54,12 +67,12 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         *,
         iteration: int,
-        known: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        known: Known = NOTHING_KNOWN,
     ) -> dict[str, float]:
         """Score all segments, then `update_passes` passes over them in shuffled optimizer steps.
 
         With `target_kl`, no step is taken on from where the policy was found further away than that. `known`
-        are log-probs of the same weights, by rollout id for each segment: where all are there, none is made.
+        are log-probs of the same weights.
 
         Raises:
             NonFiniteLoss: a log-prob, the loss or the gradient is not finite; the weights are untouched
@@ -74,7 +87,7 @@ class PolicyUpdate:
                 found = self.weighed(episodes, known)
                 steps = list(self._steps(found.scored, iteration))
                 for number, (step, in_pass) in enumerate(steps):
-                    part = self.gradient(step, by_id, steps=in_pass)
+                    part = self.gradient(step, by_id, steps=in_pass, is_first=number == 0)
                     moved = part.pop(DRIFT)
                     if parts and self._table.target_kl is not None and moved > self._table.target_kl:
                         break  # found by the forward pass of a step that is then not taken
@@ -98,25 +111,32 @@ class PolicyUpdate:
     def weighed(
         self,
         episodes: Sequence[CreditedEpisode],
-        known: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        known: Known = NOTHING_KNOWN,
     ) -> Weighed:
-        """Stop 8: the learner's own log-probs before the first step and the weights to who sampled; what each
-        token counts of the iteration, where the aggregation is over that.
+        """Stop 8: log-probs of the learner and of the reference before the first step, without dropout; the
+        weights to who sampled; what each token counts of the iteration, where the aggregation is over that.
 
         Raises:
             NonFiniteLoss: a log-prob is not finite, by the name of its token.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
         policies = [episode.policy for episode in episodes for _ in episode.segments]
-        found = weighed(segments, self._proximal(episodes, known or {}), policies, self._terms.objectives)
+        proximal = self._logprobs(episodes, known.proximal, self._scorer.score)
+        reference, pull = None, self._reference
+        if pull is not None:
+            reference = self._logprobs(episodes, known.reference, partial(logprobs_in_pieces, pull))
+        found = weighed(segments, proximal, policies, self._terms.objectives, reference)
         if self._aggregation.over != "iteration":
             return found
         shares = self._aggregation.weights(segments)
         scored = [replace(item, share=share) for item, share in zip(found.scored, shares, strict=True)]
         return replace(found, scored=scored)
 
-    def _proximal(
-        self, episodes: Sequence[CreditedEpisode], known: Mapping[str, Sequence[Sequence[float]]]
+    def _logprobs(
+        self,
+        episodes: Sequence[CreditedEpisode],
+        known: Mapping[str, Sequence[Sequence[float]]],
+        score: Callable[..., list[list[float]]],
     ) -> list[Sequence[float]]:
         """For each segment, [N]: as they are known, or else scored now."""
         if all(episode.rollout_id in known for episode in episodes):
@@ -124,7 +144,7 @@ class PolicyUpdate:
         table = self._table
         size = {"row_tokens": table.row_tokens, "micro_batch_tokens": table.micro_batch_tokens}
         segments = [segment for episode in episodes for segment in episode.segments]
-        return [*self._scorer.score(segments, **size)]
+        return [*score(segments, **size)]
 
     def _steps(self, scored: Sequence[Scored], iteration: int) -> Iterator[tuple[list[Scored], int]]:
         """Optimizer steps of about `batch_decisions` decisions, each with how many its pass has; the shuffle
@@ -136,7 +156,12 @@ class PolicyUpdate:
             yield from ((step, len(steps)) for step in steps)
 
     def gradient(
-        self, step: Sequence[Scored], episodes: Mapping[str, CreditedEpisode], *, steps: int = 1
+        self,
+        step: Sequence[Scored],
+        episodes: Mapping[str, CreditedEpisode],
+        *,
+        steps: int = 1,
+        is_first: bool = False,
     ) -> dict[str, float]:
         """The gradient of a step, left on the parameters, and its metrics.
 
@@ -144,13 +169,14 @@ class PolicyUpdate:
             step: some of what `weighed` gave.
             episodes: by rollout id.
             steps: how many the pass is cut into.
+            is_first: whether the weights are those that gave the proximal log-probs.
         """
         width = row_width([item.segment for item in step], self._table.row_tokens)
         batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
         sums = self._terms.sums(batch)
         self._zero_grad()
         parts = []
-        pieces = self._pieces(batch, max(1, self._table.micro_batch_tokens // width))
+        pieces = self._pieces(batch, max(1, self._table.micro_batch_tokens // width), is_first=is_first)
         with stepping(self._scorer.model):
             for piece in pieces:
                 loss, metrics = self._piece(piece, sums)
@@ -192,16 +218,26 @@ class PolicyUpdate:
             policies=[numbers[item.policy] for item in step],
             row_tokens=width,
             critic=critic or None,
+            reference=[item.reference for item in step if item.reference is not None] or None,
         )
 
-    def _pieces(self, batch: Batch, max_rows: int) -> list[Batch]:
-        """The step in pieces of one forward and backward; they know what units share that lie in several."""
+    def _pieces(self, batch: Batch, max_rows: int, *, is_first: bool) -> list[Batch]:
+        """The step in pieces of one forward and backward. They know what their own forward pass cannot tell:
+        what units share that lie in several pieces, and log-probs without the adapters' dropout."""
         pieces = list(cut_batch(batch, max_rows))
-        if not self._terms.spans_pieces(batch):
+        spans, lora = self._terms.spans_pieces(batch), self._job.lora
+        drops = lora is not None and lora.dropout > 0
+        if not (spans or drops):
             return pieces
         with torch.no_grad():
-            logprobs_N = torch.cat([self._scorer.logprobs(piece.packed)[0] for piece in pieces])
-            return list(cut_batch(self._terms.with_unit_logs(batch, logprobs_N), max_rows))
+            logprobs_N = batch.proximal_logprob_N
+            if not is_first:
+                logprobs_N = torch.cat([self._scorer.logprobs(piece.packed)[0] for piece in pieces])
+            if spans:
+                batch = self._terms.with_unit_logs(batch, logprobs_N)
+            if drops:
+                batch = replace(batch, policy_logprob_N=logprobs_N)
+            return list(cut_batch(batch, max_rows))
 
     def _apply(self) -> float:
         """Clip the gradient and take the step; its norm before that."""
@@ -221,15 +257,11 @@ class PolicyUpdate:
             self._head.zero_grad()
 
     def _piece(self, batch: Batch, sums: StepSums) -> tuple[Tensor, dict[str, float]]:
-        table, packed = self._table, batch.packed
-        states = self._scorer.states(packed)
+        table = self._table
+        states = self._scorer.states(batch.packed)
         logprobs, entropies = self._scorer.logprobs_at(states)
         batch = batch.to(logprobs.device)
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference = self._reference(packed)
-        loss, metrics = self._terms.of(batch, logprobs, entropies, reference, sums)
+        loss, metrics = self._terms.of(batch, logprobs, entropies, sums)
         if batch.critic is not None and self._head is not None:
             missed = value_loss(self._head.values(states), batch.critic, clip=table.value_clip)
             loss = loss + table.value_coef * missed

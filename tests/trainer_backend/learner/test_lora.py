@@ -1,6 +1,7 @@
 """[lora]: what is trained, what leaves the learner, and what a checkpoint holds of it."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -259,15 +260,43 @@ def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, t
         assert settings["base_model_name_or_path"] == str(folder)
 
 
-def test_dropout_is_on_in_steps_and_off_in_scores(tokenizer):
-    learner = learner_of(tokenizer, **LORA, lora__dropout=0.5, training__update_passes=1)
+@pytest.mark.parametrize("level", ["token", "decision", "episode"])
+def test_dropout_is_in_the_gradient_of_steps_and_in_no_log_prob(tokenizer, level: str):
+    """A policy equal to its reference and to the proximal policy has a KL of 0 and ratios of 1, and after a
+    step the ratios are those of the policy that is sampled from."""
+    learner = learner_of(
+        tokenizer, **LORA, lora__dropout=0.5, training__kl_coef=0.1, algorithm__ratio_level=level
+    )
     for weight in learner.model.parameters():
         if weight.requires_grad:
-            torch.nn.init.constant_(weight, 0.1)
-    assert learner.scorer.score(PROBE, **SIZE) == learner.scorer.score(PROBE, **SIZE)
-    torch.manual_seed(0)
-    metrics = learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
-    assert metrics["loss/ratio_max"] > 1.001
+            torch.nn.init.normal_(weight, std=0.2)
+    episodes = episodes_of(learner, [1.0, -1.0])
+    by_id = {item.rollout_id: item for item in episodes}
+    update = learner.policy_update()
+    before = update.weighed(episodes).scored
+    gradients = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        metrics = update.gradient(before, by_id)
+        gradients.append(torch.cat([w.grad.flatten() for w in learner.model.parameters() if w.requires_grad]))
+        for name in ("loss/kl", "loss/kl_to_proximal"):
+            assert metrics[name] == pytest.approx(0.0, abs=1e-9)
+        for name in ("loss/ratio_min", "loss/ratio_max"):
+            assert metrics[name] == pytest.approx(1.0, abs=1e-5)
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.allclose(gradients[0], gradients[2]), "which inputs are left out is drawn"
+    for weight in learner.weights().values():
+        weight.mul_(1.2)
+    after = learner.scorer.score([item.segment for item in before], **SIZE)
+    # Each unit is all that its rollout sampled, or a token; the mean of ratios is over tokens.
+    pairs = [zip(item.proximal, now, strict=True) for item, now in zip(before, after, strict=True)]
+    logs = [[new - old for old, new in pair] for pair in pairs]
+    ratios = [math.exp(log if level == "token" else sum(row) / len(row)) for row in logs for log in row]
+    metrics = update.gradient(before, by_id)
+    assert metrics["loss/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), abs=1e-5)
+    k3 = [math.expm1(-log) + log for row in logs for log in row]
+    assert metrics["loss/kl"] == pytest.approx(sum(k3) / len(k3), abs=1e-5)
+    assert metrics["loss/kl"] > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from trainer_backend.core.errors import SegmentError
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import NonFiniteLoss
+from trainer_backend.learner.update import Known
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode
 
@@ -132,7 +133,7 @@ def test_a_mixed_step_is_the_same_however_it_is_cut(tokenizer, kind, level):
                 for item in episodes
             }
         update = learner.policy_update()
-        weighed = update.weighed(episodes, known)
+        weighed = update.weighed(episodes, Known(known))
         metrics = update.gradient(weighed.scored, {item.rollout_id: item for item in episodes})
         weights = torch.cat([w.grad.flatten() for w in learner.model.parameters()]).double()
         found.append((metrics, weights))
