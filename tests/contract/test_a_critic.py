@@ -103,9 +103,8 @@ def test_a_critic_by_token_also_tells_of_decisions_and_one_by_decision_not_of_to
 
 def test_every_checkpoint_holds_its_head(run):
     _, directory = run
-    heads = [
-        load_file(directory.checkpoints / f"iteration_{n}" / "value_head.safetensors") for n in (0, 1, 2)
-    ]
+    files = [directory.checkpoints / f"iteration_{n}/training_state/value_head.safetensors" for n in range(3)]
+    heads = [load_file(path) for path in files]
     assert not heads[0]["weight"].any()
     assert "mean" not in heads[0], "nothing was scored yet"
     assert torch.equal(heads[1]["mean"], heads[2]["mean"])

@@ -93,7 +93,8 @@ def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -
     for iteration in range(1, 11):
         assert plan_of(run, iteration) == plan_of(whole, iteration)
         assert actions_of(run, iteration) == actions_of(whole, iteration)
-    for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors"):
+    of_training = [f"training_state/{name}.safetensors" for name in ("optimizer", "rng")]
+    for name in ("model.safetensors", *of_training):
         found, expected = (load_file(item.checkpoints / "iteration_10" / name) for item in (run, whole))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), name

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer_backend.errors import WeightsRefused
+from trainer_backend.errors import ModelFolderError, WeightsRefused
 from trainer_backend.inference.protocol import WeightSource
+from trainer_backend.models.layout import weight_files
 
 NAMES_IN_A_MESSAGE = 3
 # In the name of a weight of an adapter, as peft gives it.
@@ -16,17 +17,20 @@ OF_AN_ADAPTER = ".lora_"
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
-    """The tensors of a source: a mapping as it is, a folder's safetensors files read from disk.
+    """The tensors of a source: a mapping as it is, a model folder's weights read from disk.
 
     Raises:
-        WeightsRefused: the folder does not exist, holds no safetensors, or one of them cannot be read.
+        WeightsRefused: the folder does not exist or holds no weights, or a file of them cannot be read.
     """
     if isinstance(source, Mapping):
         return source
     folder = Path(source)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files:
-        raise WeightsRefused("no safetensors file in this folder", where=str(folder))
+    if not folder.is_dir():
+        raise WeightsRefused("no such folder", where=str(folder))
+    try:
+        files = weight_files(folder)
+    except ModelFolderError as error:
+        raise WeightsRefused(error.detail, where=error.where, hint=error.hint) from error
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:

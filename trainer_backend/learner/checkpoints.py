@@ -1,8 +1,9 @@
 """Checkpoints: a Hugging Face model folder plus optimizer, RNG and state; written aside, then renamed.
 
     checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program
-                               optimizer.safetensors rng.safetensors state.json    for resuming
-                               value_head.safetensors    with a critic: its weights and moments
+                               state.json    how far training is; written last
+                               training_state/    for resuming: optimizer.safetensors rng.safetensors, and
+                                                  value_head.safetensors with a critic
                                adapter/    with [lora], in peft's layout: the model beside it has it merged
     checkpoints/best           the name of the checkpoint with the best evaluation so far
 
@@ -25,7 +26,7 @@ from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
-from trainer_backend.rundir.checkpoint_paths import STATE_FILE
+from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.whole_files import flush
 
 
@@ -52,10 +53,12 @@ def save_checkpoint(
         save_model_folder(aside, model, tokenizer, weights=merged)
         if adapter is not None:
             adapter.save(aside / FOLDER)
+        own = aside / TRAINING_FOLDER
+        own.mkdir()
         if head is not None:
-            head.save(aside)
-        save_file(_optimizer_tensors(optimizer), aside / "optimizer.safetensors")
-        save_file(_rng_states(), aside / "rng.safetensors")
+            head.save(own)
+        save_file(_optimizer_tensors(optimizer), own / "optimizer.safetensors")
+        save_file(_rng_states(), own / "rng.safetensors")
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         for path in aside.rglob("*"):
             flush(path)
@@ -97,11 +100,12 @@ def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress
         CheckpointError: a file is missing or broken, or the optimizer is of another model.
     """
     try:
+        own = folder / TRAINING_FOLDER
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         # By name: earlier versions also wrote the best evaluation, which metrics.jsonl tells better.
         progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
-        _restore_optimizer(optimizer, load_file(folder / "optimizer.safetensors"), folder)
-        _restore_rng(load_file(folder / "rng.safetensors"))
+        _restore_optimizer(optimizer, load_file(own / "optimizer.safetensors"), folder)
+        _restore_rng(load_file(own / "rng.safetensors"))
     except CheckpointError:
         raise
     except Exception as error:

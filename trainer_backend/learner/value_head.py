@@ -20,6 +20,7 @@ from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.scoring import States
 from trainer_backend.plugins import estimator
+from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER
 
 FILE = "value_head.safetensors"
 # The bias moves as far as this share of what all weights together may move a value.
@@ -127,7 +128,7 @@ class ValueHead:
         Raises:
             CheckpointError: the file is broken, or of a model of another width.
         """
-        path = checkpoint / FILE
+        path = checkpoint / TRAINING_FOLDER / FILE
         if not path.exists():
             return
         try:
@@ -180,7 +181,8 @@ def value_head_of(job: JobConfig, width: int, device: torch.device) -> ValueHead
 
 def told_on_resume(job: JobConfig, checkpoint: Path) -> str | None:
     """What a person should know of a run whose estimator was changed; None where nothing was."""
-    needed, there = estimator(job.algorithm.advantage).needs_values, (checkpoint / FILE).exists()
+    needed = estimator(job.algorithm.advantage).needs_values
+    there = (checkpoint / TRAINING_FOLDER / FILE).exists()
     name = f"algorithm.advantage = {job.algorithm.advantage!r}"
     if needed and not there:
         return f"{checkpoint.name} has no value head, which {name} needs: a fresh one begins, all values 0"

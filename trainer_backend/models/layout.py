@@ -33,11 +33,19 @@ def refuse_incomplete(folder: Path) -> None:
         )
     if not (folder / CONFIG).is_file():
         raise ModelFolderError(f"no {CONFIG} in this folder", where=str(folder))
+    weight_files(folder)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the model's weights, as `transformers` chooses them; no other one is read.
+
+    Raises:
+        ModelFolderError: no weights, pickled weights only, or a shard is missing.
+    """
     if (folder / WEIGHTS).is_file():
-        return
+        return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
-        _refuse_missing_shards(folder)
-        return
+        return _shards(folder)
     pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
     found = "only pickled weights, which are refused," if pickled else "no weights"
     raise ModelFolderError(
@@ -137,7 +145,7 @@ def _causal_classes(kind: str) -> set[str]:
     return {names} if isinstance(names, str) else set(names)
 
 
-def _refuse_missing_shards(folder: Path) -> None:
+def _shards(folder: Path) -> list[Path]:
     shards = read_object(folder / INDEX).get("weight_map")
     files = set(map(str, shards.values())) if isinstance(shards, dict) else set()
     if not files:
@@ -149,3 +157,4 @@ def _refuse_missing_shards(folder: Path) -> None:
             where=str(folder),
             hint="The copy or download was not finished.",
         )
+    return [folder / name for name in sorted(files)]

@@ -10,6 +10,9 @@ from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.whole_files import replace_text
 
 STATE_FILE = "state.json"
+# What of a checkpoint only a resume reads. In a folder of its own: servers take all safetensors beside
+# config.json for weights of the model.
+TRAINING_FOLDER = "training_state"
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

@@ -1,18 +1,23 @@
 """New weights: nothing is lost, each token carries the version that sampled it, misfits are refused."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
+from tests.trainer_backend.learner.hand_made import learner_of, segment
+from trainer_backend.core.critic import targets_of
 from trainer_backend.errors import InferenceError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.models import build_preset, save_model_folder
+from trainer_backend.models import build_preset, load_model_folder, save_model_folder
+from trainer_backend.protocols import CreditedEpisode, Progress
 
 StartEngine = Callable[..., LocalEngine]
 PROMPT = [10, 11, 12, 13]
@@ -86,6 +91,59 @@ async def test_weights_come_from_a_folder_too(
     assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
 
 
+def files_that_vllm_loads(folder: Path) -> list[Path]:
+    """By the rules of vLLM 0.32: `DefaultModelLoader._prepare_weights` with a local folder, and
+    `filter_duplicate_safetensors_files`."""
+    files = [path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in folder.glob(pattern)]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        assert named <= set(files)
+        files = [path for path in files if path in named]
+    return files
+
+
+async def test_a_checkpoint_with_all_that_a_run_keeps_in_it_serves_in_the_engine_and_in_vllm(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    settings = {"algorithm__advantage": "gae", "lora__rank": 2}
+    learner = learner_of(tokenizer, **settings)
+    episode = CreditedEpisode(
+        "r", [segment("r", [5, 6], [7, 8], [-6.0, -6.0])], [1.0], targets_of([0.0], [1.0])
+    )
+    learner.update([episode], iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    model, _ = load_model_folder(tmp_path / "iteration_1")
+    served = {
+        name: tensor
+        for path in files_that_vllm_loads(tmp_path / "iteration_1")
+        for name, tensor in load_file(path).items()
+    }
+    # A tied head is in the file once, under the name of the embedding.
+    assert served.keys() == model.state_dict().keys() - {"lm_head.weight"}
+    engine = start_engine()
+    await engine.load_weights(9, tmp_path / "iteration_1")
+    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
+    assert result.logprobs == pytest.approx(
+        logprobs_under(model, PROMPT, result.token_ids).tolist(), abs=1e-5
+    )
+
+
+async def test_of_a_folder_with_an_index_the_files_that_it_names_are_read(
+    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    engine, new = start_engine(), other_model(tokenizer, 9)
+    new.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    save_file({"of another format": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    await engine.load_weights(9, tmp_path)
+    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
+    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
+    next(tmp_path.glob("model-00001-*")).unlink()
+    with pytest.raises(WeightsRefused, match=r"1 of \d shards are missing, such as model-00001"):
+        await engine.load_weights(10, tmp_path)
+
+
 async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_keep_serving(
     start_engine: StartEngine, model: PreTrainedModel, tmp_path: Path
 ):
@@ -97,7 +155,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_keep_serving
         await engine.load_weights(1, {**good, "extra": torch.zeros(1)})
     with pytest.raises(WeightsRefused, match=rf"another shape: {norm} \(3,\) for \(96,\)"):
         await engine.load_weights(1, {**good, norm: torch.zeros(3)})
-    with pytest.raises(WeightsRefused, match="no safetensors"):
+    with pytest.raises(WeightsRefused, match="no weights in this folder"):
         await engine.load_weights(1, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(WeightsRefused, match="cannot be read"):

@@ -116,7 +116,7 @@ def test_a_broken_checkpoint_is_refused_with_its_path(tokenizer, tmp_path: Path)
     learner = learner_of(tokenizer)
     folder = tmp_path / "iteration_1"
     learner.save(folder, Progress(iteration=1))
-    (folder / "optimizer.safetensors").write_bytes(b"half")
+    (folder / "training_state/optimizer.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="iteration_1"):
         LocalLearner.resumed(learner.job, folder)
 
@@ -127,7 +127,8 @@ def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
     small.save(tmp_path / "iteration_1", Progress(iteration=1))
     large.model = build_preset("tiny-0.8m", tokenizer)
     large.save(tmp_path / "iteration_2", Progress(iteration=2))
-    (tmp_path / "iteration_1/optimizer.safetensors").replace(tmp_path / "iteration_2/optimizer.safetensors")
+    optimizer = "training_state/optimizer.safetensors"
+    (tmp_path / "iteration_1" / optimizer).replace(tmp_path / "iteration_2" / optimizer)
     with pytest.raises(CheckpointError, match="another model"):
         LocalLearner.resumed(tiny_job(model__preset="tiny-0.8m"), tmp_path / "iteration_2")
 

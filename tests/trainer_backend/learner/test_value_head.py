@@ -156,7 +156,7 @@ def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     model, _ = load_model_folder(tmp_path / "iteration_1")
     assert model.state_dict().keys() == learner_of(tokenizer).model.state_dict().keys()
-    stored = load_file(tmp_path / "iteration_1" / FILE)
+    stored = load_file(tmp_path / "iteration_1/training_state" / FILE)
     assert set(stored) == {"weight", "bias", "mean", "std"} | {
         f"{name}.{part}" for name in ("weight", "bias") for part in ("step", "exp_avg", "exp_avg_sq")
     }
@@ -184,14 +184,16 @@ def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path:
     again, progress = LocalLearner.resumed(job, tmp_path / "iteration_1")
     assert progress.iteration == 1
     again.save(tmp_path / "iteration_2", Progress(2, 2, 3))
-    assert not (tmp_path / "iteration_2" / FILE).exists()
+    assert not (tmp_path / "iteration_2/training_state" / FILE).exists()
 
 
 def test_a_broken_head_is_refused_with_its_path(tokenizer, tmp_path: Path):
     learner = critic_of(tokenizer)
     learner.save(tmp_path / "iteration_1", Progress())
-    (tmp_path / "iteration_1" / FILE).write_bytes(b"half")
-    with pytest.raises(CheckpointError, match=r"iteration_1/value_head\.safetensors: the value head cannot"):
+    (tmp_path / "iteration_1/training_state" / FILE).write_bytes(b"half")
+    with pytest.raises(
+        CheckpointError, match=r"training_state/value_head\.safetensors: the value head cannot"
+    ):
         LocalLearner.resumed(learner.job, tmp_path / "iteration_1")
 
 
