@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
-from tests.trainer_backend.report.hand_made import COW, WOOD, rollout
+from tests.trainer_backend.report.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend.collect.collection import Keep
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
 from trainer_backend.protocols import CreditedEpisode, Progress
-from trainer_backend.rundir.checkpoint_paths import best_checkpoint
+from trainer_backend.rundir.checkpoint_paths import BestMark, best_checkpoint, best_mark
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -186,7 +187,33 @@ async def test_a_best_mark_that_a_kill_prevented_is_made_by_the_next_start(tmp_p
     progress = await train(run, Progress(), asyncio.Event())
     (run.directory.checkpoints / "best").unlink()
     await train(run, progress, asyncio.Event())
-    assert (run.directory.checkpoints / "best").read_text() == "iteration_0"  # the first of equals
+    assert best_checkpoint(run.directory.checkpoints).name == "iteration_0"  # the first of equals
+
+
+async def test_rows_that_are_lost_leave_the_best_where_it_is_until_an_evaluation_is_better(tmp_path: Path):
+    def scores(*unlocked: Sequence[Any]) -> Answer:
+        answers = iter(unlocked)
+
+        def evaluation(requests: Sequence[RolloutRequest]) -> Collection:
+            of_each = next(answers)
+            return Collection(tuple(finished(request, of_each) for request in requests))
+
+        return evaluation
+
+    run = run_of(tmp_path, evaluation=scores([WOOD, ()], [WOOD, COW], [WOOD, ()]))
+    progress = await train(run, Progress(), asyncio.Event())
+    assert run.directory.lost_rows(4) is None
+    run.directory.metrics_file.write_text("")
+    told = run.directory.lost_rows(4)
+    assert told is not None and "has lost the rows of 4 of 4 iterations, the first of iteration 1" in told
+    again = replace(run, collector=Collector(run.collector._train, scores([WOOD, ()])))
+    await train(again, progress, asyncio.Event())
+    assert [row["iteration"] for row in rows_of(run.directory, "evaluation")] == [4]
+    assert best_mark(run.directory.checkpoints) == BestMark(run.directory.checkpoints / "iteration_2", 2.0)
+    run.directory.metrics_file.write_text("")
+    better = replace(run, collector=Collector(run.collector._train, scores([WOOD, COW, TABLE])))
+    await train(better, progress, asyncio.Event())
+    assert best_checkpoint(run.directory.checkpoints).name == "iteration_4"
 
 
 async def test_a_row_whose_checkpoint_is_gone_is_not_marked(tmp_path: Path):
@@ -210,7 +237,7 @@ async def test_an_evaluation_that_lost_a_world_is_never_the_best(tmp_path: Path)
     await train(run, Progress(), asyncio.Event())
     scores = [row["eval/outcome_reward"] for row in rows_of(run.directory, "evaluation")]
     assert scores == [1.0, 2.0, 2.0]
-    assert (run.directory.checkpoints / "best").read_text() == "iteration_0"
+    assert best_checkpoint(run.directory.checkpoints).name == "iteration_0"
 
 
 @pytest.mark.parametrize(

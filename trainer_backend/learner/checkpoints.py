@@ -1,11 +1,12 @@
 """Checkpoints: a Hugging Face model folder plus optimizer, RNG and state; written aside, then renamed.
 
     checkpoints/iteration_n/   model.safetensors config.json tokenizer.json    for any Hugging Face program
-                               state.json    how far training is; written last
+                               state.json    how far training is
+                               digests.json    of all other files, see rundir.digests; written last
                                training_state/    for resuming: optimizer.safetensors rng.safetensors, and
                                                   value_head.safetensors with a critic
                                adapter/    with [lora], in peft's layout: the model beside it has it merged
-    checkpoints/best           the name of the checkpoint with the best evaluation so far
+    checkpoints/best           the checkpoint with the best evaluation so far, and its mean outcome
 
 Nothing is pickled. A folder with the final name is whole: the rename is the commit.
 """
@@ -13,7 +14,7 @@ Nothing is pickled. A folder with the final name is whole: the rename is the com
 import json
 import os
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
+from trainer_backend.rundir.digests import digests_of
 from trainer_backend.rundir.whole_files import flush
 
 
@@ -50,19 +52,19 @@ def save_checkpoint(
     try:
         aside.mkdir(parents=True)
         merged = None if adapter is None else adapter.merged()
-        save_model_folder(aside, model, tokenizer, weights=merged)
-        if adapter is not None:
-            adapter.save(aside / FOLDER)
-        own = aside / TRAINING_FOLDER
-        own.mkdir()
-        if head is not None:
-            head.save(own)
-        save_file(_optimizer_tensors(optimizer), own / "optimizer.safetensors")
-        save_file(_rng_states(), own / "rng.safetensors")
-        (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        for path in aside.rglob("*"):
-            flush(path)
-        flush(aside)
+        with digests_of(aside) as digests:
+            save_model_folder(aside, model, tokenizer, weights=merged)
+            digests.take()
+            if adapter is not None:
+                adapter.save(aside / FOLDER)
+            own = aside / TRAINING_FOLDER
+            own.mkdir()
+            if head is not None:
+                head.save(own)
+            save_file(_rng_states(), own / "rng.safetensors")
+            save_file(_optimizer_tensors(optimizer), own / "optimizer.safetensors")
+            (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+            digests.write()
         _put_in_place(aside, folder)
     except Exception as error:
         # safetensors raises an error class of its own for a full disk, so OSError alone would miss it.
@@ -102,8 +104,7 @@ def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress
     try:
         own = folder / TRAINING_FOLDER
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        # By name: earlier versions also wrote the best evaluation, which metrics.jsonl tells better.
-        progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
+        progress = Progress(**state)
         _restore_optimizer(optimizer, load_file(own / "optimizer.safetensors"), folder)
         _restore_rng(load_file(own / "rng.safetensors"))
     except CheckpointError:

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.boundary import writing
@@ -26,14 +27,32 @@ def is_whole(checkpoint: Path) -> bool:
     return (checkpoint / STATE_FILE).exists()
 
 
+def newest_folder(checkpoints: Path) -> Path | None:
+    """As `latest_checkpoint`, also where that folder has lost what makes it one."""
+    return next(reversed(_folders(checkpoints)), None)
+
+
 def best_checkpoint(checkpoints: Path) -> Path | None:
     """The checkpoint that the best evaluation belongs to, or the latest when none was evaluated."""
-    pointer = checkpoints / "best"
-    if pointer.exists():
-        path = checkpoints / pointer.read_text(encoding="utf-8").strip()
-        if path.exists():
-            return path
-    return latest_checkpoint(checkpoints)
+    mark = best_mark(checkpoints)
+    return latest_checkpoint(checkpoints) if mark is None else mark.folder
+
+
+class BestMark(NamedTuple):
+    """What the file `best` says: a checkpoint, and the mean outcome of its evaluation."""
+
+    folder: Path
+    score: float
+
+
+def best_mark(checkpoints: Path) -> BestMark | None:
+    """The mark that was made last; None where there is none, or of a checkpoint that is gone."""
+    try:
+        name, score = (checkpoints / "best").read_text(encoding="utf-8").split()
+        mark = BestMark(checkpoints / name, float(score))
+    except (OSError, ValueError):
+        return None
+    return mark if is_whole(mark.folder) else None
 
 
 def run_of(folder: Path) -> Path | None:
@@ -56,9 +75,9 @@ def model_in(folder: Path) -> Path:
     return best
 
 
-def mark_best(folder: Path) -> None:
-    """Point `best` at this checkpoint."""
-    replace_text(folder.parent / "best", folder.name)
+def mark_best(mark: BestMark) -> None:
+    """Point `best` at a checkpoint. Its score stands beside it: rows of metrics can be lost."""
+    replace_text(mark.folder.parent / "best", f"{mark.folder.name}\n{mark.score!r}\n")
 
 
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
@@ -69,10 +88,10 @@ def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bo
         stays: whether the checkpoint of an iteration is one to keep, or was only made for a resume.
     """
     folders = _folders(checkpoints)
-    kept = [folder for folder in folders if stays(_iteration(folder))][-keep:]
+    kept = [folder for folder in folders if stays(iteration_of(folder))][-keep:]
     kept += [folder for folder in (best_checkpoint(checkpoints), latest_checkpoint(checkpoints)) if folder]
     for folder in folders:
-        if folder not in kept and _iteration(folder) > 0:
+        if folder not in kept and iteration_of(folder) > 0:
             with writing(folder):
                 # A kill in the middle must not leave half of it under a name that counts.
                 os.replace(folder, folder.with_name(f".{folder.name}.gone"))
@@ -83,14 +102,15 @@ def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bo
 
 def whole_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """By iteration, oldest first; one that is being written is none."""
-    return [(_iteration(folder), folder) for folder in _folders(checkpoints) if is_whole(folder)]
+    return [(iteration_of(folder), folder) for folder in _folders(checkpoints) if is_whole(folder)]
 
 
 def _folders(checkpoints: Path) -> list[Path]:
     """Oldest first; a copy that somebody made (iteration_5_backup) is not ours to count or remove."""
     ours = [path for path in checkpoints.glob("iteration_*") if path.name[10:].isdecimal()]
-    return sorted(ours, key=_iteration)
+    return sorted(ours, key=iteration_of)
 
 
-def _iteration(folder: Path) -> int:
+def iteration_of(folder: Path) -> int:
+    """Of a checkpoint's folder."""
     return int(folder.name.rpartition("_")[2])

@@ -104,6 +104,18 @@ class RunDirectory:
         """All rows, oldest first. A line cut short by a crash is left out."""
         return read_lines(self.metrics_file)
 
+    def lost_rows(self, iteration: int) -> str | None:
+        """A sentence, where iterations up to this one have no row: each had left one before it was saved."""
+        there = {row.get("iteration") for row in self.metrics() if row.get("kind") == "iteration"}
+        lost = [number for number in range(1, iteration + 1) if number not in there]
+        if not lost:
+            return None
+        return (
+            f"{self.metrics_file} has lost the rows of {len(lost)} of {iteration} iterations, the first of "
+            f"iteration {lost[0]}: charts, the report and a schedule that looks back go without them; "
+            f"checkpoints/best stays where it is until an evaluation is better"
+        )
+
     def go_back_to(self, iteration: int, tell: Callable[[str], None]) -> None:
         """What a run that goes on from the end of an iteration will do again, is not done; -1: all of it.
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.protocols import Learner, Progress
-from trainer_backend.rundir.checkpoint_paths import is_whole, mark_best, prune_checkpoints
+from trainer_backend.rundir.checkpoint_paths import (
+    BestMark,
+    best_mark,
+    is_whole,
+    mark_best,
+    prune_checkpoints,
+)
 from trainer_backend.rundir.layout import RunDirectory
 
 
@@ -63,16 +69,20 @@ class Saving:
         """Point at the checkpoint with the best evaluation, the first of equals.
 
         Derived from the rows and the folders, so that a kill between any two writes is made good by the next
-        start. An evaluation that lost worlds to failures is not comparable, and never the best.
+        start; and from the mark itself, where its row is lost. An evaluation that lost worlds to failures is
+        not comparable, and never the best.
         """
-        found = [
-            (row["eval/outcome_reward"], self.folder(row["iteration"]))
-            for row in self._directory.metrics()
-            if row["kind"] == "evaluation" and row["rollout/failed"] == 0
+        rows = [row for row in self._directory.metrics() if row["kind"] == "evaluation"]
+        marks = [
+            BestMark(self.folder(row["iteration"]), row["eval/outcome_reward"])
+            for row in rows
+            if row["rollout/failed"] == 0 and self.is_saved(row["iteration"])
         ]
-        kept = [(score, folder) for score, folder in found if folder.exists()]
-        if kept:
-            mark_best(max(kept, key=lambda item: item[0])[1])
+        standing = best_mark(self._directory.checkpoints)
+        if standing is not None and standing.folder not in [self.folder(row["iteration"]) for row in rows]:
+            marks.insert(0, standing)
+        if marks:
+            mark_best(max(marks, key=lambda mark: mark.score))
 
     def _stays(self, iteration: int) -> bool:
         """Whether `keep_checkpoints` counts its checkpoint; others are only there for a resume."""

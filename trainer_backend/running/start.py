@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import SecretStr
@@ -14,7 +15,8 @@ from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.device import place
 from trainer_backend.logs import configure_logs
 from trainer_backend.protocols import Progress, Reporter
-from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
+from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import locked
 from trainer_backend.running.beginning import Beginning, Stopped
@@ -63,6 +65,8 @@ async def _run(
     configure_logs()
     place(job.model.device)  # a GPU that is not there is told before anything is started
     data = await asyncio.to_thread(data_of, job)  # and so is a row that cannot be used
+    if resume:
+        await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
     folders = await asyncio.to_thread(checked_folders, job, checkpoint)  # and a fixed policy
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
@@ -103,6 +107,20 @@ async def _run(
             for line in await asyncio.to_thread(fixed.compared):
                 reporter.say(line)
             return Ended(progress, stop.is_set() and work_left(run, progress))
+
+
+def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
+    """
+    Raises:
+        CheckpointError: the newest checkpoint is damaged, or the one that RL started from where it is needed.
+    """
+    newest = newest_folder(checkpoints)
+    if newest is None:
+        return
+    refuse_damaged(newest)
+    started_from = checkpoints / "iteration_0"
+    if newest != started_from and (job.lora is not None or job.training.needs_reference):
+        refuse_damaged(started_from)
 
 
 def echo_of_switches(job: JobConfig) -> str:

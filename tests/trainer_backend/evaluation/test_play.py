@@ -19,6 +19,7 @@ from trainer_backend.evaluation.play import Checkpoint, Scripted, chosen_player,
 from trainer_backend.evaluation.result import as_json, evaluated, span_width
 from trainer_backend.job import dump_job, load_job
 from trainer_backend.jobfile.training_table import LoraTable
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.terminal.evaluation_tables import tables
 
@@ -105,7 +106,7 @@ def test_a_run_plays_its_best_checkpoint_a_folder_of_it_plays_itself(trained):
     run = trained[0].path
     loaded, player = what_to_evaluate(run, None, None, ["evaluation.instances=3"])
     assert loaded.config.evaluation.instances == 3
-    assert player == Checkpoint(run / "checkpoints" / (run / "checkpoints" / "best").read_text())
+    assert player == Checkpoint(best_checkpoint(run / "checkpoints"))
     folder = run / "checkpoints" / "iteration_0"
     assert what_to_evaluate(folder, None, None)[1] == Checkpoint(folder)
     assert what_to_evaluate(run, None, Scripted("random"))[1] == Scripted("random")

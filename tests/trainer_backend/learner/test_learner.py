@@ -200,15 +200,6 @@ def test_what_cannot_be_put_in_place_leaves_what_was_there(tmp_path: Path):
     assert (folder / "state.json").read_text() == "old"
 
 
-def test_a_state_file_of_an_earlier_version_is_read(tokenizer, tmp_path: Path):
-    learner = learner_of(tokenizer)
-    folder = tmp_path / "iteration_1"
-    learner.save(folder, Progress(iteration=1))
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "best_evaluation": 3.5}))
-    assert LocalLearner.resumed(learner.job, folder)[1] == Progress(iteration=1)
-
-
 def test_what_the_kl_term_pulls_towards_is_held_where_and_in_what_the_learner_computes(tokenizer):
     learner = learner_of(tokenizer)
     meta = replace(learner.scorer, placement=Placement(torch.device("meta"), torch.bfloat16))

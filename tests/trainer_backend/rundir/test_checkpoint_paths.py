@@ -9,7 +9,9 @@ from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.checkpoint_paths import (
     STATE_FILE,
+    BestMark,
     best_checkpoint,
+    best_mark,
     latest_checkpoint,
     mark_best,
     prune_checkpoints,
@@ -45,15 +47,17 @@ def test_the_latest_is_the_highest_number_that_is_finished(checkpoints: Path, tm
 
 def test_the_best_is_what_was_marked_and_else_the_latest(checkpoints: Path):
     assert best_checkpoint(checkpoints) == checkpoints / "iteration_20"
-    mark_best(checkpoints / "iteration_5")
-    mark_best(checkpoints / "iteration_10")
+    mark_best(BestMark(checkpoints / "iteration_5", 0.5))
+    mark_best(BestMark(checkpoints / "iteration_10", 0.5))
     assert best_checkpoint(checkpoints) == checkpoints / "iteration_10"
-    (checkpoints / "best").write_text("iteration_99")
-    assert best_checkpoint(checkpoints) == checkpoints / "iteration_20"
+    assert best_mark(checkpoints) == BestMark(checkpoints / "iteration_10", 0.5)
+    for of_no_checkpoint in ("iteration_99\n0.5\n", "", "iteration_10\n", "iteration_10\nhigh\n"):
+        (checkpoints / "best").write_text(of_no_checkpoint)
+        assert best_checkpoint(checkpoints) == checkpoints / "iteration_20"
 
 
 def test_pruning_keeps_the_newest_the_best_the_first_and_what_is_not_ours(checkpoints: Path):
-    mark_best(checkpoints / "iteration_5")
+    mark_best(BestMark(checkpoints / "iteration_5", 0.5))
     prune_checkpoints(checkpoints, 1, stays=always)
     assert names(checkpoints) == {"iteration_0", "iteration_5", "iteration_20", "iteration_5_backup"}
 
@@ -80,9 +84,9 @@ def test_a_removal_that_was_killed_leaves_no_checkpoint_behind_and_is_finished_b
 
 
 def test_a_full_disk_leaves_the_best_as_it_was(checkpoints: Path):
-    mark_best(checkpoints / "iteration_5")
+    mark_best(BestMark(checkpoints / "iteration_5", 0.5))
     with full_disk(), pytest.raises(RunDirectoryError, match="best cannot be written"):
-        mark_best(checkpoints / "iteration_20")
+        mark_best(BestMark(checkpoints / "iteration_20", 0.5))
     assert best_checkpoint(checkpoints) == checkpoints / "iteration_5"
 
 

@@ -10,7 +10,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import FIRST
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunNotWritten
-from trainer_backend.rundir.checkpoint_paths import mark_best
+from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
 from trainer_backend.rundir.fixed_record import RemoteModel, begin_record
 from trainer_backend.rundir.json_lines import append_line, replace_lines
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -54,7 +54,7 @@ def whole(name: str) -> list[str]:
         (lambda run: run.replace_job(tiny_job()), "job.toml"),
         (lambda run: run.forget_after(0), "metrics.jsonl"),
         (lambda run: write_rollouts(run.rollouts_file("warmup"), FIRST), "rollouts/warmup.parquet"),
-        (lambda run: mark_best(run.checkpoints / "iteration_1"), "checkpoints/best"),
+        (lambda run: mark_best(BestMark(run.checkpoints / "iteration_1", 0.5)), "checkpoints/best"),
         (lambda run: begin_record(run, {"a": RemoteModel("m", "http://x")}), "fixed_policies.json"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -18,8 +19,9 @@ from tests.trainer_backend.report.hand_made import WOOD, rollout
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Planner
-from trainer_backend.errors import PortTaken, TaskAppError
-from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.errors import CheckpointError, PortTaken, TaskAppError
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.rundir.state import watch
 from trainer_backend.running.beginning import Beginning, Stopped
@@ -71,6 +73,30 @@ def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
     assert {**after, **played} == before
     (warmup,) = rows_of(again, "warmup")
     assert warmup["warmup/steps"] > 0
+
+
+def test_a_flipped_bit_in_the_weights_is_told_before_anything_starts_with_the_checkpoint_to_go_on_from(
+    trained: tuple[RunDirectory, Any, Any], tmp_path: Path
+):
+    run = open_run(shutil.copytree(trained[0].path, tmp_path / "run"))
+    newest = run.checkpoints / "iteration_2"
+    weights = newest / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+
+    def told() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            asyncio.run(run_job(tiny_job(), run, ListReporter(), resume=True))
+        return str(caught.value)
+
+    assert told().startswith(f"{newest}: the checkpoint is damaged: model.safetensors has the crc32 ")
+    assert f"iteration_1 is whole. To go on from there: `mv {newest} " in told()
+    (newest / "state.json").unlink()  # a folder that has lost this is not passed over for the one before
+    (newest / "digests.json").unlink()
+    assert "iteration_2: the checkpoint is damaged: digests.json is missing" in told()
+    newest.rename(f"{newest}_damaged")
+    assert latest_checkpoint(run.checkpoints) == run.checkpoints / "iteration_1"
 
 
 class OneEpisode:

@@ -17,6 +17,7 @@ from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.errors import JobError, ModelFolderError, TrainerError
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.services.fixed_folders import checked_folders
 from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences
@@ -60,7 +61,7 @@ def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
     run = trained[0].path
     newest = run / "checkpoints" / "iteration_2"
     assert checked_folders(mixed(local(newest)))["fixed"] == newest
-    best = run / "checkpoints" / (run / "checkpoints" / "best").read_text()
+    best = best_checkpoint(run / "checkpoints")
     assert checked_folders(mixed(local(run, name="old")))["old"] == best
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)

@@ -14,7 +14,7 @@ from tests.trainer_backend.store.postgres import Postgres
 from tests.trainer_backend.store.runs import checkpoint, episodes, evaluate, finish, metrics_row, new_run
 from tests.trainer_backend.store.test_database import full
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.checkpoint_paths import mark_best
+from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
 from trainer_backend.rundir.json_lines import append_line
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.ledger import FILE, Consumed, append_consumed
@@ -234,14 +234,14 @@ def test_checkpoints_follow_the_folders_and_the_best_mark(store: Store, run: Run
     checkpoint(run, 5, 100)
     checkpoint(run, 10, 50)
     (run.checkpoints / "iteration_5_backup").mkdir()
-    mark_best(run.checkpoints / "iteration_5")
+    mark_best(BestMark(run.checkpoints / "iteration_5", 0.5))
     sync_run(store, job, run)
     found = reads.checkpoints(store, job)
     assert [(item.folder, item.best, item.bytes) for item in found] == [
         ("iteration_5", True, 100),
         ("iteration_10", False, 50),
     ]
-    mark_best(run.checkpoints / "iteration_10")
+    mark_best(BestMark(run.checkpoints / "iteration_10", 0.5))
     assert sync_run(store, job, run)
     assert [item.best for item in reads.checkpoints(store, job)] == [False, True]
 
