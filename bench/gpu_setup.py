@@ -95,6 +95,7 @@ def job_of(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
         "training": training | {
             "update_passes": 1, "batch_decisions": 10**6, "row_tokens": plan.tokens,
             "micro_batch_tokens": plan.tokens, "learning_rate": 1e-6,
+            "mismatch_limit": 1e9,  # nobody sampled these segments
         },
     } | ({"lora": way["lora"]} if "lora" in way else {})  # fmt: skip
     return parse_job(document, where="bench").config

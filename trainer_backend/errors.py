@@ -11,6 +11,7 @@
     ├── CreditError                a trajectory cannot be credited (leaves in core/errors.py)
     ├── UpdateStopped              an update could not go on; says how many of its steps were taken
     │   ├── NonFiniteLoss          it met NaN or infinity
+    │   ├── SamplerMismatch        sampler and learner give a token other log-probs than rounding explains
     │   └── OutOfMemory            it did not fit the device
     ├── TaskAppError               a task app refused, or could not be reached in time
     │   ├── NoPictures             there are none of an episode (collect/environment_client.py)
@@ -136,6 +137,11 @@ class UpdateStopped(TrainerError):
 class OutOfMemory(UpdateStopped):
     code = "out_of_memory"
     title = "The update ran out of memory"
+
+
+class SamplerMismatch(UpdateStopped):
+    code = "sampler_mismatch"
+    title = "Sampler and learner disagree"
 
 
 class NonFiniteLoss(UpdateStopped):

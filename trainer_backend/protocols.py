@@ -89,7 +89,7 @@ class InferenceServer(Protocol):
     async def publish(self, policy_version: int) -> None:
         """Serve the learner's weights from now on, under this version; no request is lost."""
 
-    def totals(self) -> Mapping[str, int]:
+    def totals(self) -> Mapping[str, float]:
         """What was inferred since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 
 

@@ -52,6 +52,9 @@ class Learner:
         (folder / "state.json").write_text(str(progress.iteration))
 
 
+UNTRUNCATED = {"truncated_tokens": 0, "lost_mass": 0.0}
+
+
 class Server:
     inference = Inference("http://127.0.0.1:1", "tiny/actor", SecretStr("k"))
 
@@ -60,10 +63,10 @@ class Server:
 
     async def publish(self, policy_version: int) -> None: ...
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, float]:
         """Between two looks: 6 requests of 2 prompt tokens, 4 engine steps, 10 sampled tokens."""
         self._looked_at += 1
-        each = {"requests": 6, "prompt_tokens": 12, "sampled_tokens": 10, "steps": 4}
+        each = {"requests": 6, "prompt_tokens": 12, "sampled_tokens": 10, "steps": 4, **UNTRUNCATED}
         return {name: count * self._looked_at for name, count in each.items()}
 
 
@@ -343,8 +346,19 @@ async def test_a_row_says_what_was_inferred_in_its_own_iteration(tmp_path: Path)
 
 
 def test_an_iteration_in_which_no_model_was_asked_had_nothing_running():
-    totals = {"requests": 3, "prompt_tokens": 9, "sampled_tokens": 5, "steps": 2}
+    totals = {"requests": 3, "prompt_tokens": 9, "sampled_tokens": 5, "steps": 2, **UNTRUNCATED}
     assert set(inference_metrics(totals, totals).values()) == {0.0}
+
+
+def test_the_mass_that_truncation_lost_is_told_as_the_mean_of_a_token_sampled_under_it():
+    before = {"sampled_tokens": 50, "steps": 9, "truncated_tokens": 10, "lost_mass": 3.0}
+    after = {"sampled_tokens": 90, "steps": 19, "truncated_tokens": 30, "lost_mass": 8.0}
+    assert inference_metrics(before, after) == {
+        "inference/sampled_tokens": 40.0,
+        "inference/steps": 10.0,
+        "inference/mean_running": 4.0,
+        "inference/lost_mass": 0.25,  # 5 of 20
+    }
 
 
 async def test_a_stop_in_the_last_evaluation_leaves_work(tmp_path: Path):

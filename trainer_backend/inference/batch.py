@@ -72,7 +72,7 @@ class RunningBatch:
         # Of an untruncated row both are the same, and must not differ by a rounding with its neighbours.
         processed = [row.extras.processed and row.sampling.is_truncated for row in self.rows]
         temperatures_B = self._column([sampling.temperature for sampling in samplings]).float()
-        tokens_B, logprobs_B = sample(
+        tokens_B, logprobs_B, kept_B = sample(
             logits_BV,
             temperatures_B=temperatures_B,
             top_ps_B=self._column([sampling.top_p for sampling in samplings]) if truncates else None,
@@ -80,13 +80,20 @@ class RunningBatch:
             uniforms_B=torch.from_numpy(uniforms(keys_B, counters_B)).to(self._draws_on),
             processed_B=self._column(processed) if any(processed) else None,
         )
-        # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device for both.
-        tokens, logprobs = torch.stack((tokens_B.double(), logprobs_B.double())).tolist()
+        if kept_B is None:
+            kept_B = torch.ones_like(logprobs_B, dtype=torch.float64)
+        # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device for all.
+        tokens, logprobs, kept = torch.stack((tokens_B.double(), logprobs_B.double(), kept_B)).tolist()
         wanted = [row.extras.likeliest for row in self.rows]
         tops = likeliest(logits_BV, temperatures_B=temperatures_B, wanted=wanted) if any(wanted) else None
         return [
-            Sampled(int(token), logprob, tops[i] if tops else ())
-            for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+            Sampled(
+                int(tokens[i]),
+                logprobs[i],
+                tops[i] if tops else (),
+                max(0.0, 1.0 - kept[i]) if sampling.is_truncated and sampling.temperature > 0.0 else None,
+            )
+            for i, sampling in enumerate(samplings)
         ]
 
     def drop(self, index: int) -> None:

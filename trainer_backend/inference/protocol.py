@@ -16,11 +16,17 @@ WeightSource = Mapping[str, Tensor] | Path | str
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token. `likeliest` are (id, log-prob) of the most likely ones at its place, where asked for."""
+    """One token.
+
+    Attributes:
+        likeliest: (id, log-prob) of the most likely ones at its place, where asked for.
+        lost_mass: the probability of what top_p and top_k took away there; None where they took nothing.
+    """
 
     token_id: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
+    lost_mass: float | None = None
 
 
 class StopRule(Protocol):

@@ -54,7 +54,7 @@ def sample(
     top_ks_B: Tensor | None,
     uniforms_B: Tensor,
     processed_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token a row.
 
     Args:
@@ -65,23 +65,24 @@ def sample(
         processed_B: [B] bool: rows whose log-probs are to be those after truncation; None: no row's.
 
     Returns:
-        [B] token ids, and [B] their log-probs under softmax(logits / temperature) before truncation
-        (temperature 0: under softmax(logits)), or after it, renormalised over what it kept. A row whose
-        logits hold NaN or +inf has a NaN log-prob.
+        [B] token ids; [B] their log-probs under softmax(logits / temperature) before truncation
+        (temperature 0: under softmax(logits)), or after it, renormalised over what it kept; [B] float64 the
+        probability that truncation kept, None where no row truncates. A row whose logits hold NaN or +inf
+        has a NaN log-prob.
     """
     greedy_B = temperatures_B == 0.0
     logprobs_BV = tempered_logprobs(logits_BV, temperatures_B)
-    probs_BV = logprobs_BV.exp()
+    probs_BV, kept_B = logprobs_BV.exp(), None
     if top_ps_B is not None and top_ks_B is not None:
         probs_BV = torch.where(kept_tokens(probs_BV, top_ps_B, top_ks_B), probs_BV, 0.0)
+        kept_B = probs_BV.double().sum(dim=-1)
     tokens_B = inverse_cdf(probs_BV, uniforms_B)
     if bool(greedy_B.any()):
         tokens_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), tokens_B)
     sampled_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-    if processed_B is not None:
-        kept_B = probs_BV.double().sum(dim=-1).log().float()
-        sampled_B = torch.where(processed_B & ~greedy_B, sampled_B - kept_B, sampled_B)
-    return tokens_B, sampled_B
+    if processed_B is not None and kept_B is not None:
+        sampled_B = torch.where(processed_B & ~greedy_B, sampled_B - kept_B.log().float(), sampled_B)
+    return tokens_B, sampled_B, kept_B
 
 
 def likeliest(

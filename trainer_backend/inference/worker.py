@@ -19,13 +19,20 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start, for metrics; written by the engine thread alone."""
+    """Totals since the start, for metrics; written by the engine thread alone.
+
+    Attributes:
+        truncated_tokens: of those sampled, how many under top_p or top_k.
+        lost_mass: the sum over these of the probability that was taken away.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     sampled_tokens: int = 0
     steps: int = 0
+    truncated_tokens: int = 0
+    lost_mass: float = 0.0
 
 
 class EngineWorker:
@@ -121,6 +128,10 @@ class EngineWorker:
         sampled = self._sampled()
         self.counters.steps += 1
         self.counters.sampled_tokens += len(sampled)
+        for item in sampled:
+            if item.lost_mass is not None:
+                self.counters.truncated_tokens += 1
+                self.counters.lost_mass += item.lost_mass
         outcomes: list[tuple[Request, Outcome]] = []
         ended: list[Request] = []
         # Backwards: dropping a row moves the last one, already seen, into its place.

@@ -10,6 +10,9 @@ from trainer_backend.core.kl_reward import KlKind
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.jobfile.table import Table
 
+# Nats between sampler and learner: a hundred times what is measured of a right one (float32: 1e-4).
+MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
+
 
 class TrainingTable(Table):
     """[training]"""
@@ -59,6 +62,13 @@ class TrainingTable(Table):
         default=False,
         description="keep AdamW's moments in main memory: the same steps, slower, 8 bytes less "
         "of a GPU's memory for every trained weight",
+    )
+    mismatch_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="nats; a token of the actor whose log-prob differs by more between sampler and learner "
+        f"ends the run, for both have the same weights; absent: {MISMATCH_LIMIT_FLOAT32:g} in float32, "
+        f"{MISMATCH_LIMIT_LOW:g} where products are bfloat16",
     )
     target_kl: float | None = Field(
         default=None,

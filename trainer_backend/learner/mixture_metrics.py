@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from trainer_backend.core.behaviour import WeightConfig, counted_share, effective_share, truncated
+from trainer_backend.core.errors import place
 from trainer_backend.core.mixture_history import COUNTED, metric_of
 from trainer_backend.core.objective import Objective
 from trainer_backend.core.policies import ACTOR
+from trainer_backend.errors import SamplerMismatch
 from trainer_backend.learner.behaviour import Weighed
 from trainer_backend.learner.steps import Scored
 
@@ -16,10 +18,13 @@ from trainer_backend.learner.steps import Scored
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
 
-def mismatch(scored: Sequence[Scored]) -> dict[str, float]:
+def mismatch(scored: Sequence[Scored], *, limit: float) -> dict[str, float]:
     """How far the sampler's log-probs are from the learner's own: the token-in, token-out check.
 
     Of the actor's samples: those of another policy are far away, and should be. Empty where there are none.
+
+    Raises:
+        SamplerMismatch: one is further away than `limit` (nats).
     """
     gaps = [
         abs(own - item.segment.logprobs[position])
@@ -27,7 +32,32 @@ def mismatch(scored: Sequence[Scored]) -> dict[str, float]:
         if item.policy == ACTOR
         for position, own in zip(item.segment.sampled_positions, item.proximal, strict=True)
     ]
-    return {"mismatch/logprob_max": max(gaps), "mismatch/logprob_mean": sum(gaps) / len(gaps)} if gaps else {}
+    if not gaps:
+        return {}
+    if (largest := max(gaps)) > limit:
+        raise _other_than_sampled(scored, limit)
+    return {"mismatch/logprob_max": largest, "mismatch/logprob_mean": sum(gaps) / len(gaps)}
+
+
+def _other_than_sampled(scored: Sequence[Scored], limit: float) -> SamplerMismatch:
+    """Names the token that lies furthest away, and how many lie beyond the limit."""
+    tokens = [
+        (abs(own - item.segment.logprobs[position]), own, item.segment, position)
+        for item in scored
+        if item.policy == ACTOR
+        for position, own in zip(item.segment.sampled_positions, item.proximal, strict=True)
+    ]
+    gap, own, segment, position = max(tokens, key=lambda token: token[0])
+    beyond = sum(token[0] > limit for token in tokens)
+    return SamplerMismatch(
+        f"token {segment.token_ids[position]} was sampled with log-prob {segment.logprobs[position]:.6g}, "
+        f"and the learner finds {own:.6g} with the same weights: {gap:.3g} nats apart, more than {limit:g} "
+        f"(training.mismatch_limit; beyond it: {beyond} of {len(tokens)} tokens)",
+        where=place(segment.rollout_id, segment.decision[position] + 1, position),
+        hint="Few tokens beyond it: products may round by more than that; raise it. Many: the engine had "
+        "other weights, another temperature or other token ids; look at "
+        f"`turnwise inspect {segment.rollout_id} --tokens`.",
+    )
 
 
 def mixture_metrics(

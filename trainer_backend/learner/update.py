@@ -17,6 +17,7 @@ from trainer_backend.core.units import units_of
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
 from trainer_backend.learner.behaviour import Weighed, weighed
 from trainer_backend.learner.mixture_metrics import mismatch, mixture_metrics
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
@@ -75,6 +76,8 @@ class PolicyUpdate:
         are log-probs of the same weights.
 
         Raises:
+            SamplerMismatch: a token of the actor's is further from what its sampler said than
+                `mismatch_limit`; no step is taken.
             NonFiniteLoss: a log-prob, the loss or the gradient is not finite; the weights are untouched
                 by the step that met it.
             OutOfMemory: scoring or a step did not fit the device; likewise.
@@ -85,6 +88,7 @@ class PolicyUpdate:
         try:
             with memory_watched(self._job, "the update ran out of memory"):
                 found = self.weighed(episodes, known)
+                gaps = mismatch(found.scored, limit=self._mismatch_limit())
                 steps = list(self._steps(found.scored, iteration))
                 for number, (step, in_pass) in enumerate(steps):
                     part = self.gradient(step, by_id, steps=in_pass, is_first=number == 0)
@@ -100,7 +104,7 @@ class PolicyUpdate:
         metrics = mean_metrics(parts)
         return {
             **metrics,
-            **mismatch(found.scored),
+            **gaps,
             "optim/steps": float(len(parts)),
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
@@ -267,6 +271,12 @@ class PolicyUpdate:
             loss = loss + table.value_coef * missed
             metrics["value/loss"] = missed.item() / sums.critic
         return loss, metrics
+
+    def _mismatch_limit(self) -> float:
+        """That of the job, or what the precision of the products makes of it."""
+        if self._table.mismatch_limit is not None:
+            return self._table.mismatch_limit
+        return MISMATCH_LIMIT_FLOAT32 if self._scorer.placement.low is None else MISMATCH_LIMIT_LOW
 
     def _set_learning_rate(self, iterations_done: float) -> None:
         table = self._table

@@ -88,9 +88,9 @@ class Beginning:
         self._directory.replace_job(self._job)
         self._directory.go_back_to(progress.iteration, self._reporter.say)
         self._reporter.say(f"resumed from {checkpoint}")
-        for line in (self._directory.lost_rows(progress.iteration), told_on_resume(self._job, checkpoint)):
-            if line is not None:
-                self._reporter.say(line)
+        for told in (self._directory.lost_rows(progress.iteration), told_on_resume(self._job, checkpoint)):
+            if told is not None:
+                self._reporter.say(told)
         return Begun(learner, progress, fixed)
 
     async def fresh(self) -> Begun:

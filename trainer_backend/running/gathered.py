@@ -145,14 +145,16 @@ def branch_metrics(branches: Collection) -> dict[str, float]:
     }
 
 
-def inference_metrics(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
+def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """What was inferred between two looks at `InferenceServer.totals`. Pure.
 
-    A step samples one token for every request that runs, so their mean number is tokens a step.
+    A step samples one token for every request that runs, so their mean number is tokens a step. What
+    truncation took away is a mean over the tokens that were sampled under it; absent where none was.
     """
     used = {name: float(after[name] - before[name]) for name in after}
-    steps = used["steps"]
+    steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
     return {
         **{f"inference/{name}": count for name, count in used.items()},
         "inference/mean_running": used["sampled_tokens"] / steps if steps else 0.0,
+        **({"inference/lost_mass": lost / truncated} if truncated else {}),
     }

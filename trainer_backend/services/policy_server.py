@@ -49,7 +49,7 @@ class LocalServer:
         """Copy the learner's weights to the actor's engine between two requests."""
         await self._engine.load_weights(policy_version, self._learner.weights())
 
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, float]:
         """The actor's: the engine's counters, and what the gateway counted of the conversations."""
         return asdict(self._engine.counters) | self._policy.figures.totals()
 

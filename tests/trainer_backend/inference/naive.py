@@ -23,7 +23,7 @@ def naive_generation(
     for i in range(sampling.max_tokens):
         with torch.inference_mode():
             logits = model(torch.tensor([ids]), use_cache=False).logits[:, -1]
-        token, logprob = sample(
+        token, logprob, _ = sample(
             logits,
             temperatures_B=torch.tensor([sampling.temperature]),
             top_ps_B=torch.tensor([sampling.top_p]),

@@ -1,6 +1,7 @@
 """`processed_logprobs`: through the gateway, beside a softmax over what truncation kept, by hand."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from openai.types.chat.chat_completion import Choice
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.served import MESSAGES, MODEL, Served, serving
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.models import build_preset
 
 TRUNCATED = {"top_k": 20, "top_p": 0.8, "temperature": 0.7}
@@ -54,6 +57,26 @@ def test_they_are_those_of_the_softmax_over_what_truncation_kept(served: Served,
     assert plain.token_ids == choice.token_ids, "only what is told differs, never what is drawn"
     lost = [a - b for a, b in zip(choice.token_logprobs, plain.token_logprobs, strict=True)]
     assert min(lost) > 0.01, "each token was likelier among those that were kept"
+
+
+async def test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token(
+    start_engine: Callable[..., LocalEngine], model: PreTrainedModel
+):
+    engine, prompt = start_engine(), [10, 11, 12, 13]
+    samplings = [TRUNCATED, {}, {"temperature": 0.0, "top_k": 3}]
+    truncated, *_ = await asyncio.gather(
+        *(
+            engine.generate(prompt, Sampling(seed=3, max_tokens=12, **options), request_id=str(options))
+            for options in samplings
+        )
+    )
+    with torch.inference_mode():
+        rows = model(torch.tensor([[*prompt, *truncated.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    probs = (rows.double() / TRUNCATED["temperature"]).softmax(dim=-1)
+    kept = torch.stack([kept_logprobs(row, **TRUNCATED).isfinite() for row in rows])
+    assert engine.counters.truncated_tokens == 12
+    assert engine.counters.lost_mass == pytest.approx(float((probs * ~kept).sum()), abs=1e-4)
+    assert engine.counters.lost_mass > 1.0
 
 
 def test_without_truncation_both_are_the_same_to_the_last_bit(served: Served):

@@ -17,7 +17,7 @@ def splitmix64(seed: int, steps: int) -> int:
 
 
 def drawn(logits: Tensor, uniform: float, **options: float) -> tuple[int, float]:
-    token, logprob = sample(
+    token, logprob, _ = sample(
         logits[None],
         temperatures_B=torch.tensor([options.get("temperature", 1.0)]),
         top_ps_B=torch.tensor([options.get("top_p", 1.0)]),
@@ -95,7 +95,7 @@ def test_frequencies_follow_the_probabilities():
     numbers = torch.from_numpy(
         uniforms(np.full(20_000, 9, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
     )
-    tokens, _ = sample(
+    tokens, *_ = sample(
         logits.expand(20_000, 4), temperatures_B=torch.ones(20_000), top_ps_B=None, top_ks_B=None,
         uniforms_B=numbers,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def test_logits_that_are_not_finite_show_as_a_nan_logprob(bad: float):
 
 def test_each_row_has_its_own_settings():
     logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
-    tokens, _ = sample(
+    tokens, *_ = sample(
         logits, temperatures_B=torch.tensor([0.0, 1.0]), top_ps_B=None, top_ks_B=None,
         uniforms_B=torch.tensor([0.0, 0.0], dtype=torch.float64),
     )  # fmt: skip

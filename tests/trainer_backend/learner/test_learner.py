@@ -13,7 +13,13 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen3Config, Qwen3Fo
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
-from trainer_backend.errors import CheckpointError, ModelFolderError, NonFiniteLoss, NothingToLearnFrom
+from trainer_backend.errors import (
+    CheckpointError,
+    ModelFolderError,
+    NonFiniteLoss,
+    NothingToLearnFrom,
+    SamplerMismatch,
+)
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, held_scorer
@@ -41,6 +47,41 @@ def test_what_went_well_becomes_likelier_and_what_went_badly_less_so(tokenizer):
     assert logprob_of(learner, bad) < before[1]
     assert metrics["optim/steps"] == 2  # two passes of one step
     assert metrics["mismatch/logprob_max"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("low", "limit", "off", "told"),
+    [
+        (None, None, 0.009, None),
+        (None, None, 0.02, "0.01"),
+        (None, 0.05, 0.02, None),
+        (None, 0.05, -0.06, "0.05"),
+        (torch.bfloat16, None, 0.5, None),
+        (torch.bfloat16, None, -1.5, "1"),
+    ],
+)
+def test_a_token_that_was_sampled_otherwise_than_the_learner_finds_it_stops_the_update_before_its_first_step(
+    tokenizer, low, limit, off, told
+):
+    learner = learner_of(tokenizer, training__mismatch_limit=limit)
+    learner.scorer = replace(learner.scorer, placement=Placement(torch.device("cpu"), low))
+    good, bad = episodes_of(learner, [1.0, -1.0])
+    (part,) = bad.segments
+    off_by = replace(part, logprobs=(*part.logprobs[:-1], part.logprobs[-1] + off))
+    episodes = [good, replace(bad, segments=[off_by])]
+    if told is None:
+        found = learner.update(episodes, iteration=1)
+        assert found["mismatch/logprob_max"] == pytest.approx(abs(off), abs=1e-5 if low is None else 0.1)
+        return
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    with pytest.raises(SamplerMismatch) as caught:
+        learner.update(episodes, iteration=1)
+    message = str(caught.value)
+    assert message.startswith("rollout r1, turn 1, token 4: token 31 was sampled with log-prob -")
+    assert low is not None or f": {abs(off):.3g} nats apart, " in message
+    assert f"more than {told} (training.mismatch_limit; beyond it: 1 of 4 tokens)" in message
+    assert caught.value.steps_taken == 0, "so the run saves what it has"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
 def test_without_advantage_and_entropy_nothing_changes(tokenizer):
