@@ -28,6 +28,7 @@ class ModelShape:
     adapters: weights of the adapters; 0 without [lora].
     value_head: weights of a critic's; 0 without one.
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
+    vectors: those of the parameters that are norms and biases, which are float32 everywhere.
     """
 
     parameters: int
@@ -41,10 +42,15 @@ class ModelShape:
     adapters: int = 0
     value_head: int = 0
     head_norms: bool = False
+    vectors: int = 0
 
     @property
     def trained(self) -> int:
         return (self.adapters or self.parameters) + self.value_head
+
+    def frozen_bytes(self, matrices: int) -> int:
+        """Of its own weights where nobody trains them; `matrices`: bytes of a number in one."""
+        return self.parameters * matrices + self.vectors * (FLOAT32 - matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class MemoryUse:
 
     @property
     def held(self) -> int:
-        """Bytes of a weight that nobody trains."""
+        """Bytes of a number in a matrix that nobody trains, and in the cache."""
         return BFLOAT16 if self.low else FLOAT32
 
 
@@ -105,20 +111,20 @@ def memory_needs(
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
-    own = shape.parameters * (use.held if shape.adapters else FLOAT32)
+    own = shape.frozen_bytes(use.held if shape.adapters else FLOAT32)
     own += (shape.adapters + shape.value_head) * FLOAT32
     moments = shape.trained * MOMENTS
     device = {
         "weights": own,
         "gradients": shape.trained * FLOAT32,
         "optimizer": 0 if use.offload and is_gpu else moments,
-        "engine": (shape.parameters + shape.adapters) * use.held,
-        "reference": (shape.adapters * FLOAT32 or shape.parameters * use.held) if use.reference else 0,
+        "engine": shape.frozen_bytes(use.held) + shape.adapters * use.held,
+        "reference": (shape.adapters * FLOAT32 or shape.frozen_bytes(use.held)) if use.reference else 0,
         "cache": cache(shape, use),
         "activations": activations(shape, use),
         "logits": logits(shape, use),
         "values": use.micro_batch_tokens * shape.width * 2 * FLOAT32 if use.values_by_token else 0,
-        "fixed": sum(other.parameters for other in fixed) * use.held,
+        "fixed": sum(other.frozen_bytes(use.held) for other in fixed),
         "fixed cache": sum(cache(other, use) for other in fixed),
         "overhead": OVERHEAD if is_gpu else 0,
     }
@@ -141,7 +147,9 @@ def _host(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape]) -> dic
     weights, moments = shape.parameters * FLOAT32, shape.trained * MOMENTS
     passing = {
         "checkpoint": weights if use.offload else max(weights, moments),
-        "fixed": max((other.parameters * (FLOAT32 + use.held) for other in fixed), default=0),
+        "fixed": max(
+            (other.parameters * FLOAT32 + other.frozen_bytes(use.held) for other in fixed), default=0
+        ),
     }
     largest = max(passing, key=lambda kind: passing[kind])
     return ({"optimizer": moments} if use.offload else {}) | {largest: passing[largest]}

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from trainer_backend.inference.protocol import Sampled
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.sampler import likeliest, sample, uniforms
 from trainer_backend.models.attention_kinds import refuse_unsupported_attention
+from trainer_backend.models.precision import tokens_for
 
 
 class RunningBatch:
@@ -29,9 +31,10 @@ class RunningBatch:
         self.max_len = max_len
         # Asked once: `transformers` walks over all modules each time.
         self._device, self._dtype = model.device, model.dtype
+        self._low = None if self._dtype == torch.float32 else self._dtype
         self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []
-        self._cache = SlotCache(slots=slots, max_len=max_len)
+        self._cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
         self.prefixes = Prefixes(self._cache, most=kept_prefixes)
 
     @property
@@ -124,12 +127,9 @@ class RunningBatch:
         ids = [list(request.prompt_ids[:-1]) for request in requests]
         self._cache.begin_prefill(first_row=first_row, length=length)
         # No mask: with padding on the right, causal attention never shows a pad to a token.
-        self.model(
-            input_ids=self._tensor([row + [0] * (length - len(row)) for row in ids]),
+        self._forward(
+            [row + [0] * (length - len(row)) for row in ids],
             position_ids=torch.arange(length, device=self._device)[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
         )
 
     def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
@@ -165,14 +165,16 @@ class RunningBatch:
         hidden = torch.finfo(self._dtype).min
         mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, hidden).to(self._dtype)
         self._cache.begin_append(positions_BQ, first_row=first_row, visible=visible)
-        output = self.model(
-            input_ids=self._tensor(ids),
-            attention_mask=mask_BQL[:, None],
-            position_ids=positions_BQ,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        return self._forward(ids, attention_mask=mask_BQL[:, None], position_ids=positions_BQ)
+
+    def _forward(self, ids: Sequence[Sequence[int]], **positions: Tensor) -> Tensor:
+        """[B, V] logits of each row's last token; keys and values of all go into the cache."""
+        low = self._low
+        tokens = tokens_for(self.model, self._tensor(ids), low)
+        with nullcontext() if low is None else torch.autocast(self._device.type, dtype=low):
+            output = self.model(
+                **tokens, **positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            )
         logits_BV: Tensor = output.logits[:, -1]
         return logits_BV
 

@@ -29,9 +29,9 @@ class SlotCache(Cache):
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     """
 
-    def __init__(self, *, slots: int, max_len: int) -> None:
+    def __init__(self, *, slots: int, max_len: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(layers=[])
-        self.slots = slots
+        self.slots, self._dtype = slots, dtype
         self.max_len = max_len
         self.capacity = min(FIRST_CAPACITY, max_len)
         self._keys: list[Tensor] = []
@@ -86,6 +86,8 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: write the new keys and values, return all that it may look at."""
+        # A rotation under autocast leaves float32 behind.
+        key_states, value_states = key_states.to(self._dtype), value_states.to(self._dtype)
         if layer_idx == len(self._keys):
             # Both or none: out of memory between them would leave a layer without values.
             both = self._allocate(key_states), self._allocate(value_states)

@@ -24,5 +24,5 @@ class AdaptedLinear(LoraLinear):
         summed = torch.addmm(
             low.flatten(0, -2), x.flatten(0, -2), base.weight.T, beta=self.scaling[ADAPTER]
         ).view(low.shape)
-        biased: Tensor = summed if base.bias is None else summed + base.bias
+        biased: Tensor = summed if base.bias is None else summed + base.bias.to(summed.dtype)
         return biased

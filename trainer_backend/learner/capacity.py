@@ -145,6 +145,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, has_c
         vocabulary=config.vocab_size,
         adapters=0 if lora is None else _adapter_weights(model, lora),
         value_head=width + 1 if has_critic else 0,
+        vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
     )
 

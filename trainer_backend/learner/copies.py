@@ -11,25 +11,28 @@ from trainer_backend.core.logprobs import wide_product
 from trainer_backend.learner.adapter_folder import FOLDER
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.lora import set_beside
+from trainer_backend.models.precision import held_dtype
 
 
 def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the weights, and nothing but them.
+    """Convert the matrices, and nothing but them; norms and biases are float32 (`models.precision`).
 
     `model.to(dtype)` would round the frequencies of rotary positions as well, and in bfloat16 tokens beyond
     the first hundreds would stand elsewhere.
     """
     for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
+        weight.data = weight.data.to(held_dtype(weight, dtype))
 
 
 def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy whose weights are of `dtype`, without gradient; buffers keep theirs.
+    """A copy whose matrices are of `dtype`, without gradient; norms and biases are float32, buffers stay.
 
     Converted one by one: a copy in float32 beside the model need not fit.
     """
     converted = {
-        id(weight): nn.Parameter(weight.detach().to(dtype, copy=True), requires_grad=False)
+        id(weight): nn.Parameter(
+            weight.detach().to(held_dtype(weight, dtype), copy=True), requires_grad=False
+        )
         for weight in model.parameters()
     }
     # What deepcopy meets twice it takes from here; so tied weights stay tied.
@@ -72,5 +75,7 @@ class Float32Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., D] to [..., V]."""
-        logits = wide_product(hidden.flatten(0, -2), self.weight.T)
+        # Autocast would round the sums to what the factors are.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = wide_product(hidden.flatten(0, -2).to(self.weight.dtype), self.weight.T)
         return logits.view(*hidden.shape[:-1], -1)

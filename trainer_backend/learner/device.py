@@ -42,8 +42,8 @@ class Placement:
     Weights in training and their optimizer are float32 everywhere.
 
     device: where the model lives.
-    low: what products are computed in under autocast, and what the engine's copy and frozen weights are held
-        in; None is float32 throughout.
+    low: what the factors of products are rounded to, and what the matrices of the engine's copy and frozen
+        ones are held in (`models.precision`); None is float32 throughout.
     """
 
     device: torch.device
@@ -51,7 +51,7 @@ class Placement:
 
     @property
     def held(self) -> torch.dtype:
-        """The dtype of weights that nobody trains: the engine's, a reference's, those under an adapter."""
+        """The dtype of matrices that nobody trains: the engine's, a reference's, those under an adapter."""
         return self.low or torch.float32
 
     def logits_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Placement:
         return _LOGITS_BYTES
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Products in `low`, sums and norms in float32."""
+        """For a forward pass; see `models.precision`."""
         return nullcontext() if self.low is None else torch.autocast(self.device.type, dtype=self.low)
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.last_mlp import last_mlp_on
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.models.precision import tokens_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ class Scorer:
         dtype = self.placement.low or self.model.dtype
         rows, told = self.attention.arranged(packed, self.placement.device, dtype)
         read = last_mlp_on(self.model, rows.predict_row_N, rows.predict_position_N)
+        tokens = tokens_for(self.model, rows.token_ids_BL, self.placement.low)
         with self.placement.autocast(), read:
             hidden_BLD = self.model.model(
-                input_ids=rows.token_ids_BL, position_ids=rows.position_ids_BL, use_cache=False, **told
+                **tokens, position_ids=rows.position_ids_BL, use_cache=False, **told
             ).last_hidden_state
         return States(rows, hidden_BLD[rows.predict_row_N, rows.predict_position_N])
 

@@ -65,6 +65,16 @@ def test_adapters_need_gradients_and_moments_of_their_own_and_a_reference_of_the
     assert memory_needs(SHAPE, use, is_gpu=True).device["reference"] == 2000
 
 
+def test_norms_and_biases_are_float32_in_every_copy():
+    shape, use = changed(SHAPE, vectors=100), changed(CPU, low=True, masked=False, reference=True)
+    found = memory_needs(shape, use, is_gpu=True, fixed=[shape]).device
+    assert found["weights"] == 4000
+    assert found["engine"] == found["reference"] == found["fixed"] == 900 * 2 + 100 * 4
+    adapted = memory_needs(changed(shape, adapters=50), use, is_gpu=True).device
+    assert adapted["weights"] == 900 * 2 + 100 * 4 + 50 * 4
+    assert memory_needs(shape, CPU, is_gpu=False).device["engine"] == 4000, "float32 as all else"
+
+
 def test_head_norms_keep_queries_and_keys_three_times():
     plain, normed = (
         memory_needs(changed(SHAPE, head_norms=norms), CPU, is_gpu=False).device["activations"]

@@ -1,5 +1,6 @@
 """The plan beside real models and learners: what is counted is there, and what cannot fit is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from trainer_backend.learner.capacity import (
     model_shape,
     refuse_too_large,
 )
+from trainer_backend.learner.copies import copy_to_serve
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import save_model_folder
@@ -50,6 +52,9 @@ def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrid
     moments = [values[name] for values in state for name in ("exp_avg", "exp_avg_sq")]
     assert planned["optimizer"] == bytes_of(moments)
     assert planned["engine"] == bytes_of(learner.copy_to_serve().parameters())
+    rounded = replace(memory_use(learner.job, place("cpu"), shape), low=True)
+    copied = bytes_of(copy_to_serve(learner.model, torch.bfloat16).parameters())
+    assert memory_needs(shape, rounded, is_gpu=False).device["engine"] == copied
 
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])

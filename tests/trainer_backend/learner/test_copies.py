@@ -1,17 +1,115 @@
-"""Weights held in low precision: they are rounded, and nothing beside them is."""
+"""Copies in low precision compute what the learner does: same factors, same sums, same places of rounding."""
 
+import asyncio
+from dataclasses import replace
+from itertools import chain
+
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from trainer_backend.learner.copies import hold_in
+from shared_schemas.trajectory import Sampling
+from tests.conftest import tiny_job
+from tests.trainer_backend.learner.hand_made import segment
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.protocol import Generation
+from trainer_backend.jobfile.training_table import LoraTable
+from trainer_backend.learner.copies import copy_to_serve, held_copy, hold_in
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.learner import held_scorer, scorer_of
+from trainer_backend.learner.lora import Adapter
+
+LOW = Placement(torch.device("cpu"), torch.bfloat16)
+SIZE = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "initializer_range": 0.08,
+}  # fmt: skip
+# The last has biases, and a head of its own.
+FAMILIES = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, head_dim=32, tie_word_embeddings=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZE, tie_word_embeddings=False)),
+}
 
 
-def test_weights_are_rounded_and_the_frequencies_of_rotary_positions_are_not():
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**size, vocab_size=64, tie_word_embeddings=True))
+def model_of(family: str, *, adapted: bool) -> PreTrainedModel:
+    """As it is after some updates: nothing in it is a number of bfloat16, nothing 0 or 1."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = FAMILIES[family]().eval()
+    if adapted:
+        hold_in(model, torch.bfloat16)
+        Adapter.fresh(model, LoraTable(rank=4, alpha=8), seed=0, base=None)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 or ".lora_B" in name:
+            weight.data.add_(0.05 * torch.randn_like(weight))
+    return model
+
+
+def generations(model: PreTrainedModel, prompts: list[list[int]], tokens: int) -> list[Generation]:
+    engine = LocalEngine(model, stop_ids=[])
+    engine.start()
+
+    async def all_of_them() -> list[Generation]:
+        calls = (
+            engine.generate(prompt, Sampling(seed=i, max_tokens=tokens), request_id=str(i))
+            for i, prompt in enumerate(prompts)
+        )
+        return list(await asyncio.gather(*calls))
+
+    try:
+        return asyncio.run(all_of_them())
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted: bool):
+    """Over weights in float32, and with adapters over a base that is rounded."""
+    model = model_of(family, adapted=adapted)
+    scorer = scorer_of(tiny_job(), model, LOW)
+    reference, served = held_scorer(scorer, model), copy_to_serve(model, torch.bfloat16)
+    exact = replace(
+        scorer, placement=Placement(LOW.device), model=held_copy(model, torch.float32), logits_chunk=64
+    )
+
+    def apart(prompts: list[list[int]], tokens: int) -> tuple[float, ...]:
+        """How far engine, reference and float32 lie from the learner, root mean square over tokens (nats)."""
+        sampled = generations(served, prompts, tokens)
+        parts = [
+            segment(f"r{i}", prompt, found.token_ids, found.logprobs)
+            for i, (prompt, found) in enumerate(zip(prompts, sampled, strict=True))
+        ]
+        rows = [one.score(parts, row_tokens=64, micro_batch_tokens=512) for one in (scorer, reference, exact)]
+        own, *others = (torch.tensor(list(chain.from_iterable(row))) for row in rows)
+        engine = torch.tensor(list(chain.from_iterable(found.logprobs for found in sampled)))
+        return tuple(float((other - own).square().mean().sqrt()) for other in (engine, *others))
+
+    # What a lone token attends to is itself, whichever kernel does it: all else is there, to the last bits.
+    engine, same, rounding = apart([[5 + i] for i in range(64)], 1)
+    assert engine < 1e-4 and same == 0.0 and rounding > 5e-3
+    # Kernels of attention sum in orders of their own; that is noise, and less than all rounding together.
+    engine, same, rounding = apart([[5 + (i + 7 * j) % 200 for i in range(20)] for j in range(4)], 30)
+    assert engine < 0.7 * rounding and same == 0.0
+
+
+def test_matrices_are_rounded_and_neither_norms_nor_the_frequencies_of_rotary_positions_are():
+    model = FAMILIES["llama"]()
     exact = {name: buffer.clone() for name, buffer in model.named_buffers()}
     hold_in(model, torch.bfloat16)
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert {(weight.dim(), weight.dtype) for weight in model.parameters()} == {
+        (1, torch.float32),
+        (2, torch.bfloat16),
+    }
     assert exact, "the frequencies"
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, exact[name], rtol=0, atol=0)

@@ -14,11 +14,12 @@ from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_o
 from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
 from trainer_backend.inference.weights import copy_weights
 from trainer_backend.jobfile.training_table import LoraTable
-from trainer_backend.learner.copies import copy_to_serve, folder_to_serve, held_copy
+from trainer_backend.learner.copies import copy_to_serve, folder_to_serve, held_copy, hold_in
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.models import load_model_folder, save_model_folder
+from trainer_backend.models.precision import held_dtype, tokens_for
 from trainer_backend.protocols import Progress
 
 LORA = {"lora__rank": 4, "lora__alpha": 8}
@@ -91,7 +92,7 @@ def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learne
     config = Qwen2Config if bias else Qwen3Config
     family = Qwen2ForCausalLM if bias else Qwen3ForCausalLM
     model = family(config(vocab_size=300, num_key_value_heads=2, tie_word_embeddings=True, **size)).eval()
-    model.to(torch.bfloat16)
+    hold_in(model, torch.bfloat16)
     adapter = Adapter.fresh(model, LoraTable(rank=8, alpha=16), seed=0, base=None)
     served = copy_to_serve(model, torch.bfloat16)
     low = Placement(torch.device("cpu"), torch.bfloat16)
@@ -99,7 +100,8 @@ def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learne
 
     def found(model: torch.nn.Module, placement: Placement) -> torch.Tensor:
         with torch.no_grad(), placement.autocast():
-            hidden_BLD = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+            tokens = tokens_for(model, ids_BL, placement.low)
+            hidden_BLD = model.model(**tokens, use_cache=False).last_hidden_state
         return hidden_BLD.float() @ model.lm_head.weight.float().T
 
     def of_all() -> list[torch.Tensor]:
@@ -108,7 +110,7 @@ def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learne
         return [
             found(exact, Placement(torch.device("cpu"))),
             found(model, low),
-            found(served, Placement(low.device)),
+            found(served, low),
         ]
 
     before = of_all()
@@ -125,12 +127,15 @@ def test_a_checkpoint_is_played_as_it_was_trained_where_its_weights_are_rounded(
     for weight in learner.model.parameters():
         if not weight.requires_grad:
             weight.data = weight.data.bfloat16().float()  # as a folder's are
-    base = {name: weight.bfloat16() for name, weight in tensors_of(learner).items()}
+    base = tensors_of(learner)
     learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     low = Placement(torch.device("cpu"), torch.bfloat16)
     played = folder_to_serve(load_model_folder(tmp_path / "iteration_1")[0], tmp_path / "iteration_1", low)
-    expected = {name: tensor.bfloat16() for name, tensor in {**base, **learner.weights()}.items()}
+    expected = {
+        name: tensor.to(held_dtype(tensor, torch.bfloat16))
+        for name, tensor in {**base, **learner.weights()}.items()
+    }
     found = played.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

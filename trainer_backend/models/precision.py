@@ -1,0 +1,34 @@
+"""One arithmetic for all who compute with a policy: learner, engine, reference, fixed policies.
+
+With a low precision (bfloat16 on CUDA):
+
+    products                factors rounded to it, sums float32: autocast, or weights that are held in it
+    embeddings              rounded to it where they are looked up, as every other matrix is
+    residual stream, norms  float32
+    keys and values         rounded to it once, after their rotation
+    logits                  factors rounded to it, sums float32
+
+Whether a matrix is float32 and rounded in every product, as in training, or held rounded, as it is served,
+makes no difference then. Without a low precision everything is float32.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def held_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What a weight is held in where matrices are held in `dtype`: norms and biases enter no products."""
+    return dtype if weight.dim() > 1 else torch.float32
+
+
+def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) -> Mapping[str, Tensor]:
+    """How a model is told its tokens: with a low precision by their embeddings.
+
+    What a layer adds has the type of what it is added to: so these decide what the residual stream is.
+    """
+    if low is None:
+        return {"input_ids": ids_BL}
+    return {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}
