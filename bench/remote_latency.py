@@ -2,9 +2,9 @@
 
     python bench/remote_latency.py [--latency-ms 100] [--episodes 16] [--decisions 20] [--limit 0.1]
 
-A stand-in for that server answers each chat completion in vLLM's words, with token ids and log-probs, after
-half to one and a half of the latency, so that answers do not come in step. Everything else is a job's own:
-its plan, its task app in a process, its way to collect. All rollouts are the remote policy's, and run side by
+A stand-in for that server continues token ids in vLLM's words, and tells ids and log-probs, after half to one
+and a half of the latency, so that answers do not come in step. Everything else is a job's own: its plan, its
+gateway, its task app in a process, its way to collect. All rollouts are the remote policy's, and run side by
 side. Told is how long the policy of a decision took, seen from the task app, beside how long the server had
 its request; and the time of the whole collection beside what an episode had of the server, on average.
 
@@ -22,49 +22,57 @@ from pathlib import Path
 from random import Random
 
 from aiohttp import web
+from pydantic import SecretStr
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.remote_engine import RemoteEngine
+from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.job import parse_job
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.models import train_tokenizer
 from trainer_backend.services.fixed_policies import fixed_inferences
 from trainer_backend.services.task_apps import task_apps
 
 JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_mixture.toml"
 LIMIT = 0.1
-CALL = {"name": "interact_many", "arguments": '{"actions": ["do", "noop"]}'}
-TOKENS = 8
+CALL = "<|call|> do noop<|end|>"
+WORDS = "wood stone coal iron tree grass sand water cow zombie hp food drink rest 0 1 2 3 4 5 6 7 8 9"
 
 
 @dataclass
 class Server:
-    """Somebody else's: `latency_s` of an answer, on average; `took_s`: how long it had each request."""
+    """Somebody else's.
+
+    Attributes:
+        latency_s: of an answer, on average.
+        call: the ids that it answers with.
+        took_s: how long it had each request.
+    """
 
     latency_s: float
+    call: list[int]
     took_s: list[float] = field(default_factory=list)
     random: Random = field(default_factory=lambda: Random(0))
 
     async def answer(self, request: web.Request) -> web.Response:
         begun = time.perf_counter()
         body = await request.json()
-        assert body["logprobs"] and body["return_token_ids"]
+        assert body["return_token_ids"]
         await asyncio.sleep(self.latency_s * self.random.uniform(0.5, 1.5))
-        entry = {"token": "x", "bytes": [120], "logprob": -0.5, "top_logprobs": []}
         choice = {
             "index": 0,
-            "message": {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "call_0", "type": "function", "function": CALL}],
-            },
+            "text": CALL,
             "finish_reason": "stop",
-            "logprobs": {"content": [entry] * TOKENS},
-            "token_ids": list(range(TOKENS)),
+            "logprobs": {"token_logprobs": [-0.5] * len(self.call)},
+            "token_ids": self.call,
+            "prompt_token_ids": body["prompt"],
         }
-        told = {"id": "c", "object": "chat.completion", "model": body["model"], "choices": [choice]}
         self.took_s.append(time.perf_counter() - begun)
-        return web.json_response(told | {"prompt_token_ids": list(range(60))})
+        return web.json_response({"object": "text_completion", "model": body["model"], "choices": [choice]})
 
 
 def job_at(url: str, options: argparse.Namespace) -> JobConfig:
@@ -80,15 +88,23 @@ def job_at(url: str, options: argparse.Namespace) -> JobConfig:
 
 async def played(options: argparse.Namespace) -> tuple[Server, list[Trajectory], float]:
     """The server, what was played, and how long all of it took."""
-    server, app = Server(options.latency_ms / 1e3), web.Application()
-    app.router.add_post("/v1/chat/completions", server.answer)
+    tokenizer = train_tokenizer([WORDS] * 20, 400, whole_words=["do", "noop"])
+    call = tokenizer.encode(CALL, add_special_tokens=False)
+    server, app = Server(options.latency_ms / 1e3, call), web.Application()
+    app.router.add_post("/v1/completions", server.answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     job = job_at(f"http://127.0.0.1:{runner.addresses[0][1]}", options)
-    actor = Inference("http://127.0.0.1:9", f"{job.job.name}/actor", None)
-    planner = Planner(job, "run", actor, fixed=fixed_inferences(job, actor))
-    with tempfile.TemporaryDirectory() as folder:
+    ends = {"stop_ids": call[-1:], "vocabulary": len(tokenizer), "max_model_len": 4096}
+    engine = RemoteEngine(job.fixed("fixed").inference_url, "theirs", **ends)
+    gateway = create_gateway({f"{job.job.name}/fixed": ServedPolicy(engine, tokenizer)}, key="key")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        GatewayServer(gateway, Listener("127.0.0.1", 0)) as url,
+    ):
+        actor = Inference(url, f"{job.job.name}/actor", SecretStr("key"))
+        planner = Planner(job, "run", actor, fixed=fixed_inferences(job, actor))
         async with task_apps(job, Path(folder) / "task_app.log", actor) as apps:
             collector = Collector(apps, timeout_s=600)
             await collector.collect(planner.training(1))  # first touch of everything

@@ -1,7 +1,7 @@
 """Somebody else's server that returns exact tokens, in vLLM's words and with vLLM's habits, on a real engine.
 
-It keeps no conversations, tells token ids and log-probs only where a request asks for them, and fills what a
-request leaves open from its model's generation config: here top_k 2, as many models have some.
+It continues token ids, tells ids and log-probs only where a request asks for them, and fills what a request
+leaves open from its model's generation config: here top_k 2, as many models have some.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from shared_schemas.trajectory import Sampling
 from tests.foreign_server import ELSEWHERE, error
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.protocol import Extras, Generation
-from trainer_backend.inference.reply import assistant_message, logprob_entries, split_stop
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.models.folder import load_model_folder
@@ -34,7 +33,7 @@ class ExactServer:
     Attributes:
         processed: its --logprobs-mode: of what it sampled from; else of softmax(logits).
         leaves_out: fields of the reply that this version of it does not have.
-        greets: a line that its own chat template puts before everything.
+        shift: its tokenizer gives each text ids that are so much higher than the actor's.
         answers: how many requests it answers before it is gone; None: all.
     """
 
@@ -42,22 +41,26 @@ class ExactServer:
     key: str = ""
     processed: bool = False
     leaves_out: frozenset[str] = frozenset()
-    greets: str = ""
+    shift: int = 0
     answers: int | None = None
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
-    async def chat(self, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         body = await request.json()
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
-            return error(401, "Unauthorized")
+            return error(401, f"no such key: {request.headers.get('authorization')}")
         if self.answers is not None and len(self.bodies) >= self.answers:
             return error(503, "the server is shutting down")
         self.bodies.append(body)
         if body.get("repetition_penalty", PENALTY_OF_THE_MODEL) != 1.0:
             return error(400, "the engine of these tests has no penalties")
-        renderer = self.policy.renderer
-        ids = renderer.encode(self.greets + renderer.prompt_text(body["messages"], body.get("tools", [])))
+        prompt, room = body["prompt"], self.policy.engine.max_model_len
+        ids = prompt
+        if isinstance(prompt, str):
+            ids = [token + self.shift for token in self.policy.renderer.encode(prompt)]
+        if len(ids) + body["max_tokens"] > room:
+            return error(400, f"This model's maximum context length is {room} tokens, and you ask for more.")
         name, extras = str(len(self.bodies)), Extras(processed=self.processed)
         generation = await self.policy.engine.generate(
             ids, self._sampling(body), request_id=name, extras=extras
@@ -74,37 +77,30 @@ class ExactServer:
         )
 
     def _reply(self, body: dict[str, Any], ids: list[int], generation: Generation) -> dict[str, Any]:
-        renderer = self.policy.renderer
-        text, _ = split_stop(generation, renderer)
-        message = assistant_message(
-            self.policy.tool_format.parse(text, body.get("tools", [])),
-            prompt_ids=ids,
-            token_ids=generation.token_ids,
-        )
-        told: dict[str, Any] = {"logprobs": None, "token_ids": None}
-        if body.get("logprobs"):
-            told["logprobs"] = {"content": logprob_entries(generation.sampled(), renderer)}
+        told: dict[str, Any] = {"logprobs": None, "token_ids": None, "prompt_token_ids": None}
+        if body.get("logprobs") is not None:
+            told["logprobs"] = {"token_logprobs": list(generation.logprobs)}
         if body.get("return_token_ids"):
-            told["token_ids"] = list(generation.token_ids)
-        choice = {"index": 0, "message": message, "finish_reason": generation.finish_reason, **told}
+            told |= {"token_ids": list(generation.token_ids), "prompt_token_ids": ids}
+        text = self.policy.renderer.decode(generation.token_ids)
+        choice = {"index": 0, "text": text, "finish_reason": generation.finish_reason, **told}
         for name in self.leaves_out:
             choice.pop(name, None)
-        reply = {"id": "chatcmpl-1", "object": "chat.completion", "model": body["model"], "choices": [choice]}
-        if body.get("return_token_ids") and "prompt_token_ids" not in self.leaves_out:
-            reply["prompt_token_ids"] = ids
-        return reply
+        return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": [choice]}
 
 
 @contextmanager
-def exact_server(folder: Path, *, host: str = ELSEWHERE, **habits: Any) -> Iterator[ExactServer]:
+def exact_server(
+    folder: Path, *, host: str = ELSEWHERE, max_model_len: int = 512, **habits: Any
+) -> Iterator[ExactServer]:
     """The model of a folder, on a real port."""
     model, tokenizer = load_model_folder(folder)
     model.set_attn_implementation("sdpa")
     engine = LocalEngine(
-        model, stop_ids=stop_token_ids(model, tokenizer), limits=EngineLimits(max_model_len=512)
+        model, stop_ids=stop_token_ids(model, tokenizer), limits=EngineLimits(max_model_len=max_model_len)
     )
     server = ExactServer(ServedPolicy(engine, tokenizer), **habits)
-    app = Starlette(routes=[Route("/v1/chat/completions", server.chat, methods=["POST"])])
+    app = Starlette(routes=[Route("/v1/completions", server.complete, methods=["POST"])])
     engine.start()
     with GatewayServer(app, Listener(host, 0)) as server.url:
         yield server

@@ -38,7 +38,9 @@
         ├── EngineBusy             the waiting line is full; try again later
         ├── EngineTimeout          a bounded wait ran out
         ├── EngineOutOfMemory      a prompt or a decode step did not fit; the engine goes on without it
-        └── EngineStopped          stopped, or its thread ended on an error
+        ├── EngineStopped          stopped, or its thread ended on an error
+        ├── RemoteUnavailable      somebody else's server does not answer, or asks for patience
+        └── RemoteRefused          it refuses, or answers with what cannot be weighed
 
 A message is one sentence: where, what was found, what is allowed. `code` is for programs, `status` is the
 HTTP status where such an error becomes a reply, `where` names the place and `hint` the likely remedy.
@@ -230,3 +232,17 @@ class EngineStopped(InferenceError):
     code = "engine_stopped"
     status = 503
     title = "The engine does not run"
+
+
+class RemoteUnavailable(InferenceError):
+    code = "inference_unavailable"
+    status = 503
+    title = "The server of a fixed policy does not answer"
+
+
+class RemoteRefused(InferenceError):
+    """Not the caller's mistake, and asking again would not help: 424, which no client repeats."""
+
+    code = "inference_refused"
+    status = 424
+    title = "The server of a fixed policy gave no sample"

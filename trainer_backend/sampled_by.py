@@ -13,9 +13,6 @@ from trainer_backend.jobfile.schema import JobConfig
 def policy_by(job: JobConfig, rollout: Rollout) -> str:
     """ACTOR, or the name of the fixed policy that sampled it, as its trajectory tells.
 
-    A remote one's tells it too, by the name that the job has it record (`known_as`): what a server calls its
-    model may be any name, also that of this job's actor.
-
     Raises:
         SegmentError: a policy that the job does not have. As the actor's own its samples would be trained on
             without weights, and nothing would tell.

@@ -28,7 +28,12 @@ from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import Spool
 from trainer_backend.running.collecting import collected
 from trainer_backend.running.gathered import Gathered, gathered_metrics, inference_metrics
-from trainer_backend.running.mixture import refuse_other_sampler, refuse_silent_policy, rollout_metrics
+from trainer_backend.running.mixture import (
+    refuse_other_sampler,
+    refuse_silent_policy,
+    refuse_unreadable_policy,
+    rollout_metrics,
+)
 from trainer_backend.running.run import Run
 from trainer_backend.running.saving import Saving
 from trainer_backend.sampled_by import by_actor
@@ -150,6 +155,7 @@ async def _credited(
     try:
         refuse_silent_policy(run.job, asked, found)  # first: of an iteration that is its own, it is the cause
         refuse_other_sampler(run.job, asked, found)
+        refuse_unreadable_policy(run.job, found)
         refuse_empty(collection, name.replace("_", " "))
         measured = await _measured(run, collection, branches, known)  # 7, 8
         credited = credit(run.job, collection.rollouts, measured)  # 7, 9, 10

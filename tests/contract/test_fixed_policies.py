@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.probe import probe_server
+from trainer_backend.collect.plan import Planner
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.evaluation.play import Checkpoint, evaluate
-from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import Scorer
@@ -165,11 +162,11 @@ def test_what_is_drawn_from_a_part_of_the_vocabulary_has_its_probability_there(
         assert sampled(rollout) == pytest.approx([0.0] * len(sampled(rollout)), abs=1e-6)
 
 
-def remote_job(folders: Mapping[str, Path], url: str, **keys: Any) -> JobConfig:
+def remote_job(folders: Mapping[str, Path], url: str, *, alpha: float = 0.5, **keys: Any) -> JobConfig:
     """`keys` of [rollout_only], or of another table as `table__key`."""
     remote = {"inference_url": url, "model": "their/model-1", "api_key_env": "THEIR_KEY", **keys}
     named = {key if "__" in key else f"rollout_only__{key}": value for key, value in remote.items()}
-    return mixed_job(folders["later"], rollout__allow_truncated_sampling=True, **named)
+    return mixed_job(folders["later"], alpha=alpha, rollout__allow_truncated_sampling=True, **named)
 
 
 def test_a_server_of_somebody_elses_samples_under_the_policys_name_and_its_key_is_stored_nowhere(
@@ -187,9 +184,10 @@ def test_a_server_of_somebody_elses_samples_under_the_policys_name_and_its_key_i
         assert scored(owner, rollout) == pytest.approx(sampled(rollout), abs=1e-4)
     (row,) = rows_of(directory, "iteration")
     assert row["mixture/fixed/episodes"] == len(found["fixed"]) > 0
-    # one decision was the probe's
-    assert len(server.bodies) == 1 + sum(len(rollout.trajectory.steps) for rollout in found["fixed"])
-    assert f"fixed policy 'fixed': their/model-1 at {server.url} returns exact tokens, for" in "".join(
+    # two requests were the probe's
+    assert len(server.bodies) == 2 + sum(len(rollout.trajectory.steps) for rollout in found["fixed"])
+    assert all(type(body["prompt"]) is list for body in server.bodies[1:]), "ids, and no messages"
+    assert f"fixed policy 'fixed': their/model-1 at {server.url} returns exact tokens, which" in "".join(
         reporter.lines
     )
     recorded = json.loads((directory.path / FIXED_RECORD).read_text())
@@ -199,75 +197,79 @@ def test_a_server_of_somebody_elses_samples_under_the_policys_name_and_its_key_i
     assert not any(KEY in line for line in reporter.lines)
 
 
-# Of a server, and of the job; and what is told. Loopback is on every task app's list of hosts.
+def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
+    folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    with exact_server(folders["warm"], key=KEY) as server:
+        there = remote_job(folders, server.url, alpha=0.0)
+        learner = LocalLearner.fresh(there, [])
+        (near,) = mixed_job(folders["later"], rollout_only__model_path=str(folders["warm"])).rollout_only
+        here = there.model_copy(update={"rollout_only": (near,)})
+        episodes = [asyncio.run(played_twice(job, learner, tmp_path)) for job in (there, here)]
+    remote, local = ([item.trajectory for item in found if item.run_id == "run.1"] for found in episodes)
+    for one, other in zip(remote, local, strict=True):
+        assert one.outcome_reward == other.outcome_reward
+        for step, twin in zip(one.steps, other.steps, strict=True):
+            assert step.policy_logprobs.token_ids == twin.policy_logprobs.token_ids
+            assert (step.tool_calls, step.step_info.invalid_reason) == (
+                twin.tool_calls, twin.step_info.invalid_reason
+            )  # fmt: skip
+    assert any(step.tool_calls for trajectory in remote for step in trajectory.steps)
+
+
+# Of a server, and of the job; and what is told.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "no choices[0].logprobs.content, though"),
+    "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "no choices[0].logprobs.token_logprobs, though"),
     "no token ids": ({"leaves_out": {"token_ids"}}, {}, "no choices[0].token_ids, though"),
-    "no prompt ids": ({"leaves_out": {"prompt_token_ids"}}, {}, "no prompt_token_ids, though"),
-    "template": ({"greets": "<|system|>hi"}, {}, "it renders the job's first prompt to 4"),
-    "key": ({"key": "another"}, {}, "the inference server refused: status 401"),
-    "down": ({"answers": 0}, {}, "the inference server is unavailable: status 503"),
+    "no prompt ids": ({"leaves_out": {"prompt_token_ids"}}, {}, "no choices[0].prompt_token_ids, though"),
+    "tokens": ({"shift": 1}, {}, "the same text becomes other ids: number 0 is"),
+    "key": ({"key": "another"}, {}, "the server of the fixed policy refused: status 401"),
+    "down": ({"answers": 0}, {}, "the server of the fixed policy answers status 503 the server is shutting"),
     "raw": ({}, {"logprobs": "processed", "temperature": 0.7}, "with top_k = 1 its log-probs should be 0"),
 }
 
 
-@pytest.fixture(scope="module")
-def refusals(
-    folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[str, str, int]]:
-    """For each of REFUSED and two good ones: what was told, of which address, after how many answers."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("THEIR_KEY", KEY)
-        return asyncio.run(_probed(folders, tmp_path_factory.mktemp("probes") / "log"))
-
-
-async def _probed(folders: Mapping[str, Path], log: Path) -> dict[str, tuple[str, str, int]]:
-    renderer = ChatRenderer(load_tokenizer(folders["later"]))
-    rows = len(renderer.tokenizer)
-    async with task_apps(tiny_job(), log) as apps:
-
-        async def probed(name: str, habits: dict[str, Any], keys: dict[str, Any]) -> tuple[str, str, int]:
-            with exact_server(folders["warm"], host="127.0.0.1", **{"key": KEY, **habits}) as server:
-                job = remote_job(folders, server.url, **keys)
-                gateway = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("k"), 256)
-                planner = Planner(job, name, gateway, fixed=fixed_inferences(job, gateway))
-                collector = Collector(apps, timeout_s=100)
-
-                def encode(messages: Any, tools: Any) -> list[int]:
-                    return renderer.encode(renderer.prompt_text(messages, tools))
-
-                try:
-                    told = await probe_server(planner, collector, job.fixed("fixed"), encode, vocabulary=rows)
-                except JobError as error:
-                    told = str(error)
-                return told, server.url, len(server.bodies)
-
-        warm = {"logprobs": "processed", "temperature": 0.7, "top_k": 3}
-        good: dict[str, Any] = {"good": ({}, {}), "processed": ({"processed": True}, warm)}
-        cases = {**good, **{name: (habits, keys) for name, (habits, keys, _) in REFUSED.items()}}
-        names = [name.replace(" ", "-") for name in cases]
-        found = await asyncio.gather(
-            *(probed(name, *case) for name, case in zip(names, cases.values(), strict=True))
-        )
-    return dict(zip(cases, found, strict=True))
+async def _probed(
+    folders: Mapping[str, Path], habits: Mapping[str, Any], keys: Mapping[str, Any]
+) -> tuple[str, str, int]:
+    """What is told of such a server, its address, and how many answers it gave."""
+    with exact_server(folders["warm"], **{"key": KEY, **habits}) as server:
+        job = remote_job(folders, server.url, **keys)
+        (remote,) = FixedPolicies.of(job, {}, LocalLearner.fresh(job, [])).remote
+        try:
+            told = await remote.probed()
+        except JobError as error:
+            told = str(error)
+        return told, server.url, len(server.bodies)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_server_whose_samples_could_not_be_weighed_is_refused_with_the_reason(
-    refusals: dict[str, tuple[str, str, int]], case: str
+async def test_a_server_whose_samples_could_not_be_weighed_is_refused_with_the_reason(
+    folders: Mapping[str, Path], case: str, monkeypatch: pytest.MonkeyPatch
 ):
-    told, url, answers = refusals[case]
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    habits, keys, reason = REFUSED[case]
+    told, url, answers = await _probed(folders, habits, keys)
     assert told.startswith(f"[rollout_only] 'fixed', their/model-1 at {url}: ")
-    assert REFUSED[case][2] in told
-    assert answers <= 5, "nothing but the probes"
-    assert KEY not in told
+    assert reason in told and KEY not in told
+    assert answers <= 3, "nothing but the probe"
 
 
-def test_a_server_that_can_be_mixed_is_told_after_an_answer_or_two(refusals: dict[str, tuple[str, str, int]]):
-    for case, most in (("good", 1), ("processed", 5)):
-        told, url, answers = refusals[case]
-        exact = f"their/model-1 at {url} returns exact tokens, for the actor's own prompts"
-        assert told == f"fixed policy 'fixed': {exact}" and answers <= most
+@pytest.mark.parametrize(
+    ("habits", "keys"),
+    [({}, {}), ({"processed": True}, {"logprobs": "processed", "temperature": 0.7, "top_k": 3})],
+)
+async def test_a_server_that_can_be_mixed_is_told_after_two_answers_or_three(
+    folders: Mapping[str, Path],
+    habits: Mapping[str, Any],
+    keys: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    told, url, answers = await _probed(folders, habits, keys)
+    exact = f"their/model-1 at {url} returns exact tokens, which are the actor's"
+    assert told == f"fixed policy 'fixed': {exact}" and answers == 2 + len(habits)
 
 
 def test_a_server_that_dies_in_the_middle_ends_the_run_with_its_name_and_what_was_learned_stays(

@@ -117,8 +117,6 @@ async def _ask(log_file: Path) -> dict[str, str]:
         found["good"] = await answer(tiny_job(), HERE)
         found["good, without warm-up"] = await answer(tiny_job().model_copy(update={"warmup": None}), HERE)
         found["good, the teacher is done"] = await answer(tiny_job(**NO_TEACHER), HERE, from_scratch=False)
-        far = RolloutOnlyTable(name="far", inference_url="http://gpu:1", model="m")
-        found["fixed"] = await answer(mixed_with(far), HERE)
         found["good, mixed"] = await answer(mixed_with(RolloutOnlyTable(model_path=Path("m"))), HERE)
         found["url"] = clients[0].url
         return found
@@ -138,10 +136,3 @@ def test_a_mistake_is_told_by_its_key(told: dict[str, str], mistake: str):
 def test_a_good_job_is_taken_and_leaves_no_session_behind(told: dict[str, str]):
     # with room for one session, a second trial would find none if the first had kept its own
     assert [text for name, text in told.items() if name.startswith("good")] == [""] * 4
-
-
-def test_what_is_wrong_with_a_fixed_policy_is_told_by_its_own_key(told: dict[str, str]):
-    assert told["fixed"].startswith(
-        "rollout_only.inference_url of 'far', sent to rollout.policy_name 'openai' as 'inference_url': "
-        "inference host gpu:1 is not on this task app's list"
-    )

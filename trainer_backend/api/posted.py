@@ -18,7 +18,7 @@ from trainer_backend.job import LoadedJob, parse_job, refuse_what_is_missing
 from trainer_backend.jobfile.layers import anchor
 from trainer_backend.jobfile.schema import JobConfig, JobTable
 from trainer_backend.jobfile.services_table import ServicesTable
-from trainer_backend.services.endpoints import hosts_to_call
+from trainer_backend.services.endpoints import hosts_of_fixed_policies, hosts_to_call
 
 WHERE = "the posted job"
 # Code comes with them: they are taken from the operator's folders, and not from what runs have written.
@@ -179,7 +179,7 @@ def _foreign_keys(config: JobConfig, bounds: Bounds) -> Iterator[str]:
     for home, variable in named:
         if variable is not None and variable not in bounds.key_variables:
             yield f"{home}.api_key_env names a variable that posted jobs may not read (--allow-key-variable)"
-    for host in hosts_to_call(config):
+    for host in (*hosts_to_call(config), *hosts_of_fixed_policies(config)):
         if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
             yield (
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "

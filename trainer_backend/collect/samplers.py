@@ -56,8 +56,7 @@ def _lengths(job: JobConfig, inference: Inference) -> list[int]:
 
 def sampler_of(request: RolloutRequest) -> str:
     """The policy that a request is to be sampled by."""
-    config = request.policy.config
-    return policy_of(config.get("known_as") or config.get("model"))
+    return policy_of(request.policy.config.get("model"))
 
 
 def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> DrawnSchedule | None:

@@ -136,8 +136,6 @@ def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
 def _keys_of(planner: Planner, table: RolloutOnlyTable) -> dict[str, str]:
     """What a fixed policy is told by the job, by the key that it inherits or that its own table gives."""
     own = [key for key in ("temperature", "top_p", "top_k") if getattr(table, key) is not None]
-    if table.is_remote:
-        own += ["inference_url", "model"]
     return {
         **SET_BY_THE_JOB,
         **{key: f"[rollout_only] {table.name!r}" for key in planner.fixed[table.name].asks},

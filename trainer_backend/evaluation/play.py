@@ -111,7 +111,7 @@ def _advised(loaded: LoadedJob, player: Scripted | Inference) -> LoadedJob:
             f"rollout.max_tokens is {tokens}: enough for this job's own tokenizer perhaps, but others need "
             f"{_TOOL_CALL_TOKENS} and more for a tool call, and models that think, thousands"
         )
-    if sends_key_in_the_open(player):
+    if sends_key_in_the_open(player.url, keyed=player.key is not None):
         advice.append(f"the key goes to {shown(player.url)} unencrypted; prefer https")
     return replace(loaded, warnings=(*loaded.warnings, *advice))
 

@@ -192,7 +192,7 @@ async def http_error_response(request: Request, error: Exception) -> Response:
         status=error.status_code,
         code="not_found" if error.status_code == 404 else "method_not_allowed",
         detail=f"{request.method} {request.url.path} is not served here",
-        hint="Known: POST /v1/chat/completions, GET /v1/models, GET /health.",
+        hint="Known: POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health.",
     )
     message = {
         "message": problem.detail,

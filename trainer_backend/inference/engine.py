@@ -164,6 +164,9 @@ class LocalEngine:
         if self._thread is not None:
             self._thread.join(self.limits.stop_timeout_s)
 
+    async def close(self) -> None:
+        """Nothing of the engine belongs to the loop of a caller."""
+
     async def _set_paused(self, paused: bool) -> None:
         def set_paused() -> None:
             self._worker.paused = paused

@@ -1,11 +1,12 @@
-"""The OpenAI-compatible gateway: POST /v1/chat/completions, GET /v1/models, GET /health.
+"""The OpenAI-compatible gateway: POST /v1/chat/completions and /v1/completions, GET /v1/models and /health.
 
 Plain Starlette with JSON bytes, because every decision of every rollout passes here. It renders messages to
 token ids, checks their length, has them continued, and answers with the exact ids, log-probs and versions.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -18,9 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from shared_schemas.base import did_you_mean
 from shared_schemas.chat import ROLLOUT_HEADER
-from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, TrainerError, UnknownModel
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, TrainerError
 from trainer_backend.inference.asgi import (
     EventStream,
     authorize,
@@ -34,10 +34,11 @@ from trainer_backend.inference.asgi import (
 from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
 from trainer_backend.inference.completion import Completion, all_generations
 from trainer_backend.inference.conversations import Conversations, Prompt
-from trainer_backend.inference.protocol import InferenceEngine
+from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.reply import Choice
-from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.served_policy import ServedPolicy, policy_named
 from trainer_backend.inference.streaming import stream_reply
+from trainer_backend.inference.text_completion import read_text_request, text_completion
 
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 
@@ -70,7 +71,9 @@ def create_gateway(
     secret = key.get_secret_value() if isinstance(key, SecretStr) else key
     if not secret:
         raise ValueError("the gateway needs a key")
-    chat = ChatEndpoint(policies, key=secret, limits=limits or GatewayLimits(), clock=clock)
+    limits = limits or GatewayLimits()
+    chat = ChatEndpoint(policies, key=secret, limits=limits, clock=clock)
+    text = TextEndpoint(policies, key=secret, limits=limits, clock=clock)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -95,11 +98,19 @@ def create_gateway(
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", text, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
     ]
     handlers = {TrainerError: trainer_error_response, HTTPException: http_error_response}
-    return Starlette(routes=routes, exception_handlers=handlers)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        for policy in policies.values():
+            await policy.engine.close()
+
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
 class ChatEndpoint:
@@ -145,7 +156,7 @@ class ChatEndpoint:
                 where="n",
                 hint=f"Leave n out, or leave the header {ROLLOUT_HEADER} out.",
             )
-        policy = self._policy(request.model)
+        policy = policy_named(request.model, self._policies)
         prompt = self._conversations.prompt(
             rollout_id, request.messages, request.offered_tools, policy.renderer
         )
@@ -165,12 +176,7 @@ class ChatEndpoint:
             completion.policy.figures.add(extends=prompt.extends, broken=prompt.broken, drift=prompt.drift)
             self._conversations.remember(completion.rollout_id, completion.turn(choice))
 
-    def _policy(self, model: str) -> ServedPolicy:
-        if model not in self._policies:
-            raise UnknownModel(f"model is {model!r:.200}{did_you_mean(model, self._policies)}", where="model")
-        return self._policies[model]
-
-    def _max_tokens(self, request: ChatRequest, prompt: Prompt, engine: InferenceEngine) -> int:
+    def _max_tokens(self, request: ChatRequest, prompt: Prompt, engine: FrozenEngine) -> int:
         """How many tokens may be sampled, once it is known that they fit: the lower of both limits holds."""
         most, whose = engine.max_model_len, "the model holds"
         if request.max_model_length is not None and request.max_model_length < most:
@@ -182,6 +188,35 @@ class ChatEndpoint:
                 prompt_tokens=len(prompt.ids), max_tokens=wanted, max_model_len=most, whose=whose
             )
         return wanted
+
+
+class TextEndpoint:
+    """POST /v1/completions, likewise."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, ServedPolicy],
+        *,
+        key: str,
+        limits: GatewayLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._policies = policies
+        self._key = key
+        self._limits = limits
+        self._clock = clock
+        self._numbers = count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await boundary(self._answer, scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        authorize(scope, self._key)
+        body = await read_body(scope, receive, most=self._limits.max_body_bytes)
+        reply = text_completion(
+            read_text_request(body), self._policies, number=next(self._numbers), created=int(self._clock())
+        )
+        await json_response(send, await while_connected(reply, receive))
 
 
 def _rollout_id(scope: Scope) -> str:

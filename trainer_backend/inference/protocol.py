@@ -1,4 +1,4 @@
-"""What every inference engine offers: the local one here, others (vLLM) behind the same five verbs."""
+"""What an inference engine offers: the local one here, others (vLLM) behind the same verbs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,8 +88,11 @@ class Generation:
         return list(map(Sampled, self.token_ids, self.logprobs, tops))
 
 
-class InferenceEngine(Protocol):
-    """Generates from token ids. All methods may be called from any thread with a running event loop."""
+class FrozenEngine(Protocol):
+    """What the gateway needs of an engine: it generates from token ids, by weights that others look after.
+
+    All methods may be called from any thread with a running event loop.
+    """
 
     @property
     def version(self) -> int:
@@ -104,12 +107,26 @@ class InferenceEngine(Protocol):
     ) -> Generation:
         """Sample a continuation of `ids`. Cancelling the call aborts the request.
 
-        The same seed, prompt and weights give the same tokens, whatever else is being generated.
-
         Raises:
             ContextLengthExceeded: prompt + max_tokens exceed `max_model_len`.
-            EngineBusy, EngineTimeout, EngineStopped, EngineOutOfMemory: see `trainer_backend.errors`.
+            InferenceError: see its leaves in `trainer_backend.errors`.
         """
+
+    def start(self) -> None:
+        """Start serving; a second call does nothing."""
+
+    def stop(self) -> None:
+        """Stop serving and wait for the end; what still waits or runs gets an InferenceError."""
+
+    async def close(self) -> None:
+        """Let go of what belongs to the running event loop. The gateway calls it before its loop ends."""
+
+
+class InferenceEngine(FrozenEngine, Protocol):
+    """An engine whose weights are replaced while it serves.
+
+    The same seed, prompt and weights give the same tokens, whatever else is being generated.
+    """
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
         """Replace the weights. Running requests finish first and new ones wait; none is lost.
@@ -130,9 +147,3 @@ class InferenceEngine(Protocol):
 
     async def abort(self, request_id: str) -> bool:
         """End a request with what it has; False when no such request waits or runs."""
-
-    def start(self) -> None:
-        """Start serving; a second call does nothing."""
-
-    def stop(self) -> None:
-        """Stop serving and wait for the end; what still waits or runs gets EngineStopped."""

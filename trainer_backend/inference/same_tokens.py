@@ -5,7 +5,7 @@ to one of them, that ratio compares two different texts, and nothing would show 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -90,11 +90,25 @@ def _template(tokenizer: Tokenizer) -> str:
 
 def _probe(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
     """What is not written in any of the above: merges, normalising, where a text is split."""
+    text = probe_text(ChatRenderer(own))
+    difference = first_other_id(*(ChatRenderer(tokenizer).encode(text) for tokenizer in (own, other)))
+    if difference is not None:
+        yield difference
+
+
+def probe_text(renderer: ChatRenderer) -> str:
+    """A conversation with a call, as the template writes it."""
     try:
-        text = ChatRenderer(own).prompt_text([*ASKED, ANSWER, {"role": "user", "content": "Go on."}], TOOLS)
+        return renderer.prompt_text([*ASKED, ANSWER, {"role": "user", "content": "Go on."}], TOOLS)
     except BadChatRequest:
-        text = ChatRenderer(own).prompt_text(ASKED, TOOLS)
-    encoded = [ChatRenderer(tokenizer).encode(text) for tokenizer in (other, own)]
-    for place, (theirs, ours) in enumerate(zip_longest(*encoded)):
+        return renderer.prompt_text(ASKED, TOOLS)
+
+
+def first_other_id(own: Sequence[int], other: Sequence[int]) -> str | None:
+    """Where the ids of one text differ, as a sentence about who made `other`; None: nowhere."""
+    for place, (ours, theirs) in enumerate(zip_longest(own, other)):
         if theirs != ours:
-            yield f"the same text becomes other ids: number {place} is {theirs} to it and {ours} to the actor"
+            return (
+                f"the same text becomes other ids: number {place} is {theirs} to it and {ours} to the actor"
+            )
+    return None

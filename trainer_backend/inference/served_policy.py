@@ -1,9 +1,13 @@
 """One policy behind the gateway: its engine, and how messages become its tokens and back."""
 
+from collections.abc import Mapping
+
 from transformers import PreTrainedTokenizerFast
 
+from shared_schemas.base import did_you_mean
+from trainer_backend.errors import UnknownModel
 from trainer_backend.inference.figures import ConversationFigures
-from trainer_backend.inference.protocol import InferenceEngine
+from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.tool_parsing import tool_format_in_use
 
@@ -11,8 +15,18 @@ from trainer_backend.inference.tool_parsing import tool_format_in_use
 class ServedPolicy:
     """Raises what `ChatRenderer` and `tool_format_in_use` raise."""
 
-    def __init__(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
         self.renderer = ChatRenderer(tokenizer)
         self.figures = ConversationFigures()
         self.tool_format = tool_format_in_use(tokenizer)
+
+
+def policy_named(name: str, policies: Mapping[str, ServedPolicy]) -> ServedPolicy:
+    """
+    Raises:
+        UnknownModel: none of that name is served.
+    """
+    if name not in policies:
+        raise UnknownModel(f"model is {name!r:.200}{did_you_mean(name, policies)}", where="model")
+    return policies[name]

@@ -29,7 +29,7 @@ class GatewayServer:
             app,
             loop="uvloop",
             http="httptools",
-            lifespan="off",
+            lifespan="auto",
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=5,

@@ -114,7 +114,7 @@ class Beginning:
         return Begun(learner, Progress(), fixed)
 
     async def _fixed(self, learner: LocalLearner) -> FixedPolicies:
-        joining = joined_policies(self._folders, learner, self._planner, self._collector, self._reporter)
+        joining = joined_policies(self._job, self._folders, learner, self._reporter)
         found = await until(self._stop, joining)
         if found is None:
             raise Stopped("stopped before anything was played; nothing new to save")

@@ -18,6 +18,9 @@ from trainer_backend.sampled_by import policy_by
 
 # What a task app calls a model that does not answer, or no more as it must: without log-probs, say.
 _UNASKED = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
+# Of the decisions of a policy: what is nearly all of them, and from how many on that says something.
+_NEARLY_ALL = 0.95
+_ENOUGH = 20
 
 
 def refuse_silent_policy(job: JobConfig, requests: Sequence[RolloutRequest], found: Collection) -> None:
@@ -42,6 +45,38 @@ def refuse_silent_policy(job: JobConfig, requests: Sequence[RolloutRequest], fou
                 f"{unasked[0].detail}",
                 where=f"[rollout_only] {table.name!r} ({table.source})",
                 hint="Nothing is played in its place; a run that is resumed goes on where it ended.",
+            )
+
+
+def refuse_unreadable_policy(job: JobConfig, found: Collection) -> None:
+    """What answers under a name at a server may be any model. One that writes no calls teaches nothing, and
+    an iteration of its noops looks like one of bad luck.
+
+    Args:
+        found: what came of a round's requests.
+
+    Raises:
+        NothingToLearnFrom: nearly no decision of a fixed policy at a server was a call that could be carried
+            out.
+    """
+    for table in job.fixed_policies:
+        if not table.is_remote:
+            continue
+        decisions = [
+            step.step_info.invalid_reason
+            for rollout in found.rollouts
+            if rollout.trajectory is not None and policy_by(job, rollout) == table.name
+            for step in rollout.trajectory.steps
+        ]
+        reasons = Counter(reason for reason in decisions if reason is not None)
+        if len(decisions) >= _ENOUGH and reasons.total() >= _NEARLY_ALL * len(decisions):
+            reason, times = reasons.most_common(1)[0]
+            raise NothingToLearnFrom(
+                f"{reasons.total()} of its {len(decisions)} decisions were no call that could be carried "
+                f"out, {times} x {reason!r:.200}",
+                where=f"[rollout_only] {table.name!r} ({table.source})",
+                hint="Its ids are read in the actor's tool-call format: does the server serve the model that "
+                "the job names, and does that model call tools?",
             )
 
 

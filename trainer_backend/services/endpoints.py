@@ -91,21 +91,30 @@ def hosts_to_call(job: JobConfig, player: Inference | None = None) -> list[str]:
     """Hosts that the task app of the job's own must be allowed to call: those that the user has named.
 
     Args:
-        job: its [warmup] and [rollout_only] may name servers.
+        job: its [warmup] may name a server.
         player: the model that plays, if it is one of somebody else's.
 
     Raises:
         JobError: a URL is none.
     """
-    found = [inference_host(player.url, where="--inference-url")] if player else []
+    hosts = [inference_host(player.url, where="--inference-url")] if player else []
     url = job.warmup.policy_config.get("inference_url") if job.warmup else None
     if isinstance(url, str):
-        found.append(inference_host(url, where="warmup.policy_config.inference_url"))
-    for table in job.fixed_policies:
-        if table.inference_url is not None:
-            where = f"[rollout_only] {table.name!r}: inference_url"
-            found.append(inference_host(table.inference_url, where=where))
-    return found
+        hosts.append(inference_host(url, where="warmup.policy_config.inference_url"))
+    return hosts
+
+
+def hosts_of_fixed_policies(job: JobConfig) -> list[str]:
+    """Hosts that the job's own gateway calls.
+
+    Raises:
+        JobError: a URL is none.
+    """
+    return [
+        inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
+        for table in job.fixed_policies
+        if table.inference_url is not None
+    ]
 
 
 def inference_host(url: str, *, where: str) -> str:
@@ -119,10 +128,10 @@ def inference_host(url: str, *, where: str) -> str:
     return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"
 
 
-def sends_key_in_the_open(inference: Inference) -> bool:
-    """Whether the key would travel unencrypted to another machine."""
-    parts = urlsplit(inference.url)
-    return inference.key is not None and parts.scheme == "http" and not is_loopback(parts.hostname or "")
+def sends_key_in_the_open(url: str, *, keyed: bool) -> bool:
+    """Whether a key for this URL would travel unencrypted to another machine."""
+    parts = urlsplit(url)
+    return keyed and parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 def _split(url: str, *, where: str) -> SplitResult:

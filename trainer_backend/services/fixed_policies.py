@@ -1,18 +1,21 @@
 """The fixed policies of a job: loaded once, served beside the actor, never trained; and what shows that.
 
-One whose model lies here has an engine of its own behind the job's gateway. One at somebody else's server is
-asked there, and nothing of it is here.
+Each is behind the job's gateway, which renders its prompts and reads its answers as it does the actor's. One
+whose model lies here has an engine of its own; one at somebody else's server is asked for token ids there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.samplers import Inference
 from trainer_backend.core.policies import model_of
-from trainer_backend.errors import JobError, TrainerError
+from trainer_backend.errors import InferenceError, JobError, TrainerError
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
+from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.remote_engine import RemoteEngine
+from trainer_backend.inference.same_tokens import first_other_id, probe_text
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
 from trainer_backend.jobfile.schema import JobConfig
@@ -30,6 +33,10 @@ from trainer_backend.services.policy_server import engine_limits, in_folder
 
 # Of a sha256, where a person reads it.
 _SHOWN = 12
+# Of a token that could not but be drawn. A softmax over one token is 1 exactly; a model is never so sure.
+_CERTAIN = -1e-5
+# Tokens in which it may show that a model is not: some leave it no choice.
+_SOME = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +59,69 @@ class Loaded:
     told: str
 
 
-class FixedPolicies:
-    """Those of a job that are served from here; none in most jobs."""
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A fixed policy whose model answers at somebody else's server.
 
-    def __init__(self, loaded: Sequence[Loaded] = ()) -> None:
-        self._loaded = loaded
+    Attributes:
+        policy: to be served: the server's ids, rendered and read as the actor's.
+    """
+
+    table: RolloutOnlyTable
+    engine: RemoteEngine
+    policy: ServedPolicy
+
+    async def probed(self) -> str:
+        """A line about a server that can be mixed.
+
+        Raises:
+            JobError: it does not answer, or without token ids or log-probs; it has another tokenizer than the
+                actor; its log-probs are not of what it samples from, though the job says so.
+        """
+        try:
+            await self._refuse_other_tokens()
+            if self.table.logprobs == "processed":
+                await self._refuse_raw()
+        except InferenceError as error:
+            raise self._refused(
+                f"what it samples could not be weighed: {error.detail}", error.hint
+            ) from error
+        finally:
+            await self.engine.close()
+        source = self.table.source
+        return f"fixed policy {self.table.name!r}: {source} returns exact tokens, which are the actor's"
+
+    async def _refuse_other_tokens(self) -> None:
+        text, renderer = probe_text(self.policy.renderer), self.policy.renderer
+        ids = renderer.encode(text)
+        if difference := first_other_id(ids, await self.engine.text_ids(text)):
+            raise self._refused(difference, "It serves a model of another family.")
+        await self.engine.generate(ids, Sampling(max_tokens=1), request_id="probe")
+
+    async def _refuse_raw(self) -> None:
+        """With top_k 1 each token is certain: of what was sampled from, its log-prob is 0."""
+        ids = self.policy.renderer.encode(probe_text(self.policy.renderer))
+        sampling = Sampling(top_k=1, temperature=0.5, max_tokens=_SOME)
+        generation = await self.engine.generate(
+            ids, sampling, request_id="probe", extras=Extras(processed=True)
+        )
+        lowest = min(generation.logprobs)
+        if lowest < _CERTAIN:
+            raise self._refused(
+                f"with top_k = 1 its log-probs should be 0, and one is {lowest:.3g}: they are not of what it "
+                "samples from, though the job says logprobs = 'processed'",
+                "vLLM returns those with --logprobs-mode processed_logprobs.",
+            )
+
+    def _refused(self, told: str, hint: str | None) -> JobError:
+        return JobError(told, where=f"{place(self.table.name)}, {self.table.source}", hint=hint)
+
+
+class FixedPolicies:
+    """Those of a job; none in most jobs."""
+
+    def __init__(self, loaded: Sequence[Loaded] = (), remote: Sequence[Remote] = ()) -> None:
+        self._loaded, self.remote = loaded, remote
 
     @classmethod
     def of(cls, job: JobConfig, folders: Mapping[str, Path], learner: LocalLearner) -> "FixedPolicies":
@@ -66,15 +131,22 @@ class FixedPolicies:
             learner: of the actor, which has to know the same tokens.
 
         Raises:
-            JobError: a model has other tokens than the actor, or ends its answers otherwise.
+            JobError: a model has other tokens than the actor, or ends its answers otherwise; or the variable
+                that should hold a server's key holds none.
             ModelFolderError: a model cannot be loaded, or cannot be played exactly.
         """
-        return cls([_load(job, name, folder, learner) for name, folder in folders.items()])
+        loaded = [_load(job, name, folder, learner) for name, folder in folders.items()]
+        return cls(
+            loaded, [_at_a_server(job, table, learner) for table in job.fixed_policies if table.is_remote]
+        )
 
     @property
     def policies(self) -> dict[str, ServedPolicy]:
         """By name, for the gateway."""
-        return {item.name: item.policy for item in self._loaded}
+        return {
+            **{item.name: item.policy for item in self._loaded},
+            **{item.table.name: item.policy for item in self.remote},
+        }
 
     @property
     def weights(self) -> dict[str, FixedWeights]:
@@ -117,18 +189,8 @@ def fixed_models(job: JobConfig, loaded: FixedPolicies) -> dict[str, FixedModel]
 
 
 def fixed_inferences(job: JobConfig, gateway: Inference) -> dict[str, Inference]:
-    """By name, where each fixed policy of the job is asked.
-
-    Args:
-        gateway: that of the actor, which serves those whose model lies here too.
-
-    Raises:
-        JobError: the variable that should hold a server's key holds none.
-    """
-    return {
-        table.name: _at_a_server(job, table) if table.is_remote else _at_the_gateway(job, table, gateway)
-        for table in job.fixed_policies
-    }
+    """By name, where each fixed policy of the job is asked: at the actor's gateway, by a name of its own."""
+    return {table.name: _at_the_gateway(job, table, gateway) for table in job.fixed_policies}
 
 
 def _at_the_gateway(job: JobConfig, table: RolloutOnlyTable, gateway: Inference) -> Inference:
@@ -137,14 +199,16 @@ def _at_the_gateway(job: JobConfig, table: RolloutOnlyTable, gateway: Inference)
     return replace(gateway, model=model_of(job.job.name, table.name), asks=asks)
 
 
-def _at_a_server(job: JobConfig, table: RolloutOnlyTable) -> Inference:
+def _at_a_server(job: JobConfig, table: RolloutOnlyTable, learner: LocalLearner) -> Remote:
     assert table.inference_url is not None and table.model is not None, "the table was validated"
-    asks: dict[str, Any] = {"exact_tokens": "vllm", "known_as": model_of(job.job.name, table.name)}
-    if table.logprobs == "processed":
-        asks["processed_logprobs"] = True  # of a gateway like ours; others know it by how they were started
-    if job.model.chat_template_kwargs:
-        asks["chat_template_kwargs"] = job.model.chat_template_kwargs
-    return Inference(table.inference_url, table.model, server_key(table), asks=asks)
+    engine = RemoteEngine(
+        table.inference_url, table.model, server_key(table),
+        stop_ids=stop_token_ids(learner.model, learner.tokenizer),
+        vocabulary=embedding_rows(learner.model),
+        max_model_len=job.inference.max_model_len,
+        processed=table.logprobs == "processed",
+    )  # fmt: skip
+    return Remote(table, engine, ServedPolicy(engine, learner.tokenizer))
 
 
 def _load(job: JobConfig, name: str, folder: Path, learner: LocalLearner) -> Loaded:

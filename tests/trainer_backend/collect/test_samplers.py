@@ -19,10 +19,7 @@ from trainer_backend.job import load_job, parse_job
 ROOT = Path(__file__).parents[3]
 GATEWAY = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
 TEACHER = Inference("http://127.0.0.1:1", "job/teacher", SecretStr("key"))
-FAR = Inference(
-    "http://far:8000/v1", "some/Model", SecretStr("far key"),
-    asks={"exact_tokens": "vllm", "known_as": "job/far"},
-)  # fmt: skip
+FAR = Inference("http://127.0.0.1:1", "job/far", SecretStr("key"), asks={"processed_logprobs": True})
 ONE = {"name": "teacher", "model_path": "t"}
 TWO = [ONE, {"name": "far", "inference_url": "http://far:8000/v1", "model": "some/Model"}]
 
@@ -119,14 +116,6 @@ def test_a_fixed_policy_is_asked_with_its_own_sampling():
     assert (config["model"], config["temperature"], config["top_p"], config["top_k"]) == (
         "job/teacher", 0.8, 1.0, 40,
     )  # fmt: skip
-
-
-def test_another_server_is_asked_there_with_its_own_key_and_known_by_the_policys_name():
-    request = plan_of(constant(0.0), only=TWO[1]).training(1)[0]
-    assert request.policy.config["inference_url"] == "http://far:8000/v1"
-    assert request.policy.config["model"] == "some/Model"
-    assert request.policy.inference_key == SecretStr("far key")
-    assert sampler_of(request) == "far"
 
 
 def test_a_retry_keeps_its_policy():

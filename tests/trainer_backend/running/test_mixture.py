@@ -171,6 +171,42 @@ async def test_a_fixed_policy_that_dies_ends_the_run_and_is_not_left_out(tmp_pat
     assert (run.directory.checkpoints / "iteration_2").exists()
 
 
+@pytest.mark.parametrize("readable", [0, 2])
+async def test_a_server_whose_model_writes_no_calls_ends_the_run_with_the_reason(
+    tmp_path: Path, readable: int
+):
+    """The first iteration is the teacher's: 8 episodes of 3 decisions; 22 of 24 are below the bound."""
+
+    def unreadable(rollout: Rollout, number: int) -> Rollout:
+        trajectory = rollout.trajectory
+        assert trajectory is not None
+        info = trajectory.steps[1].step_info.model_copy(update={"invalid_reason": "no tool call"})
+        steps = [
+            step if step.turn == 1 and number < readable else step.model_copy(update={"step_info": info})
+            for step in trajectory.steps
+        ]
+        return rollout.model_copy(
+            update={"trajectory": trajectory.model_copy(update={"steps": tuple(steps)})}
+        )
+
+    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+        return Collection(tuple(unreadable(sampled(item), n) for n, item in enumerate(requests)))
+
+    remote = {"rollout_only": [{"name": "teacher", "inference_url": "http://gpu:1", "model": "theirs"}]}
+    named = {"model__preset": None, "model__path": "m", **remote, **schedule(alpha=0.0)}
+    run = mixed_run(tmp_path, answer, **named, training__iterations=1)
+    if readable:
+        await train(run, Progress(), asyncio.Event())
+        return
+    with pytest.raises(NothingToLearnFrom) as caught:
+        await train(run, Progress(), asyncio.Event())
+    assert str(caught.value).startswith(
+        "[rollout_only] 'teacher' (theirs at http://gpu:1): 24 of its 24 decisions were no call that could "
+        "be carried out, 24 x 'no tool call'. Its ids are read in the actor's tool-call format"
+    )
+    assert len(read_rollouts(run.directory.rollouts_file("iteration_1"))) == 8, "they can be looked at"
+
+
 async def test_a_fixed_policy_that_loses_some_rollouts_goes_on_and_they_are_counted(tmp_path: Path):
     def answer(requests: Sequence[RolloutRequest]) -> Collection:
         return Collection(tuple(map(sampled, requests[1:])), (failed(requests[0]),))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.conftest import tiny_job
 from tests.model_folders import edit_json
 from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError, ModelFolderError, TrainerError
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
@@ -166,30 +166,21 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
         found.compared()
 
 
-def test_each_is_asked_by_its_own_name_and_in_the_words_of_its_server(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("GPU_KEY", "sk-0123456789")
+def test_each_is_asked_at_the_gateway_by_its_own_name_and_a_servers_key_goes_nowhere_else(folder: Path):
     job = mixed(
         local(folder, name="near"),
         local(folder, name="cut", top_k=5),
         {"name": "far", "api_key_env": "GPU_KEY", **SERVER},
-        {"name": "warm", "logprobs": "processed", "temperature": 0.7, **SERVER},
+        {"name": "warm", "logprobs": "processed", "temperature": 0.7, "top_p": 0.9, **SERVER},
         rollout__allow_truncated_sampling=True,
     )
-    found = fixed_inferences(job, GATEWAY)
-    assert found["near"] == Inference(GATEWAY.url, "tiny/near", GATEWAY.key, 256)
-    assert found["cut"].asks == {"processed_logprobs": True}
-    assert found["far"] == Inference(
-        SERVER["inference_url"], SERVER["model"], SecretStr("sk-0123456789"), None,
-        {"exact_tokens": "vllm", "known_as": "tiny/far"},
-    )  # fmt: skip
-    assert found["warm"].asks == {
-        "exact_tokens": "vllm", "known_as": "tiny/warm", "processed_logprobs": True
-    }  # fmt: skip
-    spec = Planner(job, "run.1", GATEWAY, fixed=found).sampled_by("far", "probe")
-    assert spec.inference_key == SecretStr("sk-0123456789")
-    assert (spec.config["model"], spec.config["known_as"]) == (SERVER["model"], "tiny/far")
+    processed = {"processed_logprobs": True}
+    assert fixed_inferences(job, GATEWAY) == {
+        "near": Inference(GATEWAY.url, "tiny/near", GATEWAY.key, 256),
+        "cut": Inference(GATEWAY.url, "tiny/cut", GATEWAY.key, 256, processed),
+        "far": Inference(GATEWAY.url, "tiny/far", GATEWAY.key, 256),
+        "warm": Inference(GATEWAY.url, "tiny/warm", GATEWAY.key, 256, processed),
+    }
 
 
 def test_a_key_that_is_not_set_is_told_before_anything_is_started(

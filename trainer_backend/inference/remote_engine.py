@@ -1,0 +1,298 @@
+"""An engine at somebody else's OpenAI-compatible server: token ids go there, ids and log-probs come back.
+
+Asked through POST /v1/completions with the ids of the prompt, in vLLM's words where OpenAI has none. So the
+server's chat template, tool parser and reasoning parser take no part: the gateway renders every prompt and
+reads every answer as it does for the actor.
+
+    request: prompt (ids), logprobs, return_token_ids
+    reply:   prompt_token_ids, token_ids, logprobs.token_logprobs      in choices[0]
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+from pydantic import SecretStr
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.errors import (
+    BadChatRequest,
+    ContextLengthExceeded,
+    InferenceError,
+    RemoteRefused,
+    RemoteUnavailable,
+)
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, Generation
+
+# Nobody here trains what such a server serves; whoever does, publishes it elsewhere.
+_VERSION = 0
+# vLLM takes what a request leaves open from the model's generation_config.json: many ask for top_k or a
+# penalty there, and what is drawn would be another distribution than what is recorded.
+_PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_EVERY_TOKEN = -1  # top_k
+_TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_UNAUTHORISED = frozenset({401, 403})
+_REQUEST_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 10.0
+_MOST_REPLY_BYTES = 16 << 20
+_SHOWN = 300
+# What rounding may make of a certain token; anything above is a probability, or nothing at all.
+_ROUNDED = 1e-3
+# vLLM says -9999 where it means -inf, which JSON has no word for. No softmax makes as little as this.
+_IMPOSSIBLE = -1_000.0
+_THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
+
+
+class RemoteEngine:
+    """A `FrozenEngine`, of one event loop at a time: `close` belongs to the loop that has asked.
+
+    Args:
+        url: the server's base URL.
+        model: its name there.
+        stop_ids, vocabulary, max_model_len: of the actor, whose answers end there, who knows the ids below
+            that, and whose prompts and answers are no longer.
+        processed: the server tells log-probs of what it sampled from; else of softmax(logits).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        key: SecretStr | None = None,
+        *,
+        stop_ids: Sequence[int],
+        vocabulary: int,
+        max_model_len: int,
+        processed: bool = False,
+    ) -> None:
+        self._url, self._model = completions_url(url), model
+        self._key = key.get_secret_value() if key is not None else ""
+        self._stop_ids, self._vocabulary = frozenset(stop_ids), vocabulary
+        self._max_model_len, self._processed = max_model_len, processed
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def version(self) -> int:
+        return _VERSION
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
+    ) -> Generation:
+        self._refuse_unrecordable(sampling, extras)
+        choice = await self._choice(list(ids), sampling, prompt_tokens=len(ids))
+        if _ids(choice, "prompt_token_ids") != list(ids):
+            raise RemoteRefused("the server answered another prompt than it was given")
+        token_ids, logprobs = self._tokens(choice, sampling)
+        length, finish_reason, stop_string = self._end(token_ids, choice, extras)
+        generation = Generation(
+            token_ids=tuple(token_ids[:length]),
+            logprobs=tuple(logprobs[:length]),
+            finish_reason=finish_reason,
+            versions=((0, _VERSION),),
+            stop_string=stop_string,
+        )
+        if extras.on_token is not None:
+            for sampled in generation.sampled()[:-1]:
+                extras.on_token(sampled)
+        return generation
+
+    async def text_ids(self, text: str) -> list[int]:
+        """The ids that the server's tokenizer makes of a text, special tokens written in it included.
+
+        Raises:
+            RemoteUnavailable, RemoteRefused: it does not tell.
+        """
+        choice = await self._choice(text, Sampling(max_tokens=1), prompt_tokens=0)
+        return _ids(choice, "prompt_token_ids")
+
+    def start(self) -> None:
+        """Nothing runs here: the server is somebody else's."""
+
+    def stop(self) -> None:
+        """Likewise."""
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _refuse_unrecordable(self, sampling: Sampling, extras: Extras) -> None:
+        """What this server cannot tell of a sample."""
+        if extras.likeliest:
+            raise BadChatRequest("a fixed policy at a server tells no top_logprobs", where="top_logprobs")
+        if not self._processed and (sampling.is_truncated or sampling.temperature != 1.0):
+            raise BadChatRequest(
+                f"its server tells log-probs of softmax(logits), and temperature {sampling.temperature:g}, "
+                f"top_p {sampling.top_p:g}, top_k {sampling.top_k} draw from something else",
+                where="temperature",
+            )
+
+    async def _choice(
+        self, prompt: list[int] | str, sampling: Sampling, *, prompt_tokens: int
+    ) -> Mapping[str, Any]:
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or _EVERY_TOKEN,
+            **_PLAIN_SAMPLING,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if self._processed:
+            body["processed_logprobs"] = (
+                True  # of a gateway like ours; others know it by how they were started
+            )
+        status, text = await self._post(json.dumps(body).encode())
+        if status == 200:
+            return _first_choice(text)
+        sentence = _refusal(status, text, key=self._key)
+        if status in _TRY_AGAIN:
+            raise RemoteUnavailable(f"the server of the fixed policy answers {sentence}")
+        if limit := _THEIR_LIMIT.search(sentence):
+            raise ContextLengthExceeded(
+                prompt_tokens=prompt_tokens, max_tokens=sampling.max_tokens, max_model_len=int(limit[1])
+            )
+        raise RemoteRefused(f"the server of the fixed policy refused: {sentence}")
+
+    async def _post(self, data: bytes) -> tuple[int, bytes]:
+        if self._session is None:
+            # Callers bound what they ask at a time; a limit here would only hide a waiting line.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S),
+            )
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        try:
+            # No redirects: the key is for this host alone.
+            async with self._session.post(
+                self._url, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                reply = bytearray()
+                async for part in response.content.iter_any():
+                    reply += part
+                    if len(reply) > _MOST_REPLY_BYTES:
+                        raise RemoteRefused(f"the server's reply has more than {_MOST_REPLY_BYTES} bytes")
+                return response.status, bytes(reply)
+        except TimeoutError as error:
+            raise RemoteUnavailable(
+                f"the server of the fixed policy gave no answer within {_REQUEST_TIMEOUT_S:g} s"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            told = f"{type(error).__name__}: {error}"[:_SHOWN]
+            raise RemoteUnavailable(f"the server of the fixed policy does not answer: {told}") from error
+
+    def _tokens(self, choice: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], list[float]]:
+        """What was sampled, as something that can be weighed."""
+        token_ids = _ids(choice, "token_ids")
+        entries = choice.get("logprobs")
+        logprobs = entries.get("token_logprobs") if isinstance(entries, dict) else None
+        if not isinstance(logprobs, list):
+            raise _missing("logprobs.token_logprobs")
+        if not all(type(value) in (int, float) and math.isfinite(value) for value in logprobs):
+            raise RemoteRefused("a log-prob of the server's is no finite number")
+        if len(token_ids) != len(logprobs) or not 1 <= len(token_ids) <= sampling.max_tokens:
+            raise RemoteRefused(
+                f"the server told {len(token_ids)} token ids and {len(logprobs)} log-probs, where 1 to "
+                f"{sampling.max_tokens} of each were asked for"
+            )
+        unknown = [token for token in token_ids if not 0 <= token < self._vocabulary]
+        if unknown:
+            raise RemoteRefused(
+                f"the server sampled the id {unknown[0]}, and the actor knows {self._vocabulary} ids"
+            )
+        if max(logprobs) > _ROUNDED:
+            raise RemoteRefused(f"a log-prob of the server's is above 0: {max(logprobs):.3g}")
+        if min(logprobs) < _IMPOSSIBLE:
+            raise RemoteRefused(
+                f"a log-prob of the server's is {min(logprobs):g}: the token cannot have been drawn from "
+                "what the log-probs are of"
+            )
+        return token_ids, logprobs
+
+    def _end(
+        self, token_ids: Sequence[int], choice: Mapping[str, Any], extras: Extras
+    ) -> tuple[int, FinishReason, str | None]:
+        """How many of the ids are the answer, and how it ended: where the actor's would have."""
+        for length, token_id in enumerate(token_ids, start=1):
+            if token_id in self._stop_ids:
+                return length, "stop", None
+            stop_string = extras.stop.take(token_id) if extras.stop is not None else None
+            if stop_string is not None:
+                return length, "stop", stop_string
+        if choice.get("finish_reason") == "length":
+            return len(token_ids), "length", None
+        raise RemoteRefused(
+            f"the server ended an answer with the id {token_ids[-1]} (finish_reason "
+            f"{choice.get('finish_reason')!r}), and the actor's end with {sorted(self._stop_ids)}",
+            hint="generation_config.json of both models must name the same eos_token_id.",
+        )
+
+
+def completions_url(url: str) -> str:
+    """Where a server with this base URL completes; the URL may name /v1 or /v1/chat/completions already."""
+    parts = urlsplit(url)
+    base = parts.path.rstrip("/")
+    for ending in ("/chat/completions", "/completions", "/v1"):
+        base = base.removesuffix(ending)
+    return urlunsplit((parts.scheme, parts.netloc, f"{base}/v1/completions", parts.query, ""))
+
+
+def _first_choice(body: bytes) -> Mapping[str, Any]:
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RemoteRefused(f"the server's reply is no JSON ({len(body)} bytes)") from error
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise RemoteRefused("the server's reply holds no choices")
+    return choices[0]
+
+
+def _ids(choice: Mapping[str, Any], name: str) -> list[int]:
+    ids = choice.get(name)
+    if ids is None:
+        raise _missing(name)
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise RemoteRefused(f"choices[0].{name} of the server is no list of ids")
+    return ids
+
+
+def _missing(name: str) -> InferenceError:
+    return RemoteRefused(
+        f"the server told no choices[0].{name}, though return_token_ids and logprobs were asked for: what it "
+        "samples cannot be weighed",
+        hint="vLLM from 0.10.2 on, and a gateway of Turnwise, tell it.",
+    )
+
+
+def _refusal(status: int, body: bytes, *, key: str) -> str:
+    """What the server said in OpenAI's form. Of a 401 or 403 nothing: servers like to repeat the key."""
+    if status in _UNAUTHORISED:
+        return f"status {status}"
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError):
+        return f"status {status}"
+    inner = reply.get("error") if isinstance(reply, dict) else None
+    source = inner if isinstance(inner, dict) else reply
+    said = source.get("message") if isinstance(source, dict) else None
+    sentence = said if isinstance(said, str) else ""
+    if key:
+        sentence = sentence.replace(key, "[key]")
+    return f"status {status} {sentence.encode('utf-8', 'replace').decode()[:_SHOWN]}".strip()

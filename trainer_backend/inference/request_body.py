@@ -1,0 +1,109 @@
+"""What the requests of both completion routes share: how to sample, and what is refused, never ignored."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from shared_schemas.base import OpenBody, did_you_mean
+from shared_schemas.trajectory import Sampling
+from trainer_backend.core.seeds import derived_seed
+from trainer_backend.errors import BadChatRequest
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Request = TypeVar("Request", bound="SamplingRequest")
+# More tokens than any model holds, and few enough for every counter behind it.
+MOST_TOKENS = 2**31 - 1
+
+
+def null_is(default: object) -> BeforeValidator:
+    """OpenAI's clients may send null for what they leave open."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+# Key -> the values that ask for nothing. Anything else would be ignored in silence, so it is refused.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
+    "include_stop_str_in_output": (None, False),
+    "logit_bias": (None, {}),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+}
+# Whom a request is for, and how its caller files it: nothing of it is read here, whatever it says.
+BYSTANDERS = frozenset(
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+
+
+class SamplingRequest(OpenBody):
+    """OpenAI's names, with a bound on every number. `neutral` are keys that are known and not offered."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **NEUTRAL,
+        "n": (None, 1),
+        "best_of": (None, 1),
+        "stream": (None, False),
+        "stream_options": (None,),
+        "echo": (None, False),
+        "stop": (None, "", []),
+        "suffix": (None, ""),
+    }
+
+    model: str
+    temperature: Annotated[Finite, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    return_token_ids: bool | None = None
+    processed_logprobs: Annotated[bool, null_is(False)] = False
+
+    def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
+        """How the choice is sampled: the first with the seed that was given, the others with their own."""
+        # OpenAI's seed may be negative, ours may not.
+        seed = None if self.seed is None else self.seed % 2**63
+        # Constructed without a second validation: the fields above carry the same bounds.
+        return Sampling.model_construct(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            seed=derived_seed("choice", seed, choice) if seed is not None and choice else seed,
+            max_tokens=max_tokens,
+        )
+
+
+def read_request(kind: type[Request], body: bytes) -> Request:
+    """Parse and check a body.
+
+    Raises:
+        BadChatRequest: no JSON, a wrong type or range, a key that this server does not know, or an option
+            that it does not have.
+    """
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise BadChatRequest(first["msg"], where=where) from error
+    for name, value in (request.model_extra or {}).items():
+        _refuse_unread(name, value, kind)
+    return request
+
+
+def _refuse_unread(name: str, value: Any, kind: type[SamplingRequest]) -> None:
+    if name in BYSTANDERS:
+        return
+    if name in kind.neutral:
+        if value not in kind.neutral[name]:
+            raise BadChatRequest(
+                f"{name} = {value!r:.80} is not offered here", where=name, hint=f"Leave {name} out."
+            )
+        return
+    known = kind.model_fields.keys() | kind.neutral.keys() | BYSTANDERS
+    raise BadChatRequest(f"unknown key {name[:80]!r}{did_you_mean(name[:80], known)}", where=name[:80])

@@ -1,0 +1,79 @@
+"""POST /v1/completions: a prompt of token ids, or a text, is continued as it stands.
+
+No template, no tools, no conversation. A mixture asks a fixed policy at another gateway in this way.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.reply import usage_body
+from trainer_backend.inference.request_body import SamplingRequest, read_request
+from trainer_backend.inference.served_policy import ServedPolicy, policy_named
+
+_MOST_CHARACTERS = 8 << 20
+# OpenAI's default for this route.
+_MAX_TOKENS = 16
+
+
+class TextRequest(SamplingRequest):
+    """OpenAI's names, and vLLM's `return_token_ids`. `logprobs` 0 tells those of the sampled tokens."""
+
+    prompt: list[Annotated[int, Field(ge=0, lt=2**31)]] | Annotated[str, Field(max_length=_MOST_CHARACTERS)]
+    logprobs: Literal[0] | None = None
+    add_special_tokens: Literal[False] | None = None
+
+
+def read_text_request(body: bytes) -> TextRequest:
+    """
+    Raises:
+        BadChatRequest: as `read_request`.
+    """
+    return read_request(TextRequest, body)
+
+
+async def text_completion(
+    request: TextRequest, policies: Mapping[str, ServedPolicy], *, number: int, created: int
+) -> dict[str, Any]:
+    """The reply to a request.
+
+    Raises:
+        UnknownModel: no policy of that name is served.
+        InferenceError: see `FrozenEngine.generate`.
+    """
+    policy = policy_named(request.model, policies)
+    prompt = request.prompt
+    ids = policy.renderer.encode(prompt) if isinstance(prompt, str) else prompt
+    generation = await policy.engine.generate(
+        ids,
+        request.sampling(max_tokens=request.max_tokens or _MAX_TOKENS),
+        request_id=f"cmpl-{number}",
+        extras=Extras(processed=True) if request.processed_logprobs else NO_EXTRAS,
+    )
+    return {
+        "id": f"cmpl-{number}",
+        "object": "text_completion",
+        "created": created,
+        "model": request.model,
+        "choices": [_choice(request, policy, ids, generation)],
+        "usage": usage_body(ids, [generation]),
+    }
+
+
+def _choice(
+    request: TextRequest, policy: ServedPolicy, ids: list[int], generation: Generation
+) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": policy.renderer.decode(generation.token_ids),
+        "finish_reason": generation.finish_reason,
+        "logprobs": None,
+    }
+    if request.logprobs is not None:
+        tokens = [policy.renderer.decode([token]) for token in generation.token_ids]
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": generation.logprobs}
+    if request.return_token_ids:
+        choice |= {"prompt_token_ids": ids, "token_ids": generation.token_ids}
+    return choice
