@@ -11,6 +11,9 @@ from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rewards import DecisionRewards, RewardPart
 
+# More than any vocabulary or model holds, and few enough for every counter behind it.
+MOST_TOKENS = 2**31 - 1
+
 
 class StopReason(StrEnum):
     """Why an episode ended, in the order in which the reasons are tested (DESIGN.md 4.5)."""
@@ -41,11 +44,11 @@ def is_cut_short(reason: StopReason, *, truncated: bool) -> bool:
 class Sampling(Body):
     """How the tokens of a decision were drawn: needed to recompute the log-probs that they had."""
 
-    temperature: float = Field(default=1.0, ge=0.0)
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary")
-    seed: int | None = Field(default=None, ge=0)
-    max_tokens: int = Field(default=64, ge=1)
+    top_k: int = Field(default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary")
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    max_tokens: int = Field(default=64, ge=1, le=MOST_TOKENS)
 
     @property
     def is_truncated(self) -> bool:

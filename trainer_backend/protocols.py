@@ -3,10 +3,10 @@
 *learner* scores and updates the policy, *inference* serves it; `reporter` tells a person what happens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.plan import Inference
@@ -14,6 +14,8 @@ from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,12 @@ class InferenceServer(Protocol):
 
     async def publish(self, policy_version: int) -> None:
         """Serve the learner's weights from now on, under this version; no request is lost."""
+
+    async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of work that asks it, which has ended in any case.
+
+        Raises EngineStopped where it can answer nobody any more: whatever asks would only ask again.
+        """
 
     def totals(self) -> Mapping[str, float]:
         """What was inferred since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""

@@ -265,7 +265,7 @@ async def _collect(
     def tell(done: int, total: int) -> None:
         run.reporter.stage(name, done, total)
 
-    return await collected(requests, run.collector, spool, tell, stop)
+    return await run.server.while_serving(collected(requests, run.collector, spool, tell, stop))
 
 
 def _stage(what: str, iteration: int, refills: int) -> str:

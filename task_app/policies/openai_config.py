@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.base import Body
+from shared_schemas.trajectory import MOST_TOKENS
 
 # What a request says by itself; in extra_body it would say something else than what is recorded.
 SET_BY_THE_POLICY = frozenset(
@@ -36,7 +37,9 @@ class OpenAIConfig(Body):
     model: str = Field(min_length=1, max_length=500)
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary and is not sent")
+    top_k: int = Field(
+        default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary and is not sent"
+    )
     max_tokens: int = Field(default=64, ge=1, le=1_000_000)
     max_model_length: int | None = Field(
         default=None, ge=1, le=100_000_000, description="most tokens of a prompt and its max_tokens together"

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ class Server:
         self._looked_at = 0
 
     async def publish(self, policy_version: int) -> None: ...
+
+    async def while_serving(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
 
     def totals(self) -> dict[str, float]:
         """Between two looks: 6 requests of 2 prompt tokens, 4 engine steps, 10 sampled tokens."""

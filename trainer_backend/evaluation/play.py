@@ -190,7 +190,7 @@ async def _checkpoint(
     policy = await asyncio.to_thread(FolderPolicy, job, player.folder)
     with policy.serving() as inference:
         plan = Planner(job, _run_id(job), inference, data).evaluation("checkpoint")
-        return await _played(collector, plan, tell)
+        return await policy.while_serving(_played(collector, plan, tell))
 
 
 async def _played(collector: Collector, plan: Sequence[RolloutRequest], tell: Tell | None) -> Collection:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from shared_schemas.base import Body
+from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.request_body import (
-    MOST_TOKENS,
     NEUTRAL,
     SamplingRequest,
     null_is,

@@ -110,6 +110,10 @@ class LocalEngine:
         return self._max_model_len
 
     @property
+    def breakdown(self) -> Future[str]:
+        return self._worker.breakdown
+
+    @property
     def counters(self) -> EngineCounters:
         return self._worker.counters
 

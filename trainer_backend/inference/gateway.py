@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from shared_schemas.chat import ROLLOUT_HEADER
-from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, TrainerError
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, TrainerError
 from trainer_backend.inference.asgi import (
     EventStream,
     authorize,
@@ -76,6 +76,9 @@ def create_gateway(
     text = TextEndpoint(policies, key=secret, limits=limits, clock=clock)
 
     async def health(request: Request) -> Response:
+        for name, policy in policies.items():
+            if policy.engine.breakdown.done():  # the reason may quote anything, and anybody may ask here
+                raise EngineStopped(f"the engine of {name!r} has ended by itself; the log says why")
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:

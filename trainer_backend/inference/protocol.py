@@ -1,6 +1,7 @@
 """What an inference engine offers: the local one here, others (vLLM) behind the same verbs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -101,6 +102,10 @@ class FrozenEngine(Protocol):
     @property
     def max_model_len(self) -> int:
         """Most tokens that a prompt and its continuation may have together."""
+
+    @property
+    def breakdown(self) -> Future[str]:
+        """Done, with the reason, once the engine has ended by itself and can answer nobody any more."""
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -73,6 +74,7 @@ class RemoteEngine:
         self._key = key.get_secret_value() if key is not None else ""
         self._stop_ids, self._vocabulary = frozenset(stop_ids), vocabulary
         self._max_model_len, self._processed = max_model_len, processed
+        self._breakdown: Future[str] = Future()
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -82,6 +84,11 @@ class RemoteEngine:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
+
+    @property
+    def breakdown(self) -> Future[str]:
+        """Never done: a server that is down may come back."""
+        return self._breakdown
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS

@@ -6,14 +6,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError
 
 from shared_schemas.base import OpenBody, did_you_mean
-from shared_schemas.trajectory import Sampling
+from shared_schemas.trajectory import MOST_TOKENS, Sampling
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import BadChatRequest
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Request = TypeVar("Request", bound="SamplingRequest")
-# More tokens than any model holds, and few enough for every counter behind it.
-MOST_TOKENS = 2**31 - 1
 
 
 def null_is(default: object) -> BeforeValidator:
@@ -58,7 +56,7 @@ class SamplingRequest(OpenBody):
     model: str
     temperature: Annotated[Finite, Field(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[Finite, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     return_token_ids: bool | None = None

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+import structlog
 import torch
 
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError
@@ -13,6 +15,8 @@ from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.memory import is_out_of_memory, out_of_memory
 from trainer_backend.inference.protocol import Generation, Sampled
 from trainer_backend.inference.request import Outcome, Request, deliver
+
+log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 
@@ -52,6 +56,7 @@ class EngineWorker:
         self.version = version
         self.paused = False
         self.counters = EngineCounters()
+        self.breakdown: Future[str] = Future()
         self._stop_ids = stop_ids
         self._prefill_tokens = prefill_tokens
 
@@ -65,6 +70,8 @@ class EngineWorker:
                     self.turn()
         except BaseException as error:
             reason = f"its thread ended on {type(error).__name__}: {error}"
+            log.exception("engine_thread_ended")
+            self.breakdown.set_result(reason)
         self._fail_all(f"the engine does not run: {reason}", reason)
 
     def turn(self) -> None:

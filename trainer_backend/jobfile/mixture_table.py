@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA, WINDOW
 from trainer_backend.core.behaviour import WeightMode
 from trainer_backend.core.losses import RatioLevel
@@ -67,7 +68,10 @@ class RolloutOnlyTable(Table):
         description="nucleus; absent: that of [rollout]; below 1 needs rollout.allow_truncated_sampling",
     )
     top_k: int | None = Field(
-        default=None, ge=0, description="0 keeps the whole vocabulary; absent: that of [rollout]"
+        default=None,
+        ge=0,
+        le=MOST_TOKENS,
+        description="0 keeps the whole vocabulary; absent: that of [rollout]",
     )
     weight: float = Field(default=1.0, gt=0, description="its share among several fixed policies")
     objective: ObjectiveKind = Field(

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import Name, Seed, TerminationTarget
+from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.jobfile.table import Table
 
 # What the job itself sends with every rollout: given in a config too, the two must agree in every stage.
@@ -88,7 +89,7 @@ class RolloutTable(Table):
     )
     temperature: float = Field(default=1.0, gt=0.0, le=10.0, description="of sampling; the trained softmax")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus; below 1 needs consent, see below")
-    top_k: int = Field(default=0, ge=0, description="0 keeps the whole vocabulary")
+    top_k: int = Field(default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary")
     max_tokens: int = Field(default=32, ge=1, description="tokens a decision may take")
     allow_truncated_sampling: bool = Field(
         default=False,

@@ -3,19 +3,22 @@
 Each engine and the server have threads of their own.
 """
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.memory import MemoryNeeds
 from trainer_backend.core.policies import ACTOR, model_of
-from trainer_backend.errors import JobError
+from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
@@ -30,6 +33,8 @@ from trainer_backend.learner.loading import load_named
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.logs import configure_logs
 
+Result = TypeVar("Result")
+
 
 def model_name(job: JobConfig) -> str:
     """What the gateway calls the policy that is trained."""
@@ -40,14 +45,23 @@ class LocalServer:
     """Implements `protocols.InferenceServer`, for the actor: what is served beside is never touched here."""
 
     def __init__(
-        self, engine: LocalEngine, policy: ServedPolicy, learner: LocalLearner, inference: Inference
+        self,
+        engine: LocalEngine,
+        policy: ServedPolicy,
+        learner: LocalLearner,
+        inference: Inference,
+        broken: asyncio.Future[str],
     ) -> None:
         self._engine, self._policy = engine, policy
         self._learner, self.inference = learner, inference
+        self._broken = broken
 
     async def publish(self, policy_version: int) -> None:
         """Copy the learner's weights to the actor's engine between two requests."""
         await self._engine.load_weights(policy_version, self._learner.weights())
+
+    async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return await while_unbroken(self._broken, work)
 
     def totals(self) -> dict[str, float]:
         """The actor's: the engine's counters, and what the gateway counted of the conversations."""
@@ -91,7 +105,11 @@ async def serving(
     )
     policy = ServedPolicy(engine, learner.tokenizer)
     with _gateway(job, {ACTOR: policy, **fixed}, listener) as inference:
-        yield LocalServer(engine, policy, learner, inference)
+        broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()]))
+        try:
+            yield LocalServer(engine, policy, learner, inference, broken)
+        finally:
+            broken.cancel()
 
 
 class FolderPolicy:
@@ -129,6 +147,49 @@ class FolderPolicy:
         """
         with _gateway(self._job, {ACTOR: self._policy}, listener, key) as inference:
             yield inference
+
+    async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """As `protocols.InferenceServer` has it."""
+        broken = asyncio.ensure_future(first_breakdown([self._policy]))
+        try:
+            return await while_unbroken(broken, work)
+        finally:
+            broken.cancel()
+
+
+async def first_breakdown(policies: Iterable[ServedPolicy]) -> str:
+    """Waits until one of them can answer nobody any more; why that is."""
+    loop = asyncio.get_running_loop()
+    first: asyncio.Future[str] = loop.create_future()
+
+    def settle(reason: str) -> None:
+        if not first.done():
+            first.set_result(reason)
+
+    def report(breakdown: Future[str]) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and with it who waited
+            loop.call_soon_threadsafe(settle, breakdown.result())
+
+    for policy in policies:
+        policy.engine.breakdown.add_done_callback(report)
+    return await first
+
+
+async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which has ended in any case.
+
+    Raises:
+        EngineStopped: an engine ended by itself before; what waits for it would wait in vain.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise EngineStopped(f"the engine does not run: {broken.result()}")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @contextmanager

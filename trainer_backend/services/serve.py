@@ -55,6 +55,7 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
         JobError: the model does not fit the device.
         ModelFolderError: the folder holds no model, or one that cannot be played exactly.
         PortTaken: the port is in use.
+        EngineStopped: the engine ended by itself.
     """
     # The port first: a taken one must not cost the reading of the weights.
     with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job) as listener:
@@ -62,7 +63,7 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
         say(str(policy.plan))
         with policy.serving(listener, key) as inference:
             say(f"{folder} is served as {inference.model} at {inference.url}/v1; Ctrl-C ends it")
-            await stop.wait()
+            await policy.while_serving(stop.wait())
 
 
 def _listener(job: JobConfig) -> Listener:

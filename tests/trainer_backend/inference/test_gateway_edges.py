@@ -3,9 +3,11 @@
 import asyncio
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from starlette.types import Message
@@ -14,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
 from trainer_backend.errors import EngineStopped, JobError, PortTaken
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.served_policy import ServedPolicy
@@ -47,6 +50,10 @@ class StandInEngine:
             self.cancelled.set()
             raise
         raise AssertionError
+
+    @property
+    def breakdown(self) -> Future[str]:
+        return Future()
 
     async def load_weights(self, version: int, source: WeightSource | Path) -> None: ...
     async def pause(self) -> None: ...
@@ -115,6 +122,34 @@ async def answer_to(error: Exception, tokenizer: PreTrainedTokenizerFast) -> tup
 async def test_a_stopped_engine_is_a_503_with_its_reason(tokenizer: PreTrainedTokenizerFast):
     status, body = await answer_to(EngineStopped("out of memory"), tokenizer)
     assert (status, body["code"], body["detail"]) == (503, "engine_stopped", "out of memory")
+
+
+class BrokenRule:
+    """A `StopRule` that breaks its promise not to raise: on the engine's thread, which that ends."""
+
+    def take(self, token_id: int) -> str | None:
+        raise ValueError("the rule is broken")
+
+
+async def test_an_engine_that_ends_by_itself_is_logged_and_told_by_health(
+    start_engine: Callable[..., LocalEngine],
+    tokenizer: PreTrainedTokenizerFast,
+    capsys: pytest.CaptureFixture[str],
+):
+    configure_logs()
+    engine = start_engine()
+    app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key=KEY)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        assert (await client.get("/health")).status_code == 200
+        with pytest.raises(EngineStopped, match="its thread ended on ValueError: the rule is broken"):
+            await engine.generate([1, 2], Sampling(), request_id="r", extras=Extras(stop=BrokenRule()))
+        assert await asyncio.to_thread(engine.breakdown.result, 30)
+        health = await client.get("/health")
+    assert (health.status_code, health.json()["code"]) == (503, "engine_stopped")
+    assert "broken" not in health.text, "anybody may ask there"
+    logged = capsys.readouterr().err
+    assert "engine_thread_ended" in logged and "the rule is broken" in logged
 
 
 async def test_a_fault_of_ours_is_a_500_that_tells_nothing(

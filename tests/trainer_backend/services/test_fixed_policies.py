@@ -1,5 +1,6 @@
 """Fixed policies before they are served: looked at, loaded beside the actor, or refused with the reason."""
 
+import asyncio
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,14 @@ import torch
 from pydantic import SecretStr
 from transformers import PreTrainedTokenizerFast
 
+from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
 from tests.model_folders import edit_json
+from tests.trainer_backend.inference.test_gateway_edges import BrokenRule
 from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.collect.plan import Inference
-from trainer_backend.errors import JobError, ModelFolderError, TrainerError
+from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
+from trainer_backend.inference.protocol import Extras
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
@@ -164,6 +168,22 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
         TrainerError, match=r"'fixed': its weights have changed since they were loaded: sha256"
     ):
         found.compared()
+
+
+async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason(
+    tokenizer: PreTrainedTokenizerFast, folder: Path
+):
+    """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
+    learner = learner_of(tokenizer)
+    found = FixedPolicies.of(mixed(local(folder)), {"fixed": folder}, learner)
+    async with serving(learner.job, learner, fixed=found.policies) as server:
+        assert await server.while_serving(asyncio.sleep(0, "done")) == "done"
+        waiting = asyncio.ensure_future(server.while_serving(asyncio.Event().wait()))
+        engine = found.policies["fixed"].engine
+        with pytest.raises(EngineStopped):
+            await engine.generate([1], Sampling(), request_id="r", extras=Extras(stop=BrokenRule()))
+        with pytest.raises(EngineStopped, match="its thread ended on ValueError: the rule is broken"):
+            await asyncio.wait_for(waiting, 30)
 
 
 def test_each_is_asked_at_the_gateway_by_its_own_name_and_a_servers_key_goes_nowhere_else(folder: Path):
