@@ -127,7 +127,9 @@ class Settings(Body):
     journal_snapshot_every: int = Field(
         default=32, ge=1, le=100_000, description="decisions of a session; so many are played again at most"
     )
-    max_connections: int = Field(default=4_096, ge=1, le=1_000_000)
+    max_connections: int = Field(
+        default=4_096, ge=1, le=1_000_000, description="fewer where the process may have few files open"
+    )
     max_header_bytes: int = Field(
         default=64 << 10, ge=1_024, le=1 << 24, description="of a request line and its headers"
     )

@@ -18,6 +18,7 @@
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/answers.py)
     │   └── Refused                it finds something wrong in a request (collect/answers.py)
     ├── PortTaken                  a server's port is in use
+    ├── TooManyConnections, HeadTooLarge, MalformedRequest   what ends a connection before there is a request
     ├── BadAddress, UnknownTurn, OnlyShows   what an address of the dashboard asks for (dashboard/errors.py)
     ├── ApiError                   a request to the service cannot be carried out (leaves in api/errors.py)
     ├── SettingsError              what that service was started with cannot be used (api/key.py)
@@ -160,6 +161,24 @@ class TaskAppError(TrainerError):
 class PortTaken(TrainerError):
     code = "port_taken"
     title = "Port is in use"
+
+
+class TooManyConnections(TrainerError):
+    code = "too_many_connections"
+    status = 503
+    title = "Too many connections"
+
+
+class HeadTooLarge(TrainerError):
+    code = "head_too_large"
+    status = 431
+    title = "Head of the request too large"
+
+
+class MalformedRequest(TrainerError):
+    code = "malformed_request"
+    status = 400
+    title = "No HTTP request"
 
 
 class InferenceError(TrainerError):

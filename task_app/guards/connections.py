@@ -9,6 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from shared_schemas.descriptors import connections_at_most
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.errors import CapacityReached, HeadTooLarge, MalformedRequest, TaskAppError
 from task_app.guards.gate import WHOLE_BODY
@@ -21,6 +22,7 @@ def bounded_protocol(settings: Settings) -> type[asyncio.Protocol]:
 
     class Connection(BoundedConnection):
         bounds = settings
+        most = connections_at_most(settings.max_connections)
 
     return Connection
 
@@ -33,6 +35,7 @@ class BoundedConnection(HttpToolsProtocol):
     """
 
     bounds: Settings
+    most: int
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -44,7 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        most = self.bounds.max_connections
+        most = self.most
         if len(self.connections) > most:
             self._refuse(CapacityReached(f"{most} connections are open, the most that this task app holds"))
         else:

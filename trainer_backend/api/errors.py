@@ -53,9 +53,3 @@ class TooManyStreams(ApiError):
     code = "too_many_streams"
     status = 503
     title = "Too many open event streams"
-
-
-class TooManyConnections(ApiError):
-    code = "too_many_connections"
-    status = 503
-    title = "Too many open connections"

@@ -14,9 +14,10 @@ import uvloop
 
 from trainer_backend.api.app import TrainerApp, create_app
 from trainer_backend.api.auth import Keys
-from trainer_backend.api.connections import bounded_protocol
+from trainer_backend.api.problems import problem_response
 from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Settings
+from trainer_backend.connections import ConnectionBounds, bounded_protocol
 from trainer_backend.inference.server import Listener
 from trainer_backend.logs import configure_logs
 from trainer_backend.running.parent import when_parent_ends
@@ -30,8 +31,6 @@ from trainer_backend.supervising.watcher import Watcher
 
 log = structlog.get_logger("trainer")
 
-# Of a request's head; h11, unlike httptools, bounds it.
-_HEAD_BYTES = 32_768
 # For a thread that was told to end.
 _LAST_S = 1.0
 
@@ -108,12 +107,15 @@ class TrainerServer(uvicorn.Server):
     """uvicorn as this service wants it. Says when it is ready; ends open event streams when it stops."""
 
     def __init__(self, app: TrainerApp, *, on_ready: Callable[[], None]) -> None:
+        settings = app.state.service.settings
+        bounds = ConnectionBounds(
+            settings.max_connections, settings.max_head_s, max_body_s=settings.max_body_s
+        )
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=bounded_protocol(app.state.service.settings),
-                h11_max_incomplete_event_size=_HEAD_BYTES,
+                http=bounded_protocol(bounds, problem_response),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -70,8 +70,7 @@ class Settings:
     """
     Attributes:
         api_key: None: nobody but this machine may ask.
-        max_connections: that are open at a time; of the 1024 descriptors that a process has by default they
-            leave enough for jobs and the database.
+        max_connections: that are open at a time; fewer where the process may have few files open.
         max_head_s: for the head of a request to arrive.
         max_body_bytes, max_body_s: of a request's body.
         heartbeat_s: of an open event stream.

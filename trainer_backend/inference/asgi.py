@@ -181,6 +181,10 @@ async def send_bytes(
 async def trainer_error_response(request: Request, error: Exception) -> Response:
     """Starlette's handler for the routes that are not the hot one."""
     assert isinstance(error, TrainerError)
+    return error_response(error)
+
+
+def error_response(error: TrainerError) -> Response:
     return Response(problem_body(error), status_code=error.status, media_type=PROBLEM_MEDIA_TYPE)
 
 

@@ -10,7 +10,9 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from trainer_backend.connections import ConnectionBounds, bounded_protocol
 from trainer_backend.errors import InferenceError, PortTaken
+from trainer_backend.inference.asgi import error_response
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
@@ -23,13 +25,15 @@ class GatewayServer:
     >>> with GatewayServer(app, Listener("127.0.0.1", 0)) as url: ...     # port 0: any free one
     """
 
-    def __init__(self, app: ASGIApp, listener: "Listener") -> None:
+    def __init__(self, app: ASGIApp, listener: "Listener", bounds: ConnectionBounds | None = None) -> None:
         self._listener = listener
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=bounded_protocol(bounds or ConnectionBounds(), error_response),
             lifespan="auto",
+            # Longer than clients keep idle connections: whoever closes first should be they.
+            timeout_keep_alive=75,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=5,

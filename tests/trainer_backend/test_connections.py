@@ -1,0 +1,153 @@
+"""Clients that connect and say nothing, or never finish, over real sockets: of both kinds of service."""
+
+import json
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared_schemas.descriptors import connections_at_most
+from tests.trainer_backend.api.on_a_port import on_a_port
+from tests.trainer_backend.api.served import LONG_S, settings_for
+from trainer_backend.connections import ConnectionBounds
+from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.server import GatewayServer, Listener
+
+KEY = "right"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@contextmanager
+def served(**bounds: Any) -> Iterator[str]:
+    """A gateway."""
+    app = create_gateway({}, key=KEY)
+    with GatewayServer(app, Listener("127.0.0.1", 0), ConnectionBounds(**bounds)) as url:
+        yield url
+
+
+@contextmanager
+def trainer(folder: Path, **bounds: Any) -> Iterator[str]:
+    """The service that has no gateway, but jobs."""
+    settings = settings_for(folder, environ={"TRAINER_API_KEY": KEY}, max_jobs=0)
+    with on_a_port(replace(settings, **bounds)) as (url, _):
+        yield url
+
+
+@contextmanager
+def connected(url: str) -> Iterator[socket.socket]:
+    host = httpx.URL(url)
+    with socket.create_connection((host.host, host.port or 80), LONG_S) as client:
+        yield client
+
+
+def to_the_end(client: socket.socket) -> bytes:
+    """All that comes until the service closes the connection."""
+    told = b""
+    with suppress(ConnectionResetError):  # how a close with bytes unread on the other side may arrive
+        while part := client.recv(65_536):
+            told += part
+    return told
+
+
+@pytest.mark.parametrize(
+    ("said", "answers"), [(b"", 0), (b"GET / HT", 0), (GET, 0), (GET + b"\r\n" + b"GET /he", 1)]
+)
+def test_a_connection_that_says_nothing_or_half_a_head_is_closed(said, answers):
+    with served(max_head_s=0.2) as url:
+        with connected(url) as client:
+            client.sendall(said)
+            assert to_the_end(client).count(b"HTTP/1.1 200") == answers
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_the_second_head_of_a_connection_is_waited_for_no_longer():
+    with served(max_head_s=0.2) as url, connected(url) as client:
+        client.sendall(GET + b"\r\n")
+        assert b"200 OK" in client.recv(65_536)
+        client.sendall(b"G")
+        assert b"HTTP" not in to_the_end(client)
+
+
+def test_who_is_answered_before_the_body_may_not_drip_it_for_ever():
+    with served(max_body_s=0.2) as url, connected(url) as client:
+        client.sendall(POST)
+        assert b"HTTP/1.1 401" in client.recv(65_536)
+        client.settimeout(0.01)
+        with pytest.raises(ConnectionError):
+            while True:
+                client.sendall(b" ")
+                with suppress(TimeoutError):
+                    if not client.recv(65_536):
+                        raise ConnectionError
+
+
+def test_requests_on_one_connection_do_not_run_out_of_time():
+    with served(max_head_s=0.5) as url, httpx.Client(base_url=url) as client:
+        for _ in range(100):
+            assert client.get("/health").status_code == 200
+
+
+def status_of_the_next(client) -> int:
+    """Answer on a connection that stays; head and body may come one after the other."""
+    answer = HTTPResponse(client)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
+@pytest.mark.parametrize("kind", ["trainer", "gateway"])
+def test_more_connections_than_are_allowed_are_told_to_come_later(tmp_path, kind):
+    service = trainer(tmp_path, max_connections=1) if kind == "trainer" else served(max_connections=1)
+    with service as url, connected(url) as first:
+        first.sendall(GET + b"\r\n")
+        assert status_of_the_next(first) == 200
+        with connected(url) as second:
+            head, _, body = to_the_end(second).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(body)["code"] == "too_many_connections"
+        if kind == "trainer":
+            assert b"retry-after: 5" in head
+        else:
+            assert json.loads(body)["error"]["type"] == "server_error", "clients of OpenAI's read it too"
+        first.sendall(GET + b"\r\n")
+        assert status_of_the_next(first) == 200
+
+
+def test_who_only_connects_keeps_nobody_away():
+    with served(max_connections=3) as url, ExitStack() as stack:
+        idle = [stack.enter_context(connected(url)) for _ in range(9)]
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert to_the_end(idle[0]) == b"", "the oldest gave way"
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET /" + b"x" * 5000, GET + b"A: " + b"x" * 5000, GET + b"A: x\r\n" * 700]
+)
+def test_a_head_without_an_end_is_refused(said):
+    with served(max_head_bytes=4096) as url, connected(url) as client:
+        client.sendall(said)
+        head, _, body = to_the_end(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ") and json.loads(body)["code"] == "head_too_large"
+
+
+def test_what_is_no_http_is_told_so():
+    with served() as url, connected(url) as client:
+        client.sendall(b"\x16\x03\x01 no http\r\n\r\n")
+        assert to_the_end(client).startswith(b"HTTP/1.1 400 ")
+
+
+def test_connections_leave_half_of_the_descriptors_to_their_process():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        assert (connections_at_most(4096), connections_at_most(10)) == (150, 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

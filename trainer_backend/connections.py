@@ -1,0 +1,174 @@
+"""uvicorn's HTTP connection, bounded: in number, in what comes before a request, and in how long that takes.
+
+httptools reads headers without end and waits for them for ever, and enough connections that say nothing leave
+no descriptor for the process of a job. The task app guards its own kind of connection so too
+(task_app/guards/connections.py); the two packages share no code that needs uvicorn.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from shared_schemas.descriptors import connections_at_most
+from trainer_backend.errors import HeadTooLarge, MalformedRequest, TooManyConnections, TrainerError
+
+# An error as the service answers it.
+Respond = Callable[[TrainerError], Response]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionBounds:
+    """
+    Attributes:
+        max_connections: that are open at a time; fewer where the process may have few files open.
+        max_head_s, max_head_bytes: of the head of a request.
+        max_body_s: for the rest of a body whose request is answered.
+    """
+
+    max_connections: int = 4_096
+    max_head_s: float = 15.0
+    max_head_bytes: int = 32_768
+    max_body_s: float = 30.0
+
+
+def bounded_protocol(bounds: ConnectionBounds, respond: Respond) -> type[asyncio.Protocol]:
+    """The class of connections of a server with these bounds; uvicorn makes one object a connection."""
+    most = connections_at_most(bounds.max_connections)
+
+    class Connection(BoundedConnection):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.bounds, self.most, self.respond = bounds, most, respond
+
+    return Connection
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """Closes a connection that says nothing, or not the whole of a request's head, for `max_head_s`.
+
+    And one that is answered, but goes on with the body for `max_body_s`: a client that reads its answer at
+    the end of its body must not lose it, a stranger who sends a byte now and then must not stay.
+    """
+
+    bounds: ConnectionBounds
+    most: int
+    respond: Respond
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._silence: asyncio.TimerHandle | None = None
+        self._in_head = self._in_body = False
+        # Of the head that is coming: bytes that came, and those of its complete lines.
+        self._came_bytes = 0
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most and not self._took_a_silent_place():
+            self._refuse(
+                TooManyConnections(f"{self.most} connections are open, the most that this service holds")
+            )
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._came_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._came_bytes > self.bounds.max_head_bytes:
+            # A line without an end never reaches on_header.
+            self.send_400_response("")
+        elif self._silence is None and (self._in_head or self._is_idle()):
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._in_body = False, True
+        self._expect_nothing()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._expect_nothing()
+        self._in_body, self._came_bytes, self._head_bytes = False, 0, 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and self.cycle.response_complete:
+            self._expect_nothing()
+            self._silence = self.loop.call_later(self.bounds.max_body_s, self.timeout_keep_alive_handler)
+
+    def send_400_response(self, msg: str) -> None:
+        """What httptools cannot read, or what was counted to be too much, in the shape of all errors."""
+        most = self.bounds.max_head_bytes
+        if max(self._head_bytes, self._came_bytes if self._in_head else 0) > most:
+            self._refuse(HeadTooLarge(f"the request's head is larger than {most} bytes", where="headers"))
+        else:
+            self._refuse(MalformedRequest("this is no HTTP request"))
+
+    def _count(self, length: int) -> None:
+        self._head_bytes += length
+        if self._head_bytes > self.bounds.max_head_bytes:
+            raise ValueError("too large")  # httptools turns it into what ends in send_400_response
+
+    def _is_idle(self) -> bool:
+        """Nothing is under way, and uvicorn's own clock stopped at data that began no request."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and not self._in_body and self.timeout_keep_alive_task is None
+
+    def _took_a_silent_place(self) -> bool:
+        """Close the connection that has owed a head, or the rest of a body, for longest.
+
+        So whoever only connects keeps nobody away who asks. False where all others are at work.
+        """
+        silent = [
+            (other._silence.when(), id(other), other)
+            for other in self.connections
+            if isinstance(other, BoundedConnection)
+            and other._silence is not None
+            and not other.transport.is_closing()
+        ]
+        if silent:
+            min(silent)[2].transport.close()
+        return bool(silent)
+
+    def _expect_head(self) -> None:
+        self._silence = self.loop.call_later(self.bounds.max_head_s, self.timeout_keep_alive_handler)
+
+    def _expect_nothing(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+    def _refuse(self, error: TrainerError) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_bytes_of(self.respond(error)))
+            self.transport.close()
+
+
+def _bytes_of(response: Response) -> bytes:
+    """As it goes over the wire: there is no request yet that the app could answer."""
+    head = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}", "connection: close"]
+    head += [f"{name}: {value}" for name, value in response.headers.items()]
+    return "\r\n".join([*head, "", ""]).encode("latin-1") + bytes(response.body)
