@@ -199,11 +199,12 @@ class ContextLengthExceeded(BadChatRequest):
     title = "The context is full"
 
     def __init__(
-        self, *, prompt_tokens: int, max_tokens: int, max_model_len: int, whose: str = "the model holds"
+        self, *, prompt_tokens: int, max_tokens: int, max_model_len: int, whose: str = "the model's own"
     ) -> None:
+        # OpenAI's words first: by them other clients know this error.
         super().__init__(
-            f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} = {prompt_tokens + max_tokens}, "
-            f"but {whose} {max_model_len}",
+            f"This model's maximum context length is {max_model_len} tokens ({whose}), and a prompt of "
+            f"{prompt_tokens} tokens + max_tokens {max_tokens} = {prompt_tokens + max_tokens} were asked for",
             where="messages",
         )
         self.prompt_tokens = prompt_tokens

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import structlog
@@ -13,7 +14,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
-from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, InferenceUnauthorized, TrainerError
+from trainer_backend.errors import (
+    BadChatRequest,
+    ContextLengthExceeded,
+    InferenceUnauthorized,
+    RemoteRefused,
+    TrainerError,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +79,7 @@ def problem_body(error: TrainerError) -> bytes:
     body = error.problem().model_dump()
     body["error"] = {
         "message": str(error),
-        "type": "invalid_request_error" if error.status < 500 else "server_error",
+        "type": _error_type(error.status),
         "param": error.where,
         "code": error.code,
     }
@@ -81,6 +88,14 @@ def problem_body(error: TrainerError) -> bytes:
         body["max_tokens"] = error.max_tokens
         body["max_model_len"] = error.max_model_len
     return json.dumps(body).encode()
+
+
+def _error_type(status: int) -> str:
+    """OpenAI's word, by which clients tell errors apart."""
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        return "authentication_error"
+    ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == RemoteRefused.status
+    return "server_error" if ours else "invalid_request_error"
 
 
 def authorize(scope: Scope, key: str) -> None:

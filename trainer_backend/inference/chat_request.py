@@ -5,9 +5,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from shared_schemas.base import Body
+from shared_schemas.base import Body, did_you_mean
+from shared_schemas.messages import ROLES
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.reply import TOOL_CALL_ERROR
 from trainer_backend.inference.request_body import (
     NEUTRAL,
     SamplingRequest,
@@ -79,6 +81,39 @@ class ChatRequest(SamplingRequest):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+# OpenAI's newer word for the system's role.
+DEVELOPER = "developer"
+_ROLES = (*ROLES, DEVELOPER)
+# Of a message: what this server, a chat template or a rollout reads; and what clients add to an answer.
+_MESSAGE_KEYS = frozenset(
+    {
+        "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
+        "msg_id", "msg_id(invoking_assistant)", "tool_name",
+    }
+)  # fmt: skip
+_OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
+    "refusal": (None, ""),
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+}
+
+
+def _refuse_unknown_parts(message: Mapping[str, Any], *, where: str) -> None:
+    role = message.get("role")
+    if role not in _ROLES:
+        told = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
+        raise BadChatRequest(told, where=f"{where}.role")
+    for name in message.keys() - _MESSAGE_KEYS:
+        if name == TOOL_CALL_ERROR or message[name] in _OF_ANSWERS.get(name, ()):
+            continue
+        known = [*_MESSAGE_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
+        told = f"{name} = {message[name]!r:.80} is not offered here"
+        if name not in _OF_ANSWERS:
+            told = f"unknown key {name[:80]!r}{did_you_mean(name[:80], known)}"
+        raise BadChatRequest(told, where=f"{where}.{name[:80]}")
+
+
 _TOOL_CHOICES = (None, "auto", "none")
 
 
@@ -89,6 +124,10 @@ def read_chat_request(body: bytes) -> ChatRequest:
         BadChatRequest: as `read_request`; or two of its options contradict each other.
     """
     request = read_request(ChatRequest, body)
+    for place, message in enumerate(request.messages):
+        _refuse_unknown_parts(message, where=f"messages.{place}")
+        if message.get("role") == DEVELOPER:
+            message["role"] = "system"
     if request.tool_choice not in _TOOL_CHOICES:
         raise BadChatRequest(
             f"tool_choice = {request.tool_choice!r:.80} is not offered here: no call is forced",

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -83,26 +84,19 @@ def create_gateway(
 
     async def models(request: Request) -> Response:
         authorize(request.scope, secret)
-        created = int(clock())
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": created,
-                "owned_by": "turnwise",
-                "max_model_len": policy.engine.max_model_len,
-                "policy_version": policy.engine.version,
-                "chat_template": policy.renderer.template_digest,
-                "conversations": policy.figures.totals(),
-            }
-            for name, policy in policies.items()
-        ]
+        data = [_model(name, policy, clock()) for name, policy in policies.items()]
         return JSONResponse({"object": "list", "data": data})
+
+    async def model(request: Request) -> Response:
+        authorize(request.scope, secret)
+        name = request.path_params["name"]
+        return JSONResponse(_model(name, policy_named(name, policies), clock()))
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", text, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
     ]
     handlers = {TrainerError: trainer_error_response, HTTPException: http_error_response}
@@ -114,6 +108,20 @@ def create_gateway(
             await policy.engine.close()
 
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+
+def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
+    """OpenAI's model object, and what our own clients read of a policy."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(now),
+        "owned_by": "turnwise",
+        "max_model_len": policy.engine.max_model_len,
+        "policy_version": policy.engine.version,
+        "chat_template": policy.renderer.template_digest,
+        "conversations": policy.figures.totals(),
+    }
 
 
 class ChatEndpoint:
@@ -181,9 +189,9 @@ class ChatEndpoint:
 
     def _max_tokens(self, request: ChatRequest, prompt: Prompt, engine: FrozenEngine) -> int:
         """How many tokens may be sampled, once it is known that they fit: the lower of both limits holds."""
-        most, whose = engine.max_model_len, "the model holds"
+        most, whose = engine.max_model_len, "the model's own"
         if request.max_model_length is not None and request.max_model_length < most:
-            most, whose = request.max_model_length, "max_model_length is"
+            most, whose = request.max_model_length, "max_model_length"
         room = most - len(prompt.ids)
         wanted = request.wanted_tokens or max(1, min(self._limits.default_max_tokens, room))
         if wanted > room:

@@ -11,6 +11,9 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stopping_text import BROKEN
 from trainer_backend.inference.tool_formats.reading import ParsedReply
 
+# Of a message of ours: why a call in its text could not be read.
+TOOL_CALL_ERROR = "tool_call_error"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -53,7 +56,7 @@ def assistant_message(
             for i, call in enumerate(parsed.tool_calls)
         ]
     if parsed.error is not None:
-        message["tool_call_error"] = parsed.error
+        message[TOOL_CALL_ERROR] = parsed.error
     return message
 
 

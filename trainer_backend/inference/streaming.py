@@ -14,7 +14,7 @@ from typing import Any
 from trainer_backend.inference.asgi import EventStream
 from trainer_backend.inference.completion import Completion
 from trainer_backend.inference.protocol import Generation, Sampled
-from trainer_backend.inference.reply import Choice, usage_body
+from trainer_backend.inference.reply import TOOL_CALL_ERROR, Choice, usage_body
 from trainer_backend.inference.stopping_text import GrowingText, earliest, possible_start
 
 
@@ -102,8 +102,8 @@ class ChoiceStream:
         if "tool_calls" in message:
             calls = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
             deltas.append({"tool_calls": calls})
-        if "tool_call_error" in message:
-            deltas.append({"tool_call_error": message["tool_call_error"]})
+        if TOOL_CALL_ERROR in message:
+            deltas.append({TOOL_CALL_ERROR: message[TOOL_CALL_ERROR]})
         last = {**self._chunk({}), **self._completion.exact_fields(choice)}
         return [*self._beginning(), *map(self._chunk, deltas), last]
 

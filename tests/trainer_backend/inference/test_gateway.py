@@ -149,6 +149,33 @@ def test_models_are_listed_with_the_version_that_serves(client: openai.OpenAI):
     assert (model.id, model.policy_version, model.max_model_len) == (MODEL, 4, MAX_MODEL_LEN)
 
 
+def test_a_model_is_retrieved_by_its_name_which_has_a_slash(client: openai.OpenAI):
+    assert client.models.retrieve(MODEL) == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="Did you mean 'crafter/actor'"):
+        client.models.retrieve("crafter/actr")
+
+
+def test_an_unknown_key_is_told_with_what_was_meant(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match=r"unknown key 'temprature'.*Did you mean 'temperature'"):
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"temprature": 0})
+
+
+def test_what_clients_send_that_changes_nothing_is_taken(client: openai.OpenAI, http: httpx.Client):
+    own = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "n": 1}
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, **own)
+    again = [*MESSAGES, answer.choices[0].message.model_dump(), {"role": "user", "content": "wood 3"}]
+    assert ask(http, messages=again).status_code == 200
+    developer = [{**MESSAGES[0], "role": "developer"}, MESSAGES[1]]
+    prompts = [ask(http, messages=m, return_token_ids=True).json() for m in (MESSAGES, developer)]
+    assert prompts[0]["prompt_token_ids"] == prompts[1]["prompt_token_ids"], "the system's, in a newer word"
+
+
+def test_an_error_has_the_type_by_which_clients_know_it(http: httpx.Client, url: str):
+    assert httpx.get(f"{url}/v1/models").json()["error"]["type"] == "authentication_error"
+    for changes in ({"n": 0}, {"model": "x"}, {"max_tokens": MAX_MODEL_LEN}):
+        assert ask(http, **changes).json()["error"]["type"] == "invalid_request_error"
+
+
 def test_health_needs_no_key(url: str):
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
 
@@ -175,7 +202,7 @@ def test_a_full_context_is_refused_with_the_counts(client: openai.OpenAI):
         client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=MAX_MODEL_LEN)
     assert caught.value.code == "context_length_exceeded"
     long = [{"role": "user", "content": "wood " * 300}]
-    with pytest.raises(openai.BadRequestError, match=f"but the model holds {MAX_MODEL_LEN}"):
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {MAX_MODEL_LEN} tokens"):
         client.chat.completions.create(model=MODEL, messages=long)
 
 
@@ -191,12 +218,15 @@ def test_a_job_may_allow_less_than_the_model_holds(http: httpx.Client):
     assert problem["code"] == "context_length_exceeded"
     assert (problem["prompt_tokens"], problem["max_tokens"]) == (prompt, 7)
     assert problem["max_model_len"] == prompt + 6
-    assert f"= {prompt + 7}, but max_model_length is {prompt + 6}" in problem["detail"]
+    assert problem["detail"] == (
+        f"This model's maximum context length is {prompt + 6} tokens (max_model_length), and a prompt of "
+        f"{prompt} tokens + max_tokens 7 = {prompt + 7} were asked for"
+    )
 
 
 def test_a_job_cannot_allow_more_than_the_model_holds(http: httpx.Client):
     problem = ask(http, max_tokens=MAX_MODEL_LEN, max_model_length=10 * MAX_MODEL_LEN).json()
-    assert problem["max_model_len"] == MAX_MODEL_LEN and "but the model holds" in problem["detail"]
+    assert problem["max_model_len"] == MAX_MODEL_LEN and "(the model's own)" in problem["detail"]
 
 
 def test_without_max_tokens_the_room_below_the_limit_of_the_job_is_used(http: httpx.Client):
@@ -231,7 +261,15 @@ def test_what_became_of_prefixes_is_counted_by_model(http: httpx.Client, tools: 
         ({"messages": None}, 400, "messages"),
         ({"messages": ["hello"]}, 400, "messages.0"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "usr", "content": "a"}]}, 400, "messages.0.role"),
+        ({"messages": [{"content": "a"}]}, 400, "messages.0.role"),
+        ({"messages": [*MESSAGES, {"role": "user", "contnt": "a"}]}, 400, "messages.2.contnt"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, 400, "messages.0.audio"),
         ({"model": "crafter/actr"}, 404, "model"),
+        ({"temprature": 1}, 400, "temprature"),
+        ({"parallel_tool_calls": False}, 400, "parallel_tool_calls"),
+        ({"store": True}, 400, "store"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs"),
         ({"n": 0}, 400, "n"),
         ({"n": 65}, 400, "n"),
         ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
