@@ -199,12 +199,19 @@ class ContextLengthExceeded(BadChatRequest):
     title = "The context is full"
 
     def __init__(
-        self, *, prompt_tokens: int, max_tokens: int, max_model_len: int, whose: str = "the model's own"
+        self,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        max_model_len: int,
+        whose: str = "the model's own",
+        at_least: bool = False,
     ) -> None:
         # OpenAI's words first: by them other clients know this error.
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens ({whose}), and a prompt of "
-            f"{prompt_tokens} tokens + max_tokens {max_tokens} = {prompt_tokens + max_tokens} were asked for",
+            f"{'at least ' * at_least}{prompt_tokens} tokens + max_tokens {max_tokens} = "
+            f"{prompt_tokens + max_tokens} were asked for",
             where="messages",
         )
         self.prompt_tokens = prompt_tokens

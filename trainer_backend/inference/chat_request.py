@@ -52,7 +52,7 @@ class ChatRequest(SamplingRequest):
         "continue_final_message": (None, False),
     }
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=100_000)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=20_000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=1000)
     tool_choice: Any = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None

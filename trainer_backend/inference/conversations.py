@@ -7,7 +7,7 @@ give other text. Both would break the prefix, and with it the training sequence,
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,16 +110,21 @@ class Conversations:
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject],
         renderer: ChatRenderer,
+        refuse_too_long: Callable[[str], None] = lambda text: None,
     ) -> Prompt:
         """Render the messages, going on from the exact ids of all that they leave unchanged.
+
+        Args:
+            refuse_too_long: is given the text before it is encoded, and may raise.
 
         Raises:
             BadChatRequest: the template cannot render them.
         """
         turn = self._turns.get(rollout_id)
         if turn is not None and turn.renderer is renderer:
-            return next_prompt(turn, messages, tools)
+            return next_prompt(turn, messages, tools, refuse_too_long)
         text = renderer.prompt_text(messages, tools)
+        refuse_too_long(text)
         broken = None if turn is None else OTHER_MODEL
         if turn is None and rollout_id and any(message.get("role") == "assistant" for message in messages):
             broken = UNKNOWN
@@ -132,7 +137,12 @@ class Conversations:
             self._turns.popitem(last=False)
 
 
-def next_prompt(turn: Turn, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> Prompt:
+def next_prompt(
+    turn: Turn,
+    messages: Sequence[JsonObject],
+    tools: Sequence[JsonObject],
+    refuse_too_long: Callable[[str], None] = lambda text: None,
+) -> Prompt:
     """The prompt that follows a turn: its ids as they are, up to the first place where the text differs.
 
     The raw text takes the place of every answer that stands unedited. If the rendering then does not begin
@@ -141,6 +151,7 @@ def next_prompt(turn: Turn, messages: Sequence[JsonObject], tools: Sequence[Json
     """
     asked = Asked.of(messages, tools)
     text, answers = _rendered(turn, asked, messages, tools)
+    refuse_too_long(text)
     kept = _unchanged(turn, text)
     text_kept, ids_kept = turn.cuts[kept - 1] if kept else (0, 0)
     ids = turn.ids[:ids_kept] + array("i", turn.renderer.encode(text[text_kept:]))

@@ -4,6 +4,7 @@ Plain Starlette with JSON bytes, because every decision of every rollout passes 
 token ids, checks their length, has them continued, and answers with the exact ids, log-probs and versions.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -36,11 +37,14 @@ from trainer_backend.inference.chat_request import ChatRequest, read_chat_reques
 from trainer_backend.inference.completion import Completion, all_generations
 from trainer_backend.inference.conversations import Conversations, Prompt
 from trainer_backend.inference.protocol import FrozenEngine
+from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import Choice
 from trainer_backend.inference.served_policy import ServedPolicy, policy_named
 from trainer_backend.inference.streaming import stream_reply
 from trainer_backend.inference.text_completion import read_text_request, text_completion
 
+# A body of which rendering and encoding may take longer than an answer to somebody else should.
+_LARGE_BYTES = 100_000
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 
 
@@ -148,7 +152,11 @@ class ChatEndpoint:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         authorize(scope, self._key)
         body = await read_body(scope, receive, most=self._limits.max_body_bytes)
-        completion = self._completion(read_chat_request(body), _rollout_id(scope))
+        request, rollout_id = read_chat_request(body), _rollout_id(scope)
+        if len(body) > _LARGE_BYTES:  # the others need not wait for it
+            completion = await asyncio.to_thread(self._completion, request, rollout_id)
+        else:
+            completion = self._completion(request, rollout_id)
         if completion.request.stream:
             stream = stream_reply(completion, EventStream(send), partial(self._remember, completion))
             await while_connected(stream, receive)
@@ -168,8 +176,13 @@ class ChatEndpoint:
                 hint=f"Leave n out, or leave the header {ROLLOUT_HEADER} out.",
             )
         policy = policy_named(request.model, self._policies)
+        limit = _Limit.of(request, policy.engine)
         prompt = self._conversations.prompt(
-            rollout_id, request.messages, request.offered_tools, policy.renderer
+            rollout_id,
+            request.messages,
+            request.offered_tools,
+            policy.renderer,
+            refuse_too_long=partial(limit.refuse_text, request, policy.renderer),
         )
         return Completion(
             completion_id=f"chatcmpl-{next(self._numbers)}",
@@ -177,7 +190,7 @@ class ChatEndpoint:
             request=request,
             policy=policy,
             prompt=prompt,
-            max_tokens=self._max_tokens(request, prompt, policy.engine),
+            max_tokens=limit.max_tokens(request, prompt, self._limits.default_max_tokens),
             rollout_id=rollout_id,
         )
 
@@ -187,16 +200,39 @@ class ChatEndpoint:
             completion.policy.figures.add(extends=prompt.extends, broken=prompt.broken, drift=prompt.drift)
             self._conversations.remember(completion.rollout_id, completion.turn(choice))
 
-    def _max_tokens(self, request: ChatRequest, prompt: Prompt, engine: FrozenEngine) -> int:
-        """How many tokens may be sampled, once it is known that they fit: the lower of both limits holds."""
-        most, whose = engine.max_model_len, "the model's own"
-        if request.max_model_length is not None and request.max_model_length < most:
-            most, whose = request.max_model_length, "max_model_length"
-        room = most - len(prompt.ids)
-        wanted = request.wanted_tokens or max(1, min(self._limits.default_max_tokens, room))
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """What prompt and answer may have together, and whose limit that is: the lower of the two holds."""
+
+    most: int
+    whose: str
+
+    @classmethod
+    def of(cls, request: ChatRequest, engine: FrozenEngine) -> "_Limit":
+        if request.max_model_length is not None and request.max_model_length < engine.max_model_len:
+            return cls(request.max_model_length, "max_model_length")
+        return cls(engine.max_model_len, "the model's own")
+
+    def refuse_text(self, request: ChatRequest, renderer: ChatRenderer, text: str) -> None:
+        """Refuse what is surely too long: encoding it would take seconds, to the same end."""
+        tokens = renderer.surely_more_than(self.most, text)
+        if tokens is not None:
+            raise ContextLengthExceeded(
+                prompt_tokens=tokens,
+                max_tokens=request.wanted_tokens or 1,
+                max_model_len=self.most,
+                whose=self.whose,
+                at_least=True,
+            )
+
+    def max_tokens(self, request: ChatRequest, prompt: Prompt, default: int) -> int:
+        """How many tokens may be sampled, once it is known that they fit."""
+        room = self.most - len(prompt.ids)
+        wanted = request.wanted_tokens or max(1, min(default, room))
         if wanted > room:
             raise ContextLengthExceeded(
-                prompt_tokens=len(prompt.ids), max_tokens=wanted, max_model_len=most, whose=whose
+                prompt_tokens=len(prompt.ids), max_tokens=wanted, max_model_len=self.most, whose=self.whose
             )
         return wanted
 

@@ -20,6 +20,8 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 # What stands in the text for an id that the model embeds and the tokenizer does not know.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
+# Characters for each token that may be: at the usual three or four a token, several times too many.
+_BEGINNING = 16
 
 # Something to answer to.
 ASKED: JsonObject = {"role": "user", "content": "?"}
@@ -43,6 +45,7 @@ class ChatRenderer:
         self._backend.no_padding()
         self._template_kwargs: dict[str, Any] = tokenizer.init_kwargs.get(CHAT_TEMPLATE_KWARGS_KEY) or {}
         self._known_ids = id_count(tokenizer)
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         spelled = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
         self.template_digest = hashlib.blake2b(spelled.encode(), digest_size=6).hexdigest()
         # Decoders after SentencePiece drop a space at the beginning of what they are given; behind some other
@@ -110,8 +113,23 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text; special tokens written in it count as such, none are added."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        # A batch, since a lone text is encoded under Python's global lock: for 3 MB nobody would be answered.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def surely_more_than(self, most: int, text: str) -> int | None:
+        """How many tokens a text has at least, where that is more than `most`; None where it may be fewer.
+
+        Told without encoding all of it. First by its length: no token stands for more characters than the
+        longest one (vLLM bounds a prompt so too). Then by its beginning, which holds about as many tokens
+        alone as it does in the whole text, for merges change at its end; half of them is on the safe side.
+        """
+        if (tokens := -(-len(text) // self._longest_token)) > most:
+            return tokens
+        beginning = text[: _BEGINNING * most]
+        if len(beginning) == len(text) or (tokens := len(self.encode(beginning)) // 2) <= most:
+            return None
+        return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, special tokens included.

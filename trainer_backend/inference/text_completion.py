@@ -3,11 +3,13 @@
 No template, no tools, no conversation. A mixture asks a fixed policy at another gateway in this way.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trainer_backend.errors import ContextLengthExceeded
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.reply import usage_body
 from trainer_backend.inference.request_body import SamplingRequest, read_request
@@ -45,7 +47,7 @@ async def text_completion(
     """
     policy = policy_named(request.model, policies)
     prompt = request.prompt
-    ids = policy.renderer.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = prompt if isinstance(prompt, list) else await asyncio.to_thread(_ids, prompt, request, policy)
     generation = await policy.engine.generate(
         ids,
         request.sampling(max_tokens=request.max_tokens or _MAX_TOKENS),
@@ -60,6 +62,18 @@ async def text_completion(
         "choices": [_choice(request, policy, ids, generation)],
         "usage": usage_body(ids, [generation]),
     }
+
+
+def _ids(text: str, request: TextRequest, policy: ServedPolicy) -> list[int]:
+    most = policy.engine.max_model_len
+    if (tokens := policy.renderer.surely_more_than(most, text)) is not None:
+        raise ContextLengthExceeded(
+            prompt_tokens=tokens,
+            max_tokens=request.max_tokens or _MAX_TOKENS,
+            max_model_len=most,
+            at_least=True,
+        )
+    return policy.renderer.encode(text)
 
 
 def _choice(

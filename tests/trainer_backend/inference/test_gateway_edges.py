@@ -101,6 +101,33 @@ async def test_a_client_that_leaves_while_waiting_cancels_its_generation(tokeniz
     assert connection.sent == []
 
 
+@pytest.mark.parametrize("text", ["wood 2 tree ", "a", " ", "\N{GRINNING FACE}"])
+async def test_three_megabytes_are_refused_without_being_encoded(
+    tokenizer: PreTrainedTokenizerFast, text: str
+):
+    connection = Connection(StandInEngine(), tokenizer)
+    content = text * (3_000_000 // len(text.encode()))
+    message = {"role": "user", "content": content}
+    body = json.dumps({"model": "job/actor", "messages": [message]}, ensure_ascii=False)
+    await connection.incoming.put({"type": "http.request", "body": body.encode()})
+    await connection.run()
+    start, told = connection.sent
+    problem = json.loads(told["body"])
+    assert (start["status"], problem["code"]) == (400, "context_length_exceeded")
+    assert "a prompt of at least " in problem["detail"], "nobody has counted all of it"
+    assert problem["prompt_tokens"] > problem["max_model_len"] == StandInEngine.max_model_len
+
+
+async def test_a_large_body_that_fits_is_rendered_as_any_other(tokenizer: PreTrainedTokenizerFast):
+    engine = StandInEngine(EngineStopped("it came to the engine"))
+    connection = Connection(engine, tokenizer)
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * 200_000}}
+    body = {**json.loads(BODY), "tools": [tool]}
+    await connection.incoming.put({"type": "http.request", "body": json.dumps(body).encode()})
+    await connection.run()
+    assert json.loads(connection.sent[1]["body"])["detail"] == "it came to the engine"
+
+
 async def test_a_client_that_leaves_in_the_middle_of_its_body_costs_nothing(
     tokenizer: PreTrainedTokenizerFast,
 ):

@@ -1,9 +1,14 @@
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.tool_formats.turnwise import parse_turnwise
+from trainer_backend.models.folder import load_tokenizer
 
 USER = {"role": "user", "content": "wood 2 tree"}
 
@@ -107,3 +112,20 @@ def test_what_a_template_refuses_is_the_callers_mistake(tokenizer: PreTrainedTok
 def test_a_tokenizer_without_a_template_cannot_be_served(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(ModelFolderError, match="no chat template"):
         ChatRenderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer))
+
+
+@pytest.mark.parametrize("family", ["preset", "qwen3", "mistral"])
+def test_a_text_is_never_said_to_have_more_tokens_than_it_has(
+    tokenizer: PreTrainedTokenizerFast, model_folders: Mapping[str, Path], family: str
+):
+    renderer = ChatRenderer(tokenizer if family == "preset" else load_tokenizer(model_folders[family]))
+    draw = random.Random(0)
+    pieces = ["wood ", " ", "\n", "a", "é", "\N{GRINNING FACE}", "<|end|>", "12345", "place_table", "-!?"]
+    for _ in range(100):
+        text = "".join(draw.choice(pieces) * draw.randint(1, 40) for _ in range(draw.randint(1, 30)))
+        tokens = len(renderer.encode(text))
+        assert renderer.surely_more_than(tokens, text) is None
+        for most in (1, tokens // 20 + 1, tokens // 3 + 1):
+            told = renderer.surely_more_than(most, text)
+            assert told is None or most < told <= tokens
+    assert renderer.surely_more_than(10, "wood 2 tree " * 1000) is not None
