@@ -34,6 +34,26 @@ class StepRewards(Body):
         return self.enabled and self.mode == "decision_stepwise"
 
 
+class TrainingSwitches(Body):
+    """The same switches under the names that source 1 publishes for [training]."""
+
+    step_rewards_enabled: bool = False
+    step_rewards_mode: StepRewardsMode = "off"
+    step_rewards_beta: float = Field(default=0.0, ge=0.0)
+    step_rewards_indicator_lambda: float = Field(default=0.0, ge=0.0)
+    event_rewards_kind: EventRewardsKind = "unique"
+
+    @property
+    def step_rewards(self) -> StepRewards:
+        return StepRewards(
+            enabled=self.step_rewards_enabled,
+            mode=self.step_rewards_mode,
+            kind=self.event_rewards_kind,
+            indicator_lambda=self.step_rewards_indicator_lambda,
+            step_beta=self.step_rewards_beta,
+        )
+
+
 class DecisionRewards(Body):
     """What one decision achieved. `turn` counts from 1 (decision index t is turn - 1)."""
 

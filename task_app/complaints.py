@@ -37,6 +37,19 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
     return InvalidRequest(f"{place}: {told}{_found(error, place)}", where=place)
 
 
+def validated(model: type[M], value: Any, *, where: str) -> M:
+    """What a part of a body holds, as the model of it.
+
+    Raises:
+        InvalidRequest: it is none; `where` is the body path of the part.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as exc:
+        error = most_telling(exc.errors(include_url=False))
+        raise invalid(error, where=where, known=model.model_fields) from exc
+
+
 def state_in(model: type[M], data: bytes) -> M:
     """The state that a snapshot of an environment holds.
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from shared_schemas.base import Body
 from shared_schemas.rollouts import EnvSpec
-from task_app.complaints import invalid, most_telling
+from task_app.complaints import validated
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
@@ -128,7 +128,7 @@ class PlugBoards:
             UnknownName, InvalidRequest: with the body path below `where`.
         """
         plugin = self._environment_plugin(name, where=where)
-        return plugin.build(_validated(plugin.config, config, where=where + "config"))
+        return plugin.build(validated(plugin.config, config, where=where + "config"))
 
     def state_keys(
         self, env_name: str, environment: Environment, *, where: str = ""
@@ -148,7 +148,7 @@ class PlugBoards:
             UnknownName, InvalidRequest: with the body path below `where`.
         """
         plugin = self._environment_plugin(spec.env_name, where=where)
-        config = _validated(plugin.config, spec.config, where=where + "config")
+        config = validated(plugin.config, spec.config, where=where + "config")
         return EnvSpec(env_name=spec.env_name, config=config.model_dump(mode="json"))
 
     def policy(
@@ -158,9 +158,9 @@ class PlugBoards:
         plugin = self.policies.get(name)
         if plugin is None:
             raise UnknownName("policy", name, self.policies, where=where + "policy_name")
-        validated = _validated(plugin.config, config, where=where + "config")
+        settings = validated(plugin.config, config, where=where + "config")
         try:
-            return plugin.build(validated, context)
+            return plugin.build(settings, context)
         except TaskAppError as exc:
             exc.where = ".".join(filter(None, [f"{where}config", exc.where]))
             raise
@@ -174,12 +174,3 @@ class PlugBoards:
 
 def default_plug_boards() -> PlugBoards:
     return PlugBoards(ENVIRONMENTS, POLICIES, REWARD_FUNCTIONS)
-
-
-def _validated(model: type[C], config: Mapping[str, Any], *, where: str) -> C:
-    try:
-        return model.model_validate(config)
-    except ValidationError as exc:
-        raise invalid(
-            most_telling(exc.errors(include_url=False)), where=where, known=model.model_fields
-        ) from exc

@@ -1,35 +1,50 @@
-"""Pure: where the training switches (`step_rewards`) stand in a request, and that they agree."""
+"""Pure: where the training switches stand in a request, and that they agree.
+
+A config holds them as `step_rewards`, or as a table `training` with the names of a job's [training]; requests
+that create something take that table beside the config too.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
-from shared_schemas.rewards import StepRewards
-from task_app.complaints import invalid, most_telling
+from shared_schemas.rewards import StepRewards, TrainingSwitches
+from task_app.complaints import validated
 from task_app.errors import InvalidRequest
 
-KEY = "step_rewards"
+KEY, TABLE = "step_rewards", "training"
 OFF = StepRewards()
 
 
 def take_step_rewards(
-    config: Mapping[str, Any], *, where: str
+    config: Mapping[str, Any], *, where: str, training: TrainingSwitches | None = None
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
     """Split `config` into what the plug-in reads and the switches, by their body path.
+
+    Args:
+        where: the body path of `config`.
+        training: the table that stood beside it.
 
     Raises:
         InvalidRequest: the switches are not valid.
     """
-    rest = {name: value for name, value in config.items() if name != KEY}
-    if KEY not in config:
-        return rest, {}
-    place = f"{where}.{KEY}"
-    try:
-        return rest, {place: StepRewards.model_validate(config[KEY])}
-    except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
-        raise invalid(error, where=place, known=StepRewards.model_fields) from exc
+    rest = {name: value for name, value in config.items() if name not in (KEY, TABLE)}
+    found: dict[str, StepRewards] = {}
+    if KEY in config:
+        found[f"{where}.{KEY}"] = validated(StepRewards, config[KEY], where=f"{where}.{KEY}")
+    if TABLE in config:
+        found[f"{where}.{TABLE}"] = training_table(config[TABLE], where=f"{where}.{TABLE}")
+    if training is not None:
+        found[TABLE] = training.step_rewards
+    return rest, found
+
+
+def training_table(table: Any, *, where: str) -> StepRewards:
+    """The switches of a table with the published names.
+
+    Raises:
+        InvalidRequest: it is no table, or holds an unknown name or a wrong value.
+    """
+    return validated(TrainingSwitches, table, where=where).step_rewards
 
 
 def agreed_step_rewards(found: Mapping[str, StepRewards]) -> StepRewards:

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from shared_schemas.base import OpenBody
+from shared_schemas.rewards import TrainingSwitches
+from task_app.switches import KEY
 
 MISSPELT = "misspelt_key"
 # High enough to let real keys of other task apps pass: `run_id` beside our `rl_run_id`, `parent_env_id`.
@@ -14,6 +16,9 @@ _CUTOFF = 0.85
 _LONGEST = 40
 
 LONGEST_ID = 200
+
+# Switches beside the config, where nobody reads them: they would be dropped in silence as other keys are.
+MISPLACED = frozenset({KEY, *TrainingSwitches.model_fields})
 
 EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
@@ -36,4 +41,23 @@ class ForeignBody(OpenBody):
                     "unknown key '{name}'. Did you mean '{meant}'?",
                     {"name": name, "meant": close[0]},
                 )
+        return body
+
+
+class CreateBody(ForeignBody):
+    """Of requests that create something: the switches of decision rewards stand in `config` or `training`."""
+
+    config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
+    training: TrainingSwitches | None = Field(
+        default=None, description="the same switches, under their names in a job's [training]"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misplaced_switches(cls, body: Any) -> Any:
+        for name in sorted(MISPLACED & body.keys()) if isinstance(body, dict) else ():
+            home = "config" if name == KEY else "training"
+            raise PydanticCustomError(
+                MISSPELT, "'{name}' has no effect here; it stands in '{home}'", {"name": name, "home": home}
+            )
         return body

@@ -7,20 +7,20 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import EnvSpec, Name, Seed
 from task_app.protocols import ConversationalEnvironment, takes_answers
-from task_app.routes.bodies import EnvId, ForeignBody
+from task_app.routes.bodies import CreateBody, EnvId, ForeignBody
 from task_app.routes.wire import ReplyJSON, observation_json
 from task_app.services import Services, services_of
 from task_app.sessions import EnvironmentSession
-from task_app.switches import take_step_rewards
+from task_app.switches import agreed_step_rewards, take_step_rewards
 
 router = APIRouter(prefix="/env", tags=["env"])
 
 
-class EnvCreate(ForeignBody):
+class EnvCreate(CreateBody):
     env_name: Name
-    config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     seed: Seed = 0
     rl_run_id: str | None = Field(default=None, max_length=200)
 
@@ -46,7 +46,7 @@ async def create(request: Request, body: EnvCreate) -> Response:
 async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
     """The environment as a session; the answer of /env/create."""
     env_id, session = await opened(
-        services, body.env_name, body.config, seed=body.seed, rl_run_id=body.rl_run_id
+        services, body.env_name, body.config, body.training, seed=body.seed, rl_run_id=body.rl_run_id
     )
     tools = [tool.model_dump(mode="json") for tool in session.environment.tools()]
     conversation = isinstance(session.environment, ConversationalEnvironment)
@@ -65,7 +65,13 @@ async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
 
 
 async def opened(
-    services: Services, env_name: str, config: Mapping[str, Any], *, seed: int, rl_run_id: str | None = None
+    services: Services,
+    env_name: str,
+    config: Mapping[str, Any],
+    training: TrainingSwitches | None = None,
+    *,
+    seed: int,
+    rl_run_id: str | None = None,
 ) -> tuple[str, EnvironmentSession]:
     """A new session in the world of the seed, and its id.
 
@@ -73,7 +79,8 @@ async def opened(
         CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: it cannot be had.
     """
     services.environments.check_capacity()
-    config, switches = take_step_rewards(config, where="config")
+    config, switches = take_step_rewards(config, where="config", training=training)
+    agreed_step_rewards(switches)
     session = EnvironmentSession(
         environment=services.boards.environment(env_name, config),
         spec=EnvSpec(env_name=env_name, config=config),

@@ -13,7 +13,7 @@ from shared_schemas.rollouts import Seed
 from task_app.dialects.one_call.calls import legacy_calls
 from task_app.dialects.one_call.names import environment_name
 from task_app.errors import InvalidRequest, UnknownId
-from task_app.routes.bodies import EnvId, ForeignBody
+from task_app.routes.bodies import CreateBody, EnvId, ForeignBody
 from task_app.routes.env import EnvCreate, created
 from task_app.routes.steps import decide
 from task_app.routes.wire import ReplyJSON
@@ -25,9 +25,8 @@ router = APIRouter(prefix="/env/{env_name}", tags=["env"])
 EnvName = Annotated[str, Path(min_length=1, max_length=200, description="`crafter`, or `CrafterClassic`")]
 
 
-class NamedInitialize(ForeignBody):
+class NamedInitialize(CreateBody):
     seed: Seed = 0
-    config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     world_config: dict[str, Any] | str | None = Field(
         default=None, description="a difficulty; ignored, and a warning says so"
     )
@@ -51,7 +50,8 @@ async def initialize(request: Request, env_name: EnvName, body: NamedInitialize)
     config, warnings = dict(body.config), []
     if config.pop("difficulty", None) is not None or body.world_config is not None:
         warnings.append("the difficulty is ignored; worlds differ by their seed alone")
-    made = await created(services_of(request), EnvCreate(env_name=name, config=config, seed=body.seed))
+    asked = EnvCreate(env_name=name, config=config, training=body.training, seed=body.seed)
+    made = await created(services_of(request), asked)
     return ReplyJSON(made | {"warnings": warnings})
 
 

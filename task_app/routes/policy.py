@@ -18,7 +18,7 @@ from task_app.encoding import encodable_json
 from task_app.errors import DeadlineExceeded, InvalidRequest, boundary, encodable
 from task_app.living_policy import living_policy
 from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation
-from task_app.routes.bodies import ForeignBody
+from task_app.routes.bodies import CreateBody, ForeignBody
 from task_app.routes.wire import ReplyJSON, messages_json, tool_calls_json
 from task_app.services import Services, services_of
 from task_app.sessions import PolicySession
@@ -27,9 +27,8 @@ from task_app.switches import agreed_step_rewards, take_step_rewards
 router = APIRouter(prefix="/policy", tags=["policy"])
 
 
-class PolicyCreate(ForeignBody):
+class PolicyCreate(CreateBody):
     policy_name: Name
-    config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     inference_key: InferenceKey | None = Field(default=None, description="for config.inference_url alone")
     bound_env_id: str | None = Field(default=None, max_length=200)
     env: EnvSpec | None = Field(default=None, description="words the prompts of an unbound policy")
@@ -60,11 +59,11 @@ class PolicyTerminate(ForeignBody):
 async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     """Make a policy. Bound to an environment, its training switches reach that environment too.
 
-    They stand in `config` or in `env.config`, as in a rollout request.
+    They stand in `config` or in `env.config`, as in a rollout request, or in `training`.
     """
     services = services_of(request)
     services.policies.check_capacity()
-    config, switches = take_step_rewards(body.config, where="config")
+    config, switches = take_step_rewards(body.config, where="config", training=body.training)
     env_config, of_env = take_step_rewards(body.env.config if body.env else {}, where="env.config")
     switches |= of_env
     context = services.policy_context(inference_key=body.inference_key)

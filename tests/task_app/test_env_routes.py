@@ -8,6 +8,8 @@ from task_app.plugins import default_plug_boards
 from tests.task_app.counting import running_app
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
+# The same in the words of source 1, as a job's [training] has them.
+TRAINING = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
 
 
 def calls(*names):
@@ -77,6 +79,23 @@ async def test_without_the_switches_a_step_has_no_decision_rewards(switches):
     assert answer["observation"]["reward_last_step"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/env/create", {"training": TRAINING}),
+        ("/env/create", {"config": {"training": TRAINING}}),
+        ("/env/create", {"training": TRAINING, "config": {"step_rewards": ON}}),
+        ("/env/counting/initialize", {"training": TRAINING}),
+    ],
+)
+async def test_the_published_switches_act_in_a_training_table(path, body):
+    async with running_app() as client:
+        made = await client.post(path, json={"env_name": "counting", **body})
+        assert made.status_code == 200, made.text
+        answer = (await stepped(client, made.json()["env_id"], calls("a"))).json()
+    assert answer["metadata"]["decision_rewards"]["unique"] == ["a"]
+
+
 async def test_openai_tool_calls_are_taken_as_they_come():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"names": ["a"]}'}}
     async with running_app() as client:
@@ -142,6 +161,15 @@ async def test_an_unknown_or_terminated_id_is_a_404():
         ({"env_name": "x" * 201}, "env_name"),
         ({"config": {"length": "long"}}, "config.length"),
         ({"config": {"step_rewards": {"enable": True}}}, "config.step_rewards.enable"),
+        ({"training": {"step_rewards_enable": True}}, "training.step_rewards_enable"),
+        ({"training": {"step_rewards_mode": "stepwise"}}, "training.step_rewards_mode"),
+        ({"training": {"step_rewards_beta": -1}}, "training.step_rewards_beta"),
+        ({"training": {"group_size": 8}}, "training.group_size"),
+        ({"training": True}, "training"),
+        ({"config": {"training": {"event_rewards_kind": "all"}}}, "config.training.event_rewards_kind"),
+        ({"training": TRAINING, "config": {"step_rewards": {}}}, "training"),
+        ({"step_rewards_enabled": True}, "step_rewards_enabled"),
+        ({"step_rewards": ON}, "step_rewards"),
     ],
 )
 async def test_what_is_wrong_with_a_create_is_named(changes, where):

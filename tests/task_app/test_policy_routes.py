@@ -68,6 +68,15 @@ async def test_without_the_switches_meta_has_no_decision_rewards():
         assert "decision_rewards" not in (await asked(client, policy_id)).json()["meta"]
 
 
+async def test_the_published_switches_of_a_policy_act_in_a_training_table():
+    training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+    async with running_app() as client:
+        env_id = await env_id_of(client)
+        policy_id = await policy_id_of(client, bound_env_id=env_id, training=training)
+        await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
+        assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
+
+
 async def test_switches_of_the_environment_and_its_policy_must_agree():
     async with running_app() as client:
         env_id = await env_id_of(client, step_rewards=ON)
@@ -191,6 +200,12 @@ async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
         ({"policy_name": "plannd"}, "policy_name", 422),
         ({"policy_name": "planned", "config": {"nams": []}}, "config.nams", 422),
         ({"policy_name": "planned", "bound_env_id": "env_x"}, "bound_env_id", 404),
+        (
+            {"policy_name": "planned", "training": {"step_rewards_mode": "on"}},
+            "training.step_rewards_mode",
+            422,
+        ),
+        ({"policy_name": "planned", "event_rewards_kind": "unique"}, "event_rewards_kind", 422),
         ({"policy_name": "planned", "env": {"env_name": "x"}}, "env.env_name", 422),
         (
             {"policy_name": "planned", "env": {"env_name": "counting", "config": {"x": 1}}},
