@@ -96,7 +96,8 @@ POLICIES: dict[str, PolicyPlugin[Any]] = {
 # None of ours yet: those of the operator's files join it.
 REWARD_FUNCTIONS: dict[str, RewardPlugin] = {}
 
-# Names that other Crafter task apps use, in lower case: for the routes that keep their contract, no others.
+# Names that other Crafter task apps use, in lower case. Wherever a request may name one of ours, it may name
+# one of these; what is on a board under such a name itself comes first.
 ENVIRONMENT_ALIASES = {"crafterclassic": "crafter", "crafter_classic": "crafter"}
 POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
@@ -109,6 +110,18 @@ class PlugBoards:
     policies: Mapping[str, PolicyPlugin[Any]]
     reward_functions: Mapping[str, RewardPlugin] = field(default_factory=dict)
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
+
+    def environment_name(self, name: str, *, where: str = "") -> str:
+        """The name on the board that `name` stands for: itself, or what it is an alias of.
+
+        Raises:
+            UnknownName: it is neither, with the body path below `where`.
+        """
+        return _named("environment", name, self.environments, ENVIRONMENT_ALIASES, where=where + "env_name")
+
+    def policy_name(self, name: str, *, where: str = "") -> str:
+        """As `environment_name`, of a policy."""
+        return _named("policy", name, self.policies, POLICY_ALIASES, where=where + "policy_name")
 
     def reward_function(self, name: str, *, where: str = "") -> RewardPlugin:
         """The named reward function.
@@ -147,17 +160,15 @@ class PlugBoards:
         Raises:
             UnknownName, InvalidRequest: with the body path below `where`.
         """
-        plugin = self._environment_plugin(spec.env_name, where=where)
-        config = validated(plugin.config, spec.config, where=where + "config")
-        return EnvSpec(env_name=spec.env_name, config=config.model_dump(mode="json"))
+        name = self.environment_name(spec.env_name, where=where)
+        config = validated(self.environments[name].config, spec.config, where=where + "config")
+        return EnvSpec(env_name=name, config=config.model_dump(mode="json"))
 
     def policy(
         self, name: str, config: Mapping[str, Any], context: PolicyContext, *, where: str = ""
     ) -> AgentPolicy:
         """Build the named policy; errors as in `environment`, `where` of its own ones being below config."""
-        plugin = self.policies.get(name)
-        if plugin is None:
-            raise UnknownName("policy", name, self.policies, where=where + "policy_name")
+        plugin = self.policies[self.policy_name(name, where=where)]
         settings = validated(plugin.config, config, where=where + "config")
         try:
             return plugin.build(settings, context)
@@ -166,10 +177,14 @@ class PlugBoards:
             raise
 
     def _environment_plugin(self, name: str, *, where: str) -> EnvironmentPlugin[Any]:
-        plugin = self.environments.get(name)
-        if plugin is None:
-            raise UnknownName("environment", name, self.environments, where=where + "env_name")
-        return plugin
+        return self.environments[self.environment_name(name, where=where)]
+
+
+def _named(kind: str, name: str, board: Mapping[str, Any], aliases: Mapping[str, str], *, where: str) -> str:
+    known = name if name in board else aliases.get(name.lower(), name)
+    if known not in board:
+        raise UnknownName(kind, name, board, where=where)
+    return known
 
 
 def default_plug_boards() -> PlugBoards:

@@ -54,7 +54,7 @@ class OpenEnvSession:
             UnknownId: there is none, or it is of another environment.
         """
         found = services.environments.get(session_id, where="session_id").spec.env_name
-        if found != env_name:
+        if found != services.boards.environment_name(env_name):
             hint = f"it is one of environment {found!r}"
             raise UnknownId("session", session_id, where="session_id", hint=hint)
         return cls(services, env_name, session_id, session_id)

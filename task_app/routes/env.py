@@ -83,7 +83,7 @@ async def opened(
     agreed_step_rewards(switches)
     session = EnvironmentSession(
         environment=services.boards.environment(env_name, config),
-        spec=EnvSpec(env_name=env_name, config=config),
+        spec=EnvSpec(env_name=services.boards.environment_name(env_name), config=config),
         switches={f"the environment's {place}": found for place, found in switches.items()},
         rl_run_id=rl_run_id,
         threads=services.threads,

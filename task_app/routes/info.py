@@ -71,7 +71,8 @@ async def task_info(
         raise InvalidRequest(
             f"{len(wanted)} seeds; at most {services.settings.max_seeds_per_request}", where="seed"
         )
-    name = env_name or next(iter(services.boards.environments))
+    boards = services.boards
+    name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
     environment = services.boards.environment(name, {})
     if not wanted:
         return {

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from shared_schemas.rollouts import Seed
 from task_app.dialects.one_call.calls import legacy_calls
-from task_app.dialects.one_call.names import environment_name
 from task_app.errors import InvalidRequest, UnknownId
 from task_app.routes.bodies import CreateBody, EnvId, ForeignBody
 from task_app.routes.env import EnvCreate, created
@@ -46,7 +45,7 @@ class NamedTerminate(ForeignBody):
 @router.post("/initialize")
 async def initialize(request: Request, env_name: EnvName, body: NamedInitialize) -> Response:
     """POST /env/create by another name."""
-    name = environment_name(env_name, services_of(request).boards, where="env_name")
+    name = services_of(request).boards.environment_name(env_name)
     config, warnings = dict(body.config), []
     if config.pop("difficulty", None) is not None or body.world_config is not None:
         warnings.append("the difficulty is ignored; worlds differ by their seed alone")
@@ -78,7 +77,7 @@ async def terminate(request: Request, env_name: EnvName, body: NamedTerminate) -
 
 def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSession:
     """The session, if it is one of this name."""
-    name = environment_name(env_name, services.boards, where="env_name")
+    name = services.boards.environment_name(env_name)
     session = services.environments.get(env_id, where="env_id")
     if session.spec.env_name != name:
         raise UnknownId(

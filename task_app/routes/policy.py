@@ -68,7 +68,8 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     switches |= of_env
     context = services.policy_context(inference_key=body.inference_key)
     policy = services.boards.policy(body.policy_name, config, context)
-    spec = PolicySpec(policy_name=body.policy_name, config=config, inference_key=body.inference_key)
+    name = services.boards.policy_name(body.policy_name)
+    spec = PolicySpec(policy_name=name, config=config, inference_key=body.inference_key)
     session = PolicySession(
         policy=policy, spec=spec, bound_env_id=body.bound_env_id, rl_run_id=body.rl_run_id
     )
@@ -83,7 +84,8 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     agreed_step_rewards(switches)
     if body.env is not None:
         session.environment = services.boards.environment(body.env.env_name, env_config, where="env.")
-        session.env = EnvSpec(env_name=body.env.env_name, config=env_config)
+        name = services.boards.environment_name(body.env.env_name, where="env.")
+        session.env = EnvSpec(env_name=name, config=env_config)
     return {"policy_id": services.policies.add(session), "bound_env_id": None}
 
 

@@ -213,6 +213,19 @@ async def test_the_number_of_environments_is_bounded():
         await created(client)
 
 
+@pytest.mark.parametrize("name", ["CrafterClassic", "crafter_classic"])
+async def test_an_alias_names_an_environment_wherever_its_own_name_does(name):
+    async with running_app(default_plug_boards()) as client:
+        made = await created(client, env_name=name)
+        shown = await client.get("/task_info", params={"env_name": name})
+        snapshot = await client.post("/env/snapshot", json={"env_id": made["env_id"]})
+        state = await client.get(f"/openenv/{name}/state", params={"session_id": made["env_id"]})
+    assert made["observation"]["text"].startswith("=== CRAFTER GAME STATE ===")
+    assert shown.json()["taskset"]["id"] == "crafter_procedural"
+    assert snapshot.json()["info"]["env_name"] == "crafter", "a snapshot has the name on the board"
+    assert state.status_code == 200
+
+
 async def test_what_other_task_apps_send_besides_is_taken():
     async with running_app() as client:
         await created(client, rl_run_id="run-1", parent_env_id=None)

@@ -77,6 +77,16 @@ async def test_the_published_switches_of_a_policy_act_in_a_training_table():
         assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
 
 
+async def test_an_alias_names_a_policy():
+    body = {"policy_name": "Crafter-ReAct", "config": {"inference_url": "http://127.0.0.1:1", "model": "m"}}
+    async with running_app() as client:
+        made = await client.post("/policy/create", json=body)
+        assert made.status_code == 200, made.text
+        asked = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}, "dry_run": True}
+        answer = (await client.post("/policy/step", json=asked)).json()
+    assert answer["meta"]["policy_name"] == "openai"
+
+
 async def test_switches_of_the_environment_and_its_policy_must_agree():
     async with running_app() as client:
         env_id = await env_id_of(client, step_rewards=ON)

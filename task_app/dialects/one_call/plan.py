@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from task_app.dialects.one_call.names import environment_name, policy_name
 from task_app.dialects.one_call.policy import policy_config
 from task_app.dialects.one_call.request import LegacyRollout
 from task_app.dialects.one_call.stepwise import Stepwise, read_stepwise
@@ -149,7 +148,7 @@ def _environment(body: LegacyRollout, boards: PlugBoards) -> str:
         raise InvalidRequest("env names one of env_id (it lives) and env_name (to make one)", where="env")
     if body.env.env_name is None:
         return ""
-    return environment_name(body.env.env_name, boards, where="env.env_name")
+    return boards.environment_name(body.env.env_name, where="env.")
 
 
 def _policy(body: LegacyRollout, boards: PlugBoards) -> str:
@@ -159,7 +158,7 @@ def _policy(body: LegacyRollout, boards: PlugBoards) -> str:
         )
     if body.policy.policy_name is None:
         return ""
-    return policy_name(body.policy.policy_name, boards, where="policy.policy_name")
+    return boards.policy_name(body.policy.policy_name, where="policy.")
 
 
 def _env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: Warn) -> dict[str, Any]:
