@@ -39,7 +39,8 @@ def allowed() -> dict[str, tuple[str, ...]]:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
+async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", "of-the-task-apps")
     settings = settings_for(tmp_path, environ={"TRAINER_API_KEY": KEY}, **allowed())
     async with serving(settings) as found:
         yield found

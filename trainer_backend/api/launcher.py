@@ -5,6 +5,7 @@ The shape is that of synth-ai: `{job_type, compute, data: {endpoint_base_url, co
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 from trainer_backend.api.posted import refuse_unwritable
@@ -25,8 +26,25 @@ NOT_READ = {
         "log_interval",
         "weight_sync_interval",
         "weight_sync",
+        "async_semaphore_max",
     ),
 }
+# Published names of keys that have another name, or another table, here.
+MOVED = {
+    "training.lora": "lora",
+    "lora.r": "lora.rank",
+    **{
+        f"rollout.policy_config.{key}": f"rollout.{key}"
+        for key in ("temperature", "top_p", "top_k", "max_tokens")
+    },
+    "rollout.env_config.step_rewards.enabled": "training.step_rewards_enabled",
+    "rollout.env_config.step_rewards.mode": "training.step_rewards_mode",
+    "rollout.env_config.step_rewards.kind": "training.event_rewards_kind",
+    "rollout.env_config.step_rewards.indicator_lambda": "training.step_rewards_indicator_lambda",
+    "rollout.env_config.step_rewards.step_beta": "training.step_rewards_beta",
+}
+# How a decision is paid, where a launcher says it: what the trainer does anyway.
+STRATEGIES = frozenset({"consistent", "simple", "consistent_stepwise", "decision_consistent"})
 # Published names of the model, and of what it was trained from.
 _MODEL_NAMES = ("base", "source")
 _OURS = ("preset", "path", "name")
@@ -45,10 +63,16 @@ def translated(
         The tables of a job of ours, and a sentence for each key that was not read.
 
     Raises:
-        JobError: two models are named, or epochs are no numbers.
+        JobError: two models are named, epochs are no numbers, it is no job for RL, a key is given in two
+            places with different values, or decisions are to be paid in another way than here.
     """
     refuse_unwritable(config)
-    tables = {name: dict(value) if isinstance(value, dict) else value for name, value in config.items()}
+    tables: dict[str, Any] = deepcopy(config)
+    if tables.pop("type", "rl") != "rl":
+        raise JobError(f"type is {config['type']!r:.80}; jobs for 'rl' alone are taken here")
+    for published, ours in MOVED.items():
+        _move(tables, published, ours)
+    _refuse_other_strategies(tables)
     warnings = tuple(_leave_out(tables))
     _name_model(tables, model)
     _count_iterations(tables)
@@ -66,6 +90,46 @@ def _leave_out(tables: dict[str, Any]) -> Iterator[str]:
             if key in table:
                 del table[key]
                 yield f"{name}.{key} is for other backends and is not read"
+    if _taken(tables, "rollout.env_config.difficulty") is not None:
+        yield "rollout.env_config.difficulty is not read; worlds differ by their seed alone"
+
+
+def _move(tables: dict[str, Any], published: str, ours: str) -> None:
+    """Put a key where ours is; given there too, both must say the same."""
+    value = _taken(tables, published)
+    if value is None:
+        return
+    *parents, key = ours.split(".")
+    home = tables
+    for name in parents:
+        home = home.setdefault(name, {})
+        if not isinstance(home, dict):
+            raise JobError(f"{name} is {home!r:.80}, but it is a table")
+    if home.setdefault(key, value) != value:
+        raise JobError(f"{published} is {value!r:.80}, but {ours} is {home[key]!r:.80}: give one of them")
+
+
+def _taken(tables: dict[str, Any], dotted: str) -> Any:
+    """The value of a key, which is taken out; None where it is not given."""
+    *parents, key = dotted.split(".")
+    home: Any = tables
+    for name in parents:
+        home = home.get(name) if isinstance(home, dict) else None
+    return home.pop(key, None) if isinstance(home, dict) else None
+
+
+def _refuse_other_strategies(tables: dict[str, Any]) -> None:
+    for place in ("training.step_rewards_strategy", "rollout.env_config.step_rewards.strategy"):
+        strategy = _taken(tables, place)
+        if strategy is not None and strategy not in STRATEGIES:
+            raise JobError(
+                f"{place} is {strategy!r:.80}, and the trainer pays each unlocked achievement the same; "
+                f"known: {', '.join(sorted(STRATEGIES))}",
+                hint="A reward function of the operator can weigh achievements (docs/plugins.md).",
+            )
+    settings = _table(_table(tables, "rollout"), "env_config")
+    if settings.get("step_rewards") == {}:  # all of it is moved
+        _taken(tables, "rollout.env_config.step_rewards")
 
 
 def _name_model(tables: dict[str, Any], model: str | None) -> None:

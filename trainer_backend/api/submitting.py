@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from trainer_backend.store import jobs
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
 
+# Of a resolved job: warnings, or a JobError.
+Trial = Callable[[str], Awaitable[tuple[str, ...]]]
 _TOML = frozenset({"", "application/toml", "application/x-toml", "application/octet-stream"})
 # What curl -d sends when nobody says otherwise.
 _FORM = "application/x-www-form-urlencoded"
@@ -114,7 +116,14 @@ def _told(error: ValueError | RecursionError) -> str:
     return f"{name}: {message}" if name else message
 
 
-async def submit(service: Service, sent: Submission, key: str | None) -> tuple[JobRow, bool, tuple[str, ...]]:
+async def untried(toml: str) -> tuple[str, ...]:
+    """No trial: what the job asks of others shows when it begins."""
+    return ()
+
+
+async def submit(
+    service: Service, sent: Submission, key: str | None, trial: Trial = untried
+) -> tuple[JobRow, bool, tuple[str, ...]]:
     """Check and store it; the job, whether this request made it, and what may still be wrong with it.
 
     A request that was accepted before is answered with its job, whatever has become of the queue, of the
@@ -124,6 +133,7 @@ async def submit(service: Service, sent: Submission, key: str | None) -> tuple[J
         JobError: it is wrong, or names what it may not.
         RunsNoJobs: this service only shows runs.
         QueueFull: too many wait already.
+        JobError: the trial says that it cannot run.
         IdempotencyConflict: the key came with another body before.
     """
     if service.supervisor is None:
@@ -140,9 +150,11 @@ async def submit(service: Service, sent: Submission, key: str | None) -> tuple[J
     if waiting >= service.settings.max_queued:
         raise QueueFull(f"{waiting} jobs wait for their turn, the most that this service takes")
     config = posted.loaded.config
+    toml = dump_job(config)
+    doubts = await trial(toml)
     new = NewJob(
         name=config.job.name,
-        config=dump_job(config),
+        config=toml,
         home=service.data.home,
         run_dir=service.data.new_run_dir(config.job.name),
         tags=tuple(posted.tags.items()),
@@ -151,7 +163,7 @@ async def submit(service: Service, sent: Submission, key: str | None) -> tuple[J
     )
     job, made = await service.ask(jobs.create, service.store, new)
     service.changed(job.id)
-    return job, made, posted.loaded.warnings
+    return job, made, (*posted.loaded.warnings, *doubts)
 
 
 def _warnings_again(service: Service, sent: Submission) -> tuple[str, ...]:

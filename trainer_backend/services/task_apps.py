@@ -53,7 +53,7 @@ async def task_apps(
     async with AsyncExitStack() as stack:
         if table.task_url:
             apps = TaskApps(
-                table.task_url, _key(job),
+                table.task_url, task_app_key(table.task_api_key),
                 timeout_s=table.request_timeout_s, lost_wait_s=table.task_app_wait_s, tell=tell,
             )  # fmt: skip
         else:
@@ -85,9 +85,14 @@ def told_of(apps: TaskApps) -> str:
     return f"task app{'s' if len(apps) > 1 else ''}: {urls}" + (f"; not there: {missing}" if missing else "")
 
 
-def _key(job: JobConfig) -> SecretStr:
-    if job.services.task_api_key is not None:
-        return job.services.task_api_key
+def task_app_key(given: SecretStr | None = None) -> SecretStr:
+    """The key of the task apps that [services] names: the job's own, or this process's.
+
+    Raises:
+        JobError: neither has one.
+    """
+    if given is not None:
+        return given
     value = os.environ.get(KEY_VARIABLE, "").strip() or _key_in_file(os.environ.get(KEY_FILE_VARIABLE, ""))
     if not value:
         raise JobError(
