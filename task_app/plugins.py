@@ -53,8 +53,11 @@ class EnvironmentPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlugin(Generic[C]):
+    """`defaults`: what the operator's settings say of keys that a config leaves out."""
+
     config: type[C]
     build: Callable[[C, PolicyContext], AgentPolicy]
+    defaults: Callable[[Settings], Mapping[str, Any]] = lambda settings: {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,17 @@ def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
     return OpenAIAgentPolicy(
         config,
         session=context.session,
-        allowed_hosts=context.settings.allowed_inference_hosts,
+        allowed_hosts=context.settings.inference_hosts,
         rollout_id=context.rollout_id,
         inference_key=context.inference_key,
         max_reply_bytes=context.settings.max_reply_bytes,
         on_retry=context.on_retry,
     )
+
+
+def _operators_server(settings: Settings) -> dict[str, Any]:
+    found = {"inference_url": settings.inference_url, "model": settings.inference_model}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
@@ -84,7 +92,7 @@ ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
 }
 
 POLICIES: dict[str, PolicyPlugin[Any]] = {
-    "openai": PolicyPlugin(OpenAIConfig, _openai),
+    "openai": PolicyPlugin(OpenAIConfig, _openai, _operators_server),
     "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
     "sums_teacher": PolicyPlugin(SumsTeacherConfig, lambda config, context: SumsTeacher(config)),
     "documents_teacher": PolicyPlugin(
@@ -169,7 +177,8 @@ class PlugBoards:
     ) -> AgentPolicy:
         """Build the named policy; errors as in `environment`, `where` of its own ones being below config."""
         plugin = self.policies[self.policy_name(name, where=where)]
-        settings = validated(plugin.config, config, where=where + "config")
+        complete = {**plugin.defaults(context.settings), **config}
+        settings = validated(plugin.config, complete, where=where + "config")
         try:
             return plugin.build(settings, context)
         except TaskAppError as exc:

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
 
 from shared_schemas.base import Body
-from task_app.errors import SettingsError
+from task_app.errors import SettingsError, TaskAppError
+from task_app.policies.endpoint import chat_completions_url
 
 PREFIX = "TURNWISE_"
 KEY_VARIABLE = "ENVIRONMENT_API_KEY"
@@ -30,6 +32,16 @@ def _no_key_of_ours(name: str) -> str:
     return name
 
 
+def _usable_url(url: str) -> str:
+    try:
+        chat_completions_url(url, allowed_hosts=(urlsplit(url).netloc,))
+    except (TaskAppError, ValueError) as exc:
+        raise ValueError(f"it is no http or https URL with a host, or holds a password: {exc}") from exc
+    return url
+
+
+InferenceUrl = Annotated[str, Field(max_length=2_000), AfterValidator(_usable_url)]
+
 Variable = Annotated[
     str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_no_key_of_ours)
 ]
@@ -42,6 +54,13 @@ class Settings(Body):
     allowed_inference_hosts: tuple[Host, ...] = Field(
         default=("127.0.0.1", "localhost", "::1"),
         description="hosts (or host:port) that an inference_url may name",
+    )
+    inference_url: InferenceUrl | None = Field(
+        default=None,
+        description="of policies that name none; /info shows it as inference.base_url",
+    )
+    inference_model: str | None = Field(
+        default=None, min_length=1, max_length=500, description="its model, likewise: inference.default_model"
     )
     open_routes: tuple[Literal["metrics", "openenv"], ...] = Field(
         default=(),
@@ -156,6 +175,12 @@ class Settings(Body):
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
     log_format: Literal["text", "json"] = Field(default="text", description="json: an object a line")
     drain_s: float = Field(default=5.0, ge=0.0, le=600.0, description="for running rollouts to end at a stop")
+
+    @property
+    def inference_hosts(self) -> tuple[str, ...]:
+        """Those that an inference_url may name: the listed ones, and the operator's own server."""
+        own = () if self.inference_url is None else (urlsplit(self.inference_url).netloc,)
+        return (*self.allowed_inference_hosts, *own)
 
     def with_hosts(self, hosts: Iterable[str]) -> "Settings":
         """These settings, with more hosts that an inference_url may name.

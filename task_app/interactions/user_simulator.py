@@ -66,7 +66,7 @@ class UserSimulatorInteraction(BaseInteraction):
 
     def check(self, settings: Settings) -> None:
         """Raises InvalidRequest, HostNotAllowed: the server may not be called, or its key is not there."""
-        url, hosts = self._settings.inference_url, settings.allowed_inference_hosts
+        url, hosts = self._settings.inference_url, settings.inference_hosts
         chat_completions_url(url, allowed_hosts=hosts)
         self._key()
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from shared_schemas.base import Body
+from task_app.dialects.one_call.calls import legacy_observation
 from task_app.errors import InvalidRequest, boundary
 from task_app.protocols import Environment
 from task_app.routes.service import SERVICE
@@ -40,11 +41,11 @@ async def info(request: Request) -> dict[str, Any]:
         "dataset": {"seed_range": SEED_RANGE, "splits": ["train"]},
         "rubrics": None,
         "inference": {
-            "base_url": None,
+            "base_url": services.settings.inference_url,
             "endpoints": {"chat_completions": "/v1/chat/completions"},
-            "default_model": None,
+            "default_model": services.settings.inference_model,
             "supports_proxy": False,
-            "allowed_hosts": list(services.settings.allowed_inference_hosts),
+            "allowed_hosts": list(services.settings.inference_hosts),
         },
         "capabilities": _capabilities(services),
         "limits": services.settings.limits(),
@@ -76,6 +77,7 @@ async def task_info(
     environment = services.boards.environment(name, {})
     if not wanted:
         return {
+            **_about(services, environment),
             "taskset": _taskset(name, environment, services.boards.environments[name].config()),
             "environments": sorted(services.boards.environments),
         }
@@ -118,10 +120,8 @@ def _taskset(env_name: str, environment: Environment, config: Body) -> dict[str,
     }
 
 
-async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
-    """One seed, with what its world shows at the start."""
-    with boundary("environment.reset"):
-        observation = await services.threads.run("environment.reset", environment.reset, seed)
+def _about(services: Services, environment: Environment) -> dict[str, Any]:
+    """What every task of an environment has in common."""
     return {
         "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
         "environment": environment.name,
@@ -130,11 +130,25 @@ async def _task(services: Services, environment: Environment, seed: int) -> dict
             "type": "tool_calls",
             "tools": [tool.model_dump(mode="json") for tool in environment.tools()],
         },
-        "observation": {"seed": seed, **observation_json(observation)},
-        "dataset": {"seed": seed, "seed_range": SEED_RANGE},
-        "rubric": None,
-        "inference": {"supports_proxy": False},
+        "dataset": {"seed_range": SEED_RANGE},
+        "rubric": {},  # an object in the contract; nobody judges here
+        "inference": {
+            "model": services.settings.inference_model,
+            "inference_url": services.settings.inference_url,
+            "supports_proxy": False,
+        },
         "capabilities": _capabilities(services),
         "limits": services.settings.limits(),
+    }
+
+
+async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
+    """One seed, with what its world shows at the start."""
+    with boundary("environment.reset"):
+        observation = await services.threads.run("environment.reset", environment.reset, seed)
+    return {
+        **_about(services, environment),
+        "observation": {"seed": seed, **legacy_observation(observation_json(observation))},
+        "dataset": {"seed": seed, "seed_range": SEED_RANGE},
         "task_metadata": {"seed": seed},
     }

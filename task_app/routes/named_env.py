@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import Seed
-from task_app.dialects.one_call.calls import legacy_calls
+from task_app.dialects.one_call.calls import legacy_calls, legacy_observation
 from task_app.errors import InvalidRequest, UnknownId
 from task_app.routes.bodies import CreateBody, EnvId, ForeignBody
 from task_app.routes.env import EnvCreate, created
@@ -51,7 +51,7 @@ async def initialize(request: Request, env_name: EnvName, body: NamedInitialize)
         warnings.append("the difficulty is ignored; worlds differ by their seed alone")
     asked = EnvCreate(env_name=name, config=config, training=body.training, seed=body.seed)
     made = await created(services_of(request), asked)
-    return ReplyJSON(made | {"warnings": warnings})
+    return ReplyJSON(_shown(made) | {"warnings": warnings})
 
 
 @router.post("/step")
@@ -63,7 +63,7 @@ async def step(request: Request, env_name: EnvName, body: NamedStep) -> Response
         calls = legacy_calls(body.action, session.environment.tools())
     except ValueError as exc:
         raise InvalidRequest(str(exc), where="action") from exc
-    return ReplyJSON(await decide(services, session, calls, where="action."))
+    return ReplyJSON(_shown(await decide(services, session, calls, where="action.")))
 
 
 @router.post("/terminate")
@@ -73,6 +73,10 @@ async def terminate(request: Request, env_name: EnvName, body: NamedTerminate) -
     _session(services, env_name, body.env_id)
     services.environments.remove(body.env_id, where="env_id")
     return {"ok": True}
+
+
+def _shown(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer | {"observation": legacy_observation(answer["observation"])}
 
 
 def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSession:

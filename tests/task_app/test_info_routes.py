@@ -35,7 +35,9 @@ async def test_every_endpoint_that_info_names_exists():
 
 async def test_task_info_without_a_seed_describes_the_set():
     async with running_app() as client:
-        taskset = (await client.get("/task_info")).json()["taskset"]
+        found = (await client.get("/task_info")).json()
+    taskset = found["taskset"]
+    assert (found["task"]["id"], found["environment"], found["rubric"]) == ("counting", "counting", {})
     assert (taskset["id"], taskset["seed_range"]) == ("counting_procedural", [0, 2**31 - 2])
     assert taskset["config"] == {"length": 1_000}
 

@@ -18,20 +18,27 @@ async def started(client, name=NAME, **body):
 
 
 async def test_an_evaluation_script_finds_its_way():
-    async with running_app(default_plug_boards()) as client:
+    async with running_app(default_plug_boards(), inference_url="http://vllm:8000/v1") as client:
         assert (await client.get("/health")).json()["healthy"]
         info = (await client.get("/info")).json()
-        assert info["inference"]["base_url"] is None, "the script then takes its own"
+        assert info["inference"]["base_url"] == "http://vllm:8000/v1", "the script asks it"
         tasks = (await client.get("/task_info", params={"seed": [17, 18]})).json()
+        assert tasks[0]["rubric"] == {}, "an object, as the contract has it"
+        assert tasks[0]["inference"]["inference_url"] == "http://vllm:8000/v1"
+        assert tasks[0]["observation"]["player_position"] == [32, 32]
         assert [task["task_metadata"]["seed"] for task in tasks] == [17, 18]
         made = await started(client)
         env_id = made["env_id"]
+        assert made["observation"]["inventory"]["health"] == 9
+        assert made["observation"]["player_position"] == [32, 32]
         walk = [{"tool": "interact", "args": {"action": "move_right"}}] * 3
         action = {"tool_calls": [*walk, {"tool": "do"}]}
         answer = await client.post(f"{NAME}/step", json={"env_id": env_id, "action": action})
         assert answer.status_code == 200, answer.text
         assert answer.json()["info"]["achievements_added"] == ["collect_wood"], "docs/http.md, by other words"
         assert answer.json()["step_idx"] == 4
+        assert answer.json()["observation"]["inventory"]["wood"] == 1
+        assert answer.json()["observation"]["player_position"] == [35, 32]
         ended = await client.post(f"{NAME}/terminate", json={"env_id": env_id})
         assert ended.json() == {"ok": True}
         gone = await client.post(f"{NAME}/step", json={"env_id": env_id, "action": action})

@@ -77,9 +77,9 @@ async def test_the_published_switches_of_a_policy_act_in_a_training_table():
         assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
 
 
-async def test_an_alias_names_a_policy():
-    body = {"policy_name": "Crafter-ReAct", "config": {"inference_url": "http://127.0.0.1:1", "model": "m"}}
-    async with running_app() as client:
+async def test_an_alias_names_a_policy_and_the_operators_server_is_what_it_asks():
+    body = {"policy_name": "Crafter-ReAct"}
+    async with running_app(inference_url="http://vllm:8000", inference_model="qwen") as client:
         made = await client.post("/policy/create", json=body)
         assert made.status_code == 200, made.text
         asked = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}, "dry_run": True}

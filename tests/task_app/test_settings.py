@@ -57,6 +57,8 @@ def test_every_field_is_read_from_its_variable():
         ("TURNWISE_MAX_SESSION", "7"),
         ("TURNWISE_ALLOWED_INFERENCE_HOST", "gpu-7"),
         ("TURNWISE_LOG_LEVEL", "loud"),
+        ("TURNWISE_INFERENCE_URL", "vllm:8000"),
+        ("TURNWISE_INFERENCE_URL", "http://me:secret@vllm:8000"),
     ],
 )
 def test_a_bad_value_names_its_variable(variable, value):

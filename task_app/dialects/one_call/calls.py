@@ -1,4 +1,5 @@
-"""Pure: tool calls as older clients of Crafter task apps write them -> calls of the tool that is on offer.
+"""Pure: tool calls as older clients of Crafter task apps write them -> calls of the tool on offer; and
+observations as they read them.
 
     {"tool": "interact", "args": {"action": 5}}          a number of the tool's action list, or a name
     {"tool": "interact", "args": {"actions": ["do"]}}
@@ -34,6 +35,13 @@ def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[d
     if chooser is None:
         raise ValueError("this environment's tools take no list of actions; send action.tool_calls")
     return [_chosen(action["actions"], chooser)]
+
+
+def legacy_observation(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """An observation with `inventory` and `player_position` at its top, where such clients look for them."""
+    data = shown["data"]
+    found = {"inventory": data.get("inventory"), "player_position": data.get("position")}
+    return {**shown, **{name: value for name, value in found.items() if value is not None}}
 
 
 Chooser = tuple[str, str, list[str]]

@@ -9,12 +9,17 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from task_app.dialects.one_call.policy import policy_config
+from pydantic import SecretStr
+
+from task_app.dialects.one_call.policy import policy_config, take_inference_key
 from task_app.dialects.one_call.request import LegacyRollout
 from task_app.dialects.one_call.stepwise import Stepwise, read_stepwise
 from task_app.errors import InvalidRequest, clipped
 from task_app.plugins import PlugBoards
+from task_app.settings import Settings
 from task_app.switches import KEY as STEP_REWARDS
+from task_app.switches import TABLE as TRAINING
+from task_app.switches import agreed_step_rewards, training_table
 
 Warn = Callable[[str], None]
 
@@ -32,14 +37,18 @@ class LegacyPlan:
     seed: int
     policy_name: str
     policy_config: Mapping[str, Any]
+    inference_key: SecretStr | None
     stepwise: Stepwise | None
     decisions: int
     max_time_s: float
     warnings: tuple[str, ...]
 
 
-def plan_rollout(body: LegacyRollout, boards: PlugBoards) -> LegacyPlan:
+def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) -> LegacyPlan:
     """Read the request as a whole.
+
+    Args:
+        settings: what the operator says of what the request leaves out.
 
     Raises:
         InvalidRequest: it cannot be played as it was meant; `where` is the body path.
@@ -48,15 +57,19 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards) -> LegacyPlan:
     warn = warnings.append
     _warn_of_extras(body, warn)
     own_env, max_decisions = _take_env_params(body.env.config)
+    name = _policy(body, boards)
     own_policy = dict(body.policy.config)
+    if name:
+        own_policy = {**boards.policies[name].defaults(settings), **own_policy}
     max_calls = own_policy.pop("max_llm_calls", None)
-    stepwise = _stepwise(own_policy.pop(STEP_REWARDS, None), own_env.pop(STEP_REWARDS, None))
+    stepwise = _stepwise(own_policy, own_env, warn)
     plan = LegacyPlan(
         env_name=_environment(body, boards),
         env_config={},
         seed=_seed(body, warn),
-        policy_name=_policy(body, boards),
+        policy_name=name,
         policy_config={},
+        inference_key=take_inference_key(own_policy, body, warn),
         stepwise=stepwise,
         decisions=_decisions(body, max_decisions, max_calls, warn),
         max_time_s=body.safety.max_time_s,
@@ -128,19 +141,28 @@ def _count(value: Any, default: int, *, where: str) -> int:
     return value
 
 
-def _stepwise(of_policy: Any, of_env: Any) -> Stepwise | None:
-    """The policy's switches, or the environment's where the policy has none; they may not differ."""
-    found = [
-        read_stepwise(raw, where=f"{part}.config.{STEP_REWARDS}")
-        for part, raw in (("policy", of_policy), ("env", of_env))
-        if raw
-    ]
-    if len(found) == 2 and found[0] != found[1]:
-        raise InvalidRequest(
-            "policy.config.step_rewards differs from env.config.step_rewards; give one of them, or the same",
-            where="env.config.step_rewards",
-        )
-    return found[0] if found else None
+def _stepwise(policy: dict[str, Any], env: dict[str, Any], warn: Warn) -> Stepwise | None:
+    """The policy's switches, or the environment's where the policy has none; both are taken out."""
+    of_policy, of_env = (
+        _take_stepwise(config, where=f"{part}.config") for part, config in (("policy", policy), ("env", env))
+    )
+    if of_policy is not None and of_env is not None and of_policy != of_env:
+        warn("env.config.step_rewards differs from policy.config.step_rewards, which holds")
+    return of_policy or of_env
+
+
+def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
+    """The switches of one config: `step_rewards`, or a `training` table; given both, they agree."""
+    raw, table = config.pop(STEP_REWARDS, None), config.pop(TRAINING, None)
+    stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
+    if table is None:
+        return stepwise
+    published = training_table(table, where=f"{where}.{TRAINING}")
+    if stepwise is None:
+        return Stepwise(published)
+    places = {f"{where}.{STEP_REWARDS}": stepwise.switches, f"{where}.{TRAINING}": published}
+    agreed_step_rewards(places)
+    return stepwise
 
 
 def _environment(body: LegacyRollout, boards: PlugBoards) -> str:

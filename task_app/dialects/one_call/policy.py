@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from pydantic import SecretStr, TypeAdapter, ValidationError
+
+from shared_schemas.rollouts import InferenceKey
 from task_app.dialects.one_call.request import LegacyRollout
-from task_app.errors import InvalidRequest
+from task_app.errors import InvalidRequest, clipped
 
 Warn = Callable[[str], None]
 
@@ -15,6 +18,7 @@ DEFAULTS = {"max_tokens": 512, "tool_choice": "required"}
 CORRELATION_KEYS = ("trace_correlation_id", "trace")
 CORRELATION_QUERY = ("cid", "trace_correlation_id", "trace")
 PICTURES = ("use_vision", "image_only_mode")
+_KEY: TypeAdapter[SecretStr] = TypeAdapter(InferenceKey)
 
 
 def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: Warn) -> dict[str, Any]:
@@ -34,6 +38,40 @@ def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: 
         warn("policy.config.use_tools is ignored; actions are read from tool calls alone")
     config.setdefault("ask_token_ids", body.record.logprobs)
     return DEFAULTS | _correlated(config, body, warn)
+
+
+def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> SecretStr | None:
+    """The model server's key: `inference_key`, or `api_key` or the bearer of `extra_headers` in the config.
+
+    The latter two are taken out of `own`, which the reply shows.
+
+    Raises:
+        InvalidRequest: two of them differ, or one is no key.
+    """
+    keys = {"inference_key": body.policy.inference_key} if body.policy.inference_key is not None else {}
+    if (key := own.pop("api_key", None)) is not None:
+        keys["config.api_key"] = _key(key, where="policy.config.api_key")
+    headers, where = own.pop("extra_headers", None), "policy.config.extra_headers"
+    if not isinstance(headers, dict | None):
+        raise InvalidRequest(f"{where} is no object", where=where)
+    for name, value in (headers or {}).items():
+        if name.lower() == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
+            keys["config.extra_headers"] = _key(value[7:].strip(), where=where)
+        else:
+            warn(f"{where}.{clipped(name)} is ignored; Authorization: Bearer is the one that is sent")
+    if len(set(keys.values())) > 1:
+        first, second, *_ = keys
+        raise InvalidRequest(
+            f"policy.{second} holds another key than policy.{first}", where=f"policy.{second}"
+        )
+    return next(iter(keys.values()), None)
+
+
+def _key(value: Any, *, where: str) -> SecretStr:
+    try:
+        return _KEY.validate_python(value)
+    except ValidationError:  # chained to nothing: it shows what it read
+        raise InvalidRequest(f"{where} holds no key that fits a header", where=where) from None
 
 
 def correlation_id(body: LegacyRollout) -> str | None:

@@ -126,7 +126,7 @@ def _trajectory(
         "steps": steps,
         "final": _final(episode),
         "length": len(steps),
-        "inference_url": names.inference_url,
+        "inference_url": names.inference_url or "",  # a text in the contract; a scripted policy asks nobody
         "trace_correlation_id": names.correlation_id,
     }
     if blocks:

@@ -59,7 +59,7 @@ async def legacy_rollout(services: Services, body: LegacyRollout) -> dict[str, A
         CapacityReached, SessionBusy, ShuttingDown: later, perhaps.
         CriticalError: the environment or the policy broke.
     """
-    plan = plan_rollout(body, services.boards)
+    plan = plan_rollout(body, services.boards, services.settings)
     async with _cast(services, body, plan) as cast:
         played = await _play(services, body, plan, cast)
     if cast.session is not None and cast.session.over and body.on_done == "reset":
@@ -93,13 +93,13 @@ async def _cast(services: Services, body: LegacyRollout, plan: LegacyPlan) -> As
         policy: AgentPolicy
         url: Any = plan.policy_config.get("inference_url")
         if body.policy.policy_id is None:
-            context = services.policy_context(inference_key=body.policy.inference_key)
+            context = services.policy_context(inference_key=plan.inference_key)
             policy = services.boards.policy(plan.policy_name, plan.policy_config, context, where="policy.")
         else:
             living = services.policies.get(body.policy.policy_id, where="policy.policy_id")
             await _hold(living, held, where="policy.policy_id")
             policy = living_policy(
-                services, living, inference_key=body.policy.inference_key, where="policy.inference_key"
+                services, living, inference_key=plan.inference_key, where="policy.inference_key"
             )
             url = living.spec.config.get("inference_url")
         yield Cast(

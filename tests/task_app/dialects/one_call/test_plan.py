@@ -9,6 +9,7 @@ from task_app.dialects.one_call.policy import correlation_id
 from task_app.dialects.one_call.request import LegacyRollout
 from task_app.errors import InvalidRequest
 from task_app.plugins import default_plug_boards
+from task_app.settings import Settings
 
 URL = "http://127.0.0.1:1/v1"
 
@@ -29,8 +30,8 @@ def body(*, ops=4, env=None, policy=None, config=None, env_config=None, **rest):
     )
 
 
-def planned(**changes):
-    return plan_rollout(body(**changes), default_plug_boards())
+def planned(settings=None, **changes):
+    return plan_rollout(body(**changes), default_plug_boards(), settings or Settings())
 
 
 def test_a_plain_request_is_played_as_it_stands_without_a_warning():
@@ -116,11 +117,60 @@ def test_what_cannot_be_played_as_it_was_meant_is_refused(changes, where, words)
     assert words in found.value.detail
 
 
-def test_the_two_homes_of_the_step_rewards_may_not_differ():
+def test_of_the_two_homes_of_the_step_rewards_the_policys_holds():
     on = {"enabled": True, "mode": "decision_stepwise"}
     assert planned(env_config={"step_rewards": on}, config={"step_rewards": {}}).stepwise.active
-    with pytest.raises(InvalidRequest, match="differs from"):
-        planned(env_config={"step_rewards": on}, config={"step_rewards": {**on, "step_beta": 1.0}})
+    plan = planned(env_config={"step_rewards": on}, config={"step_rewards": {**on, "step_beta": 1.0}})
+    assert plan.stepwise.switches.step_beta == 1.0
+    assert plan.warnings == ("env.config.step_rewards differs from policy.config.step_rewards, which holds",)
+    assert planned(env_config={"step_rewards": on}, config={"step_rewards": on}).warnings == ()
+
+
+@pytest.mark.parametrize("part", ["config", "env_config"])
+def test_a_training_table_is_a_home_of_the_switches_too(part):
+    table = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+    weighed = {"enabled": True, "mode": "decision_stepwise", "strategy": "complex"}
+    assert planned(**{part: {"training": table}}).stepwise.active
+    assert (
+        planned(**{part: {"training": table, "step_rewards": weighed}}).stepwise.strategy == "per_achievement"
+    )
+    with pytest.raises(InvalidRequest, match=r"config.training differs from .*config.step_rewards"):
+        planned(**{part: {"training": {**table, "step_rewards_beta": 1}, "step_rewards": weighed}})
+    with pytest.raises(InvalidRequest, match=r"config.training.step_rewards_kind: unknown key"):
+        planned(**{part: {"training": {"step_rewards_kind": "unique"}}})
+
+
+def test_the_operators_server_is_asked_where_the_request_names_none():
+    settings = Settings(inference_url="http://vllm:8000/v1?route=7", inference_model="qwen")
+    request = LegacyRollout.model_validate(
+        {
+            "run_id": "run",
+            "env": {"env_name": "crafter", "seed": 3},
+            "policy": {"policy_name": "crafter-react", "config": {"trace_correlation_id": "c1"}},
+            "ops": ["agent", "env"],
+            "mode": "rl",
+        }
+    )
+    plan = plan_rollout(request, default_plug_boards(), settings)
+    assert plan.policy_config["inference_url"] == "http://vllm:8000/v1?route=7&cid=c1"
+    assert plan.policy_config["model"] == "qwen"
+    assert "http://vllm:8000" not in str(planned(settings).policy_config), "its own goes first"
+
+
+def test_the_key_of_the_models_server_may_stand_where_older_clients_put_it():
+    headers = {"authorization": "Bearer of-the-model", "X-Trace": "1"}
+    plan = planned(config={"extra_headers": headers})
+    assert plan.inference_key.get_secret_value() == "of-the-model"
+    assert "extra_headers" not in plan.policy_config and "of-the-model" not in str(plan)
+    (warning,) = plan.warnings
+    assert "extra_headers.X-Trace is ignored" in warning
+    plan = planned(config={"api_key": "of-the-model", "extra_headers": headers})
+    assert plan.inference_key.get_secret_value() == "of-the-model" and "of-the-model" not in str(plan)
+    with pytest.raises(InvalidRequest, match="another key") as found:
+        planned(config={"extra_headers": headers}, policy={"inference_key": "other"})
+    assert "of-the-model" not in str(found.value)
+    with pytest.raises(InvalidRequest, match="fits a header"):
+        planned(config={"extra_headers": {"Authorization": "Bearer two\nlines"}})
 
 
 def test_thinking_goes_where_chat_templates_read_it():
