@@ -12,11 +12,14 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.complaints import invalid, most_telling
 from task_app.errors import BodyTooLarge, CriticalError, InvalidRequest, TaskAppError, TooSlow, encodable
 from task_app.routes.bodies import MISSPELT
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 log = structlog.get_logger("task_app")
 
@@ -49,8 +52,12 @@ def problem_of(error: TaskAppError) -> Problem:
     )
 
 
-def _reply(problem: Problem, *, retry_after_s: int | None = None) -> Response:
+def _reply(
+    problem: Problem, *, retry_after_s: int | None = None, allow: Iterable[str] | None = None
+) -> Response:
     headers = {}
+    if allow is not None:
+        headers["Allow"] = ", ".join(sorted(allow))
     if problem.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     if retry_after_s is not None:
@@ -117,8 +124,21 @@ def http_problem(request: Request, exc: HTTPException) -> Response:
             code=status.name.lower(),
             detail=detail,
             where=request.url.path,
-        )
+        ),
+        allow=_methods(request) if status is HTTPStatus.METHOD_NOT_ALLOWED else None,
     )
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path may be asked by: the router itself would name the methods of the first route alone."""
+    return {
+        method
+        for method in _METHODS
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    }
 
 
 async def unforeseen(request: Request, exc: Exception) -> Response:

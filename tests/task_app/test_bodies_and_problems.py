@@ -29,9 +29,11 @@ async def test_a_long_number_is_shown_in_part(digits):
 async def test_unknown_paths_and_methods_are_problems():
     async with running_app() as client:
         missing = problem(await client.get("/nope"))
-        refused = problem(await client.put("/env/create"))
+        answers = [await client.put(path) for path in ("/env/create", "/", "/rollouts", "/rollouts/r1")]
     assert (missing.status, missing.code, missing.where) == (404, "not_found", "/nope")
-    assert (refused.status, refused.code) == (405, "method_not_allowed")
+    assert {problem(answer).code for answer in answers} == {"method_not_allowed"}
+    allowed = [(answer.status_code, answer.headers["allow"]) for answer in answers]
+    assert allowed == [(405, "POST"), (405, "GET, HEAD"), (405, "GET, POST"), (405, "DELETE, GET")]
 
 
 async def test_a_body_of_ten_megabytes_is_refused_by_its_length():
