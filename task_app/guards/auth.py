@@ -12,6 +12,10 @@ from task_app.settings import Settings
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
+# Browsers send one of them, at least, with every POST and every socket.
+_BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
+_ADDRESSES = "/openenv/"
+
 
 class Keys:
     """The configured keys, as digests: equal length for every comparison, and nothing that could be shown."""
@@ -53,13 +57,15 @@ def credentials(scope: Scope) -> RawHeaders:
     """The headers, with the password of `Authorization: Basic` as a key where a browser may use one.
 
     A browser adds it to requests that other sites make it send. Those can read nothing from a GET, but they
-    could act by a POST and talk over a socket: there Basic counts for nothing, unless no browser sent it.
+    could act by a POST and talk over a socket: there Basic counts for nothing, unless no browser sent it. Of
+    POSTs that goes for OpenEnv's alone: its clients know an address, and send what it holds as Basic.
     """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
-        return headers
     names = dict(headers)
-    if scope["type"] == "websocket" and b"origin" in names:
+    acts = scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD")
+    if acts and not names.keys().isdisjoint(_BY_A_BROWSER):
+        return headers
+    if acts and scope["type"] == "http" and not scope["path"].startswith(_ADDRESSES):
         return headers
     return [*headers, *((b"x-api-key", key) for key in _basic_passwords(names.get(b"authorization", b"")))]
 

@@ -68,6 +68,12 @@ def mistakes(say):
     say("POST", "/policy/create", json=policy | {"inference_key": INFERENCE})
     say("POST", "/policy/create", json=policy | {"inference_key": [INFERENCE]})
     say("POST", "/policy/create", json=policy | {"inference_kye": INFERENCE})
+    config = {**policy["config"], "api_key": INFERENCE}
+    say("POST", "/policy/create", json=policy | {"config": config})
+    older = {"run_id": "r", "ops": ["agent", "env"], "env": {"env_name": "crafter", "seed": 1}}
+    for headers in ({"Authorization": f"Bearer {WRONG}"}, [INFERENCE]):
+        config["extra_headers"] = headers
+        say("POST", "/rollout", json=older | {"policy": policy | {"config": config}})
     url = f"http://user:{INFERENCE}@127.0.0.1/v1"
     say(
         "POST",
@@ -97,6 +103,11 @@ def work(say, url):
     while not say("GET", "/rollouts", params={"run_id": "r", "wait_s": 10}).json()["rollouts"]:
         pass
     say("GET", "/rollouts/a")
+    older = {"run_id": "r1", "ops": ["agent", "env"], "env": {"env_name": "crafter", "seed": 1}}
+    own = {"inference_url": url, "model": "m", "api_key": INFERENCE, "max_attempts": 1}
+    say("POST", "/rollout", json=older | {"policy": {"policy_name": "crafter-react", "config": own}})
+    tools = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+    say("POST", "/openenv/crafter/mcp", json=tools, auth=("any", PRIMARY))
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

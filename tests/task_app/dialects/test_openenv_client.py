@@ -66,6 +66,9 @@ async def test_without_a_key_nothing_opens_and_the_url_may_carry_it(http):
     with_key = url(http).replace("://", f"://any:{KEY}@")
     async with openenv.GenericEnvClient(base_url=with_key) as env:
         assert (await env.reset(seed=3)).metadata["seed"] == 3
+    async with MCPToolClient(base_url=with_key) as env:
+        await env.reset(seed=17)
+        assert (await env.call_tool("interact_many", **WOOD))["reward"] == 1.0
 
 
 async def test_an_unknown_environment_is_told_in_the_clients_own_error(http):

@@ -37,6 +37,20 @@ async def test_a_browser_that_another_site_commands_can_read_nothing_and_do_noth
         assert (await client.delete("/rollouts/a", headers=headers)).status_code == 401
 
 
+async def test_a_program_that_knows_an_address_alone_calls_tools():
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+    app = create_app(Settings(api_keys=(KEY,)), boards=boards())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://any:{KEY}@task-app") as client:
+        answer = await client.post("/openenv/counting/mcp", json=call)
+        assert answer.json()["result"]["tools"][0]["name"] == "add", answer.text
+        for header in ("Origin", "Sec-Fetch-Site"):
+            page = await client.post("/openenv/counting/mcp", json=call, headers={header: "cross-site"})
+            assert page.status_code == 401
+        elsewhere = await client.post("/env/create", json={"env_name": "counting"})
+    assert elsewhere.status_code == 401
+
+
 @pytest.mark.parametrize(("origin", "found"), [((), [b"k"]), (((b"origin", b"http://evil"),), [])])
 def test_a_socket_that_a_page_opens_cannot_use_it_and_a_program_can(origin, found):
     headers = [(b"authorization", basic("me", "k").encode()), *origin]
