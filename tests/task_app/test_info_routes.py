@@ -35,11 +35,21 @@ async def test_every_endpoint_that_info_names_exists():
 
 async def test_task_info_without_a_seed_describes_the_set():
     async with running_app() as client:
-        found = (await client.get("/task_info")).json()
-    taskset = found["taskset"]
-    assert (found["task"]["id"], found["environment"], found["rubric"]) == ("counting", "counting", {})
+        taskset = (await client.get("/task_info")).json()["taskset"]
     assert (taskset["id"], taskset["seed_range"]) == ("counting_procedural", [0, 2**31 - 2])
     assert taskset["config"] == {"length": 1_000}
+
+
+async def test_a_task_has_the_fields_that_clients_of_older_task_apps_require():
+    # TaskInfo of synth-ai 0.2.16: of these types, none of them null; `seed` or none.
+    required = {
+        "task": dict, "environment": str, "dataset": dict, "rubric": dict, "inference": dict, "limits": dict
+    }  # fmt: skip
+    async with running_app() as client:
+        for params in ({"seed": 4}, {}):
+            task = (await client.get("/task_info", params=params)).json()
+            assert {name: type(task[name]) for name in required} == required
+            assert (task["task"]["id"], task["task"]["name"]) == ("counting", "counting")
 
 
 async def test_one_seed_gives_a_task_and_several_a_list():

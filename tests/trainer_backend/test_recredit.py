@@ -96,6 +96,8 @@ def test_an_episode_is_shown_decision_by_decision(trained):
     assert shown.count("decision ") == len(rollout.trajectory.steps)
     assert rollout.trajectory.steps[0].observation_data.messages[-1].content.split()[0] in shown
     assert f"{credits[0]['return_to_go']:+.3f}" in shown
+    unique, every = (sum(row[name] for row in credits) for name in ("unique_delta", "ach_delta"))
+    assert f"achievements over its decisions: unique {unique}, all {every}\n" in shown
 
 
 def test_an_id_that_fits_several_rollouts_is_refused_with_some_of_them(trained):

@@ -88,6 +88,10 @@ def _parts(
         f"{episode.env_name}, seed {episode.seed}; {episode.policy_name} {episode.model}; outcome "
         f"{episode.outcome_reward:g} ({episode.outcome_definition}); ended by {episode.stop_reason}"
     )
+    earned = [step.metadata.decision_rewards for step in episode.steps if step.metadata.decision_rewards]
+    if earned:
+        unique, every = sum(one.unique_delta for one in earned), sum(one.ach_delta for one in earned)
+        yield Text(f"achievements over its decisions: unique {unique}, all {every}")
     if episode.user_reward is not None:
         yield Text(_judged(episode.user_reward))
     for warning in episode.warnings:

@@ -43,6 +43,9 @@ async def test_a_rollout_comes_back_whole():
         policy = {**SCRIPTED, "config": {"step_rewards": ON}}
         answer = await played(client, policy=policy, record={"return_trace": True})
     (trajectory,) = answer["trajectories"]
+    # RolloutTrajectory of synth-ai 0.2.16 requires these.
+    required = {"env_id": str, "policy_id": str, "steps": list, "length": int, "inference_url": str}
+    assert {name: type(trajectory[name]) for name in required} == required
     first, second = trajectory["steps"]
     assert first["obs"]["text"] == "step 0"
     assert first["tool_calls"] == [{"tool_name": "add", "arguments": {"names": ["a", "x"]}}]
