@@ -7,6 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+# Of what is compared with known names: the time for that grows with its square.
+_LONGEST_NAME = 200
+
 
 class Body(BaseModel):
     """A frozen body of ours: an unknown key is an error, never dropped in silence."""
@@ -36,6 +39,6 @@ def shown(value: Any) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; known: a, b. Did you mean 'a'?"`, the tail of every message about an unknown name."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    close = get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.6)
     guess = f". Did you mean {close[0]!r}?" if close else ""
     return f"; known: {', '.join(names)}{guess}"

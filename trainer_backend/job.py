@@ -1,8 +1,9 @@
 """From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +26,13 @@ from trainer_backend.sinks.sink import refuse_missing
 FOREIGN_TABLES = frozenset(
     {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "policy"}
 )
+
+
+# Findings that are told of one job. Each repeats what is known in its place, and is compared with it.
+MOST_FINDINGS = 20
+_LONGEST_LINE = 4_000
+# Of a key or a value in a finding.
+_LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +112,27 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
         config = JobConfig.model_validate(tables)
     except ValidationError as error:
         findings = _explain(error, JobConfig, tables)
-        raise JobError("\n".join(f"{_place(key, told, places)}: {told}" for key, told in findings)) from error
+        raise joined_findings(
+            (f"{_place(key, told, places)}: {told}" for key, told in findings), error.error_count()
+        ) from error
     _refuse_unknown_plugs(config, places)
     found = [*unread_keys(config), *unknown_state_keys(config), *mixture_findings(config)]
     if found:
-        raise JobError("\n".join(f"{places.of(key)}: {told}" for key, told in found))
+        raise joined_findings((f"{places.of(key)}: {told}" for key, told in found), len(found))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
     return LoadedJob(config, (*warnings, *advice(config)))
+
+
+def joined_findings(lines: Iterable[str], count: int) -> JobError:
+    """One error of the first findings, a line each, and how many more there are.
+
+    Args:
+        count: of all of them; no more lines are made than are told.
+    """
+    told = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
+    if count > len(told):
+        told.append(f"and {count - len(told)} more, which are not told")
+    return JobError("\n".join(told))
 
 
 def dump_job(config: JobConfig) -> str:
@@ -164,12 +186,12 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     unknown = sorted(homes["training.rewards"].keys() - set(REWARD_KEYS))
     if unknown:
         key = f"training.rewards.{unknown[0]}"
-        told = f"{key} is not a key{did_you_mean(unknown[0], REWARD_KEYS)}"
+        told = f"{key[:_LONGEST_NAME]} is not a key{did_you_mean(unknown[0], REWARD_KEYS)}"
         raise JobError(f"{places.of(key)}: {told}")
     for key in REWARD_KEYS:
         found = {home: values[key] for home, values in homes.items() if key in values}
         if len(set(map(repr, found.values()))) > 1:
-            told = ", ".join(f"{home}.{key} = {value!r}" for home, value in found.items())
+            told = ", ".join(f"{home}.{key} = {_shown(value)}" for home, value in found.items())
             sentence = f"{key} is given twice with different values: {told}"
             raise JobError(f"{places.of_sentence(sentence)}: {sentence}")
         if found:
@@ -202,19 +224,17 @@ def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: s
     found = tables.get(name, {})
     if not isinstance(found, dict):
         key = f"{inside}{name}"
-        raise JobError(f"{places.of(key)}: {key} is {found!r}, but it is a table; write [{key}]")
+        raise JobError(f"{places.of(key)}: {key} is {_shown(found)}, but it is a table; write [{key}]")
     return dict(found)
 
 
 def _explain(
     error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """The key and a sentence for every finding of pydantic, in the words of the TOML file."""
-    findings = error.errors(include_url=False, include_context=True)
-    paths = [_as_written(item["loc"], document) for item in findings]
-    return [
-        (".".join(path), _explain_one(item, path, model)) for item, path in zip(findings, paths, strict=True)
-    ]
+) -> Iterator[tuple[str, str]]:
+    """The key and a sentence for each finding of pydantic, in the words of the TOML file."""
+    for item in error.errors(include_url=False, include_context=True):
+        path = _as_written(item["loc"], document)
+        yield ".".join(path), _explain_one(item, path, model)
 
 
 def _as_written(place: Sequence[int | str], document: Any) -> list[str]:
@@ -230,7 +250,7 @@ def _as_written(place: Sequence[int | str], document: Any) -> list[str]:
 
 
 def _explain_one(finding: Any, path: Sequence[str], model: type[BaseModel]) -> str:
-    dotted = ".".join(path) or "the job"
+    dotted = ".".join(part[:_LONGEST_NAME] for part in path) or "the job"
     kind, found = finding["type"], finding["input"]
     if kind == "extra_forbidden":
         table = _model_at(model, path[:-1])
@@ -240,11 +260,16 @@ def _explain_one(finding: Any, path: Sequence[str], model: type[BaseModel]) -> s
         return f"{dotted} is required"
     if kind == "literal_error":
         allowed = finding["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{dotted} is {found!r}{did_you_mean(str(found), allowed)}"
+        return f"{dotted} is {_shown(found)}{did_you_mean(str(found), allowed)}"
     message = finding["msg"].removeprefix("Value error, ")
     if isinstance(found, dict | SecretStr) or _is_secret(model, path):
         return f"{dotted}: {message}" if path else message
-    return f"{dotted} is {found!r}: {message}"
+    return f"{dotted} is {_shown(found)}: {message}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:

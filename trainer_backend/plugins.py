@@ -195,5 +195,5 @@ def allocation(name: str) -> AllocationPlug:
 
 def _chosen(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
     if name not in board:
-        raise JobError(f"{key} is {name!r}{did_you_mean(name, board)}")
+        raise JobError(f"{key} is {name[:100]!r}{did_you_mean(name, board)}")
     return board[name]

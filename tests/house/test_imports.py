@@ -51,7 +51,7 @@ DOORS = {
     "tensorboard": ["trainer_backend/sinks/tensorboard.py"],
     "wandb": ["trainer_backend/sinks/wandb.py"],
     "peft": ["trainer_backend/learner"],
-    "psutil": ["trainer_backend/learner"],
+    "psutil": ["trainer_backend/api", "trainer_backend/learner"],
     "torch": [
         "trainer_backend/core",
         "trainer_backend/models",

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.house.pages import Command, Reader, cut, filled
-from tests.trainer_backend.api.served import Served, serving, settings_for
+from tests.trainer_backend.api.served import Served, checks, serving, settings_for
 from trainer_backend.api.app import create_app
 from trainer_backend.api.exposition import page as exposition
 from trainer_backend.api.known_names import OF_EVALUATIONS, OF_ITERATIONS
@@ -76,7 +76,7 @@ def plain(text: str) -> str:
 
 
 def operations(folder: Path) -> list[tuple[str, str]]:
-    with open_service(settings_for(folder)) as service:
+    with open_service(settings_for(folder), checks()) as service:
         paths = create_app(service).openapi()["paths"]
     return [(method.upper(), path) for path, item in paths.items() for method in item]
 

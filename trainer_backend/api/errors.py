@@ -49,6 +49,19 @@ class QueueFull(ApiError):
     title = "Too many jobs wait"
 
 
+class CheckEnded(ApiError):
+    """A job that nobody can check in the time and the memory that there is for that."""
+
+    code = "check_ended"
+    title = "The check was ended"
+
+
+class TooManyChecks(ApiError):
+    code = "too_many_checks"
+    status = 503
+    title = "Too many jobs wait to be checked"
+
+
 class TooManyStreams(ApiError):
     code = "too_many_streams"
     status = 503

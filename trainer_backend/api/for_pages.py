@@ -8,10 +8,10 @@ import structlog
 from trainer_backend.api.checking import checked
 from trainer_backend.api.control_routes import ask_for
 from trainer_backend.api.finding import job_named
-from trainer_backend.api.posted import document_of
 from trainer_backend.api.service import Service
-from trainer_backend.api.submitting import Submission, digest_of, submit
+from trainer_backend.api.submitting import submission_of, submit
 from trainer_backend.dashboard import services
+from trainer_backend.errors import TrainerError
 from trainer_backend.store.rows import JobRow
 
 _log = structlog.get_logger("trainer")
@@ -23,8 +23,13 @@ class JobsForPages:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def check(self, text: str) -> services.Checked:
-        found = checked(text, self._service.settings.bounds).findings
+    async def check(self, text: str) -> services.Checked:
+        try:
+            found = (
+                await self._service.checks.ask(checked, text.encode(), self._service.settings.bounds)
+            ).findings
+        except TrainerError as error:
+            return services.Checked(errors=(services.Finding(str(error)),))
 
         def of(severity: str) -> tuple[services.Finding, ...]:
             return tuple(services.Finding(one.text, one.line) for one in found if one.severity == severity)
@@ -32,10 +37,10 @@ class JobsForPages:
         return services.Checked(errors=of("error"), warnings=of("warning"))
 
     async def submit(self, text: str, form: str) -> JobRow:
-        digest = digest_of(text.encode())
+        sent = submission_of(text.encode(), "application/toml")
         # With the text in it: who goes back and sends another one wants another job.
-        key = f"form-{form}-{digest[:16]}" if form else None
-        job, _, _ = await submit(self._service, Submission(document_of(text), digest), key)
+        key = f"form-{form}-{sent.digest[:16]}" if form else None
+        job, _, _ = await submit(self._service, sent, key)
         return job
 
     async def control(self, job_id: str, action: services.Action) -> JobRow:

@@ -6,13 +6,11 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import Field
 
 from shared_schemas.base import Body
-from trainer_backend.api.checking import Checked, checked
+from trainer_backend.api.checking import Checked, PostedJob, checked
 from trainer_backend.api.finding import job_named, refuse_foreign
-from trainer_backend.api.posted import posted_job
 from trainer_backend.api.service import service_of
-from trainer_backend.api.submitting import PostedJob, submission_of, submit, text_of
+from trainer_backend.api.submitting import resolution, submission_of, submit
 from trainer_backend.api.views import JobList, JobView, job_view, list_view
-from trainer_backend.job import dump_job
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState
 from trainer_backend.supervising.deleting import forget_job
@@ -83,9 +81,9 @@ async def create_job(
     service = service_of(request)
     sent = submission_of(await request.body(), request.headers.get("content-type", ""))
     if query.dry_run:
-        posted = await service.ask(posted_job, sent.document, service.settings.bounds, sent.tags)
-        resolved = Resolved(toml=dump_job(posted.loaded.config), warnings=posted.loaded.warnings)
-        return Response(resolved.model_dump_json(), media_type="application/json")
+        found = await resolution(service, sent)
+        answer = Resolved(toml=found.toml, warnings=found.warnings)
+        return Response(answer.model_dump_json(), media_type="application/json")
     job, made, warnings = await submit(service, sent, idempotency_key)
     if not made:
         response.status_code = 200
@@ -99,7 +97,7 @@ async def create_job(
 async def check_job(request: Request) -> Checked:
     """What is wrong with a job's TOML, or doubtful, each finding with its line; nothing is stored."""
     service = service_of(request)
-    return await service.ask(checked, text_of(await request.body()), service.settings.bounds)
+    return await service.checks.ask(checked, await request.body(), service.settings.bounds)
 
 
 @router.get("/jobs")

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomli
+from pydantic import BeforeValidator
 
 from trainer_backend.api.settings import Bounds
+from trainer_backend.api.toml_lines import MOST_VALUES, is_too_much, statements
 from trainer_backend.errors import JobError
-from trainer_backend.job import LoadedJob, parse_job, refuse_what_is_missing
+from trainer_backend.job import LoadedJob, joined_findings, parse_job, refuse_what_is_missing
 from trainer_backend.jobfile.layers import anchor
 from trainer_backend.jobfile.schema import JobConfig, JobTable
 from trainer_backend.jobfile.services_table import ServicesTable
@@ -27,6 +29,8 @@ _WANDB_KEY = "WANDB_API_KEY"
 _MOST_TAGS, _LONGEST_TAG = 32, 200
 # Tables and lists in one another; the schema needs a few. What reads and writes TOML calls itself for each.
 _DEEPEST = 32
+_TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
+_LONGEST_PATH = 4_096  # Linux
 _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's own; longer ones cannot be written down again
 
 
@@ -45,8 +49,13 @@ class Posted:
 def document_of(text: str) -> dict[str, Any]:
     """
     Raises:
-        JobError: no TOML; with the line.
+        JobError: no TOML, with the line; or more of it than a job has.
     """
+    if is_too_much(text):
+        raise JobError(f"{WHERE}: {_TOO_MANY}")
+    for statement in statements(text):
+        if statement.depth > _DEEPEST:
+            raise JobError(f"{WHERE}: {_too_deep(statement.name.partition('.')[0][:80] or 'a value')}")
     try:
         return tomli.loads(text)
     except RecursionError as error:
@@ -56,14 +65,18 @@ def document_of(text: str) -> dict[str, Any]:
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
-    """Before anything walks through a document: what is too deep, or too long a number, for that.
+    """Before anything walks through a document: what is too deep, too long a number, or too much for that.
 
     Raises:
         JobError: with the table that holds it.
     """
+    values = 0
     for name, table in document.items():
         level, depth = [table], 0
         while level:
+            values += len(level)
+            if values > MOST_VALUES:
+                raise JobError(f"{WHERE}: {_TOO_MANY}")
             if any(isinstance(item, int) and item not in _WHOLE_NUMBERS for item in level):
                 raise JobError(f"{WHERE}: {name[:80]} holds a whole number of more than 64 bits")
             holding = [item for item in level if isinstance(item, Mapping | list)]
@@ -94,6 +107,9 @@ def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, A
     _refuse_key(own)
     _fill_in(own, bounds)
     as_written = parse_job(own, where=WHERE).config
+    for key, path in paths_of(as_written):
+        if len(str(path)) > _LONGEST_PATH:
+            raise JobError(f"{WHERE}: {key} is a path of more than {_LONGEST_PATH} characters")
     # A way up could lead to any file, and where it was found would tell that it is there.
     if not any(".." in path.parts for _, path in paths_of(as_written)):
         for folder in (*bounds.roots, Path()):
@@ -101,7 +117,7 @@ def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, A
     loaded = parse_job(own, where=WHERE)
     refused = list(_outside(loaded.config, bounds))
     if refused:
-        raise JobError("\n".join(f"{WHERE}: {told}" for told in refused))
+        raise joined_findings((f"{WHERE}: {told}" for told in refused), len(refused))
     refuse_what_is_missing(loaded.config, where=WHERE)
     return Posted(loaded, found_tags)
 
@@ -212,6 +228,16 @@ def _table(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise JobError(f"{WHERE}: {name} is {type(value).__name__}, but it is a table; write [{name}]")
     return dict(value)
+
+
+def _few(tags: Any) -> Any:
+    if isinstance(tags, Mapping) and len(tags) > _MOST_TAGS:
+        raise ValueError(f"{len(tags)} tags; at most {_MOST_TAGS}")
+    return tags
+
+
+# Counted before each is looked at.
+Tags = Annotated[dict[str, str | int | float | bool], BeforeValidator(_few)]
 
 
 def _tags(found: Mapping[str, Any]) -> dict[str, str]:

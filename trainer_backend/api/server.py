@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 
 import structlog
@@ -14,6 +14,7 @@ import uvloop
 
 from trainer_backend.api.app import TrainerApp, create_app
 from trainer_backend.api.auth import Keys
+from trainer_backend.api.check_process import CheckProcess
 from trainer_backend.api.problems import problem_response
 from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Settings
@@ -50,7 +51,12 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
     configure_logs()
     flags = settings.flags
     # The port first: a taken one must not touch the store of the service that has it.
-    with Listener(flags.host, flags.port) as listener, open_service(settings, command=command) as service:
+    with (
+        Listener(flags.host, flags.port) as listener,
+        closing(CheckProcess()) as checks,
+        open_service(settings, checks, command=command) as service,
+    ):
+        checks.start()
         server = TrainerServer(app_of(service), on_ready=lambda: say(f"listening on {listener.url}"))
         if flags.exit_with_parent:
             server.stop_with_parent()
@@ -74,7 +80,9 @@ def _leave_what_hangs() -> None:
 
 
 @contextmanager
-def open_service(settings: Settings, *, command: Command = job_command) -> Iterator[Service]:
+def open_service(
+    settings: Settings, checks: CheckProcess, *, command: Command = job_command
+) -> Iterator[Service]:
     """What the routes work with; nothing of it runs yet."""
     with open_data_dir(settings.bounds.data_dir, runs_jobs=settings.rules.max_jobs > 0) as data:
         store = open_store(settings.database_url)
@@ -88,7 +96,7 @@ def open_service(settings: Settings, *, command: Command = job_command) -> Itera
                 else None
             )
             keys = Keys(settings.api_key)
-            yield Service(settings, store, data, news, watcher, Sweeper(data), supervisor, keys)
+            yield Service(settings, store, data, news, watcher, Sweeper(data), checks, supervisor, keys)
         finally:
             store.close()
 

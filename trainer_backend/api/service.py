@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 from fastapi import Request
 
 from trainer_backend.api.auth import Keys
+from trainer_backend.api.check_process import CheckProcess
 from trainer_backend.api.observed import Requests
 from trainer_backend.api.settings import Settings
 from trainer_backend.store.database import Store
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 class Service:
     """
     Attributes:
+        checks: where what strangers sent is read.
         supervisor: None where no jobs are run (--no-jobs).
         requests: what was answered so far.
         streams: event streams that are open.
@@ -37,6 +39,7 @@ class Service:
     news: News
     watcher: Watcher
     sweeper: Sweeper
+    checks: CheckProcess
     supervisor: Supervisor | None
     keys: Keys
     requests: Requests = field(default_factory=Requests)

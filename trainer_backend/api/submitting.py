@@ -1,42 +1,20 @@
 """POST /jobs from its bytes to a row of the store."""
 
 import hashlib
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
-
-from shared_schemas.base import Body, did_you_mean
-from trainer_backend.api.errors import ApiError, QueueFull, RunsNoJobs, UnknownMediaType
-from trainer_backend.api.posted import document_of, posted_job
+from trainer_backend.api.checking import Resolved, resolved
+from trainer_backend.api.errors import QueueFull, RunsNoJobs
 from trainer_backend.api.service import Service
-from trainer_backend.errors import JobError, TrainerError
-from trainer_backend.job import dump_job
+from trainer_backend.errors import TrainerError
 from trainer_backend.store import jobs
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
 
 # Of a resolved job: warnings, or a JobError.
 Trial = Callable[[str], Awaitable[tuple[str, ...]]]
-_TOML = frozenset({"", "application/toml", "application/x-toml", "application/octet-stream"})
-# What curl -d sends when nobody says otherwise.
-_FORM = "application/x-www-form-urlencoded"
-
-
-class PostedJob(Body):
-    """A job as JSON: its tables, or its TOML as one text."""
-
-    config: dict[str, Any] | None = Field(default=None, description="the tables of the TOML")
-    toml: str | None = Field(default=None, description="or the TOML itself")
-    tags: dict[str, str | int | float | bool] = Field(default_factory=dict, description="beside [tags]")
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> "PostedJob":
-        if (self.config is None) == (self.toml is None):
-            raise ValueError("exactly one of 'config' and 'toml' must be given")
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,76 +22,35 @@ class Submission:
     """What somebody sent.
 
     Attributes:
+        content: the body as it came, or the tables of a job.
         digest: of the body as it came: the same key with another one is refused.
+        tags: beside those of the job.
+        media_type: of a body.
     """
 
-    document: dict[str, Any]
+    content: bytes | Mapping[str, Any]
     digest: str
     tags: Mapping[str, Any] = field(default_factory=dict)
+    media_type: str = ""
 
 
 def submission_of(body: bytes, media_type: str) -> Submission:
-    """
-    Args:
-        media_type: the Content-Type header, or nothing.
-
-    Raises:
-        JobError: no TOML.
-        ApiError: no JSON of the documented shape.
-        UnknownMediaType: neither of the two.
-    """
-    kind = media_type.partition(";")[0].strip().lower()
-    digest = digest_of(body)
-    if kind == "application/json":
-        posted = json_body(body)
-        document = document_of(posted.toml) if posted.toml is not None else posted.config
-        return Submission(document or {}, digest, posted.tags)
-    if kind in _TOML or kind.startswith("text/"):
-        return Submission(document_of(text_of(body)), digest)
-    if kind == _FORM:
-        try:
-            return Submission(document_of(text_of(body)), digest)
-        except JobError as error:
-            raise JobError(
-                error.detail, hint="curl -d drops line ends; send --data-binary @job.toml."
-            ) from error
-    raise UnknownMediaType(
-        f"Content-Type is {kind[:80]!r}; known: application/toml, text/plain, application/json",
-        where="header Content-Type",
-    )
+    """What a request brings; not read yet."""
+    return Submission(body, digest_of(body), media_type=media_type)
 
 
 def digest_of(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def text_of(body: bytes) -> str:
-    try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ApiError(f"the body is no UTF-8 text: byte {error.start}", where="body") from error
-
-
-def json_body(body: bytes) -> PostedJob:
+async def resolution(service: Service, sent: Submission) -> Resolved:
     """
     Raises:
-        ApiError: with the key that is wrong.
+        TrainerError: what `checking.resolved` raises.
+        CheckEnded: that took too long, or too much memory.
     """
-    try:
-        return PostedJob.model_validate(json.loads(text_of(body)))
-    except (ValueError, RecursionError) as error:
-        raise ApiError(_told(error), where="body") from error
-
-
-def _told(error: ValueError | RecursionError) -> str:
-    if not isinstance(error, ValidationError):
-        return f"no JSON: {error}"
-    finding = error.errors(include_url=False)[0]
-    name = ".".join(map(str, finding["loc"]))
-    if finding["type"] == "extra_forbidden":
-        return f"{name[:80]!r} is not known here{did_you_mean(name[:80], PostedJob.model_fields)}"
-    message = finding["msg"].removeprefix("Value error, ")
-    return f"{name}: {message}" if name else message
+    bounds = service.settings.bounds
+    return await service.checks.ask(resolved, sent.content, sent.media_type, sent.tags, bounds)
 
 
 async def untried(toml: str) -> tuple[str, ...]:
@@ -144,31 +81,29 @@ async def submit(
     if key is not None:
         before = await service.ask(jobs.made_by, service.store, service.data.home, key, sent.digest)
         if before is not None:
-            return before, False, await service.ask(_warnings_again, service, sent)
-    posted = await service.ask(posted_job, sent.document, service.settings.bounds, sent.tags)
+            return before, False, await _warnings_again(service, sent)
+    found = await resolution(service, sent)
     waiting = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
     if waiting >= service.settings.max_queued:
         raise QueueFull(f"{waiting} jobs wait for their turn, the most that this service takes")
-    config = posted.loaded.config
-    toml = dump_job(config)
-    doubts = await trial(toml)
+    doubts = await trial(found.toml)
     new = NewJob(
-        name=config.job.name,
-        config=toml,
+        name=found.name,
+        config=found.toml,
         home=service.data.home,
-        run_dir=service.data.new_run_dir(config.job.name),
-        tags=tuple(posted.tags.items()),
+        run_dir=service.data.new_run_dir(found.name),
+        tags=found.tags,
         idempotency_key=key,
         body_hash=sent.digest if key is not None else None,
     )
     job, made = await service.ask(jobs.create, service.store, new)
     service.changed(job.id)
-    return job, made, (*posted.loaded.warnings, *doubts)
+    return job, made, (*found.warnings, *doubts)
 
 
-def _warnings_again(service: Service, sent: Submission) -> tuple[str, ...]:
+async def _warnings_again(service: Service, sent: Submission) -> tuple[str, ...]:
     """Of a job that was accepted; none where it would not be now."""
     try:
-        return posted_job(sent.document, service.settings.bounds, sent.tags).loaded.warnings
+        return (await resolution(service, sent)).warnings
     except TrainerError:
         return ()

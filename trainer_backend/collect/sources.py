@@ -102,7 +102,7 @@ class Worlds:
     def of_group(self, group_id: str, seed: int) -> Origin:
         return Origin(seed)
 
-    def _held_out(self) -> tuple[int, ...]:
+    def _held_out(self) -> Sequence[int]:
         return evaluation_worlds(self.job.evaluation.instances, self.job.evaluation.seeds)
 
 

@@ -54,9 +54,10 @@ def _shuffled(seeds: Sequence[World], *parts: int | str) -> list[World]:
     return sorted(seeds, key=lambda seed: derived_seed(*parts, seed))
 
 
-def evaluation_worlds(instances: int, explicit: tuple[int, ...] = ()) -> tuple[int, ...]:
+def evaluation_worlds(instances: int, explicit: Sequence[int] = ()) -> Sequence[int]:
     """World seeds of the evaluation: the given ones, or the first `instances` held-out ones.
 
     They are the same for every job, so that jobs can be compared world by world.
     """
-    return explicit or tuple(range(HELD_OUT_FROM, HELD_OUT_FROM + instances))
+    # A range: whoever only looks for a seed in it needs neither its memory nor a walk through it.
+    return explicit or range(HELD_OUT_FROM, HELD_OUT_FROM + instances)

@@ -39,9 +39,9 @@ def new(request: Request, like: str = "") -> Response:
 
 
 @router.post("/new/check", response_class=HTMLResponse)
-def check(request: Request, toml: Toml = "") -> Response:
+async def check(request: Request, toml: Toml = "") -> Response:
     """What is wrong with the text so far."""
-    checked = _desk(dashboard_of(request)).check(_lines(toml))
+    checked = await _desk(dashboard_of(request)).check(_lines(toml))
     return page("findings", checked=checked)
 
 

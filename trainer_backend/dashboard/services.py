@@ -36,7 +36,7 @@ class Checked:
 class Jobs(Protocol):
     """What pages may do to jobs. The API does it, so that both keep to the same rules."""
 
-    def check(self, text: str) -> Checked: ...
+    async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> JobRow:
         """The job of a form's text.

@@ -133,7 +133,7 @@ def _of_a_mixture(config: JobConfig) -> list[str]:
     if table is None or not active:
         return found
     told = "rollout_allocation_schedule: alpha, the actor's share, is"
-    alphas = _only_alphas(table, config.training.iterations)
+    alphas = _alphas(table, config.training.iterations)
     if alphas == {1.0}:
         found.append(f"{told} 1 in every iteration: no policy of [rollout_only] ever samples")
     if alphas == {0.0}:
@@ -149,10 +149,14 @@ def _of_a_mixture(config: JobConfig) -> list[str]:
     return found
 
 
-def _only_alphas(table: AllocationTable, iterations: int) -> set[float]:
-    """Every share of the actor that comes up; none where earlier iterations decide."""
+def _alphas(table: AllocationTable, iterations: int) -> set[float]:
+    """Shares of the actor among which are the lowest and the highest; none where earlier iterations decide.
+
+    Between two of the steps at which policies change places alpha only rises, or stays.
+    """
     plug = allocation(table.type)
-    if plug.looks_back:
+    if plug.looks_back or not iterations:
         return set()
     schedule = plug.schedule(table.given(plug.needs | plug.takes), seed=0, selection=Weighted())
-    return {schedule.alpha_at(step) for step in range(1, iterations + 1)}
+    switched = {step for step in table.switch_steps if step <= iterations}
+    return {schedule.alpha_at(step) for step in {1, iterations} | switched}

@@ -83,7 +83,7 @@ class RolloutTable(Table):
         description="state keys (docs/configuration.md) that are stored with each decision, for `turnwise "
         "recredit`; the one that the estimator needs is stored anyway",
     )
-    episodes_per_batch: int = Field(default=64, ge=1, description="episodes of one iteration")
+    episodes_per_batch: int = Field(default=64, ge=1, le=1_000_000, description="episodes of one iteration")
     max_concurrent_rollouts: int = Field(
         default=64, ge=1, description="running at a time, over all task apps"
     )
@@ -126,7 +126,7 @@ class WarmupTable(Table):
         repr=False,
         description="environment variable that holds the key of policy_config.inference_url",
     )
-    episodes: int = Field(default=480, ge=1, description="that the teacher plays")
+    episodes: int = Field(default=480, ge=1, le=1_000_000, description="that the teacher plays")
     min_outcome_reward: float = Field(default=0.0, description="episodes below it are not imitated")
     epochs: int = Field(default=8, ge=1, description="passes over its decisions")
     batch_decisions: int = Field(default=256, ge=1, description="decisions of one optimizer step")

@@ -45,7 +45,10 @@ class EvaluationTable(Table):
         default=10, ge=1, description="iterations between evaluations; also at both ends"
     )
     instances: int = Field(
-        default=128, ge=1, lt=2**30, description="held-out worlds, or rows of [data], never used in training"
+        default=128,
+        ge=1,
+        le=1_000_000,
+        description="held-out worlds, or rows of [data], never used in training",
     )
     seeds: tuple[Seed, ...] = Field(
         default=(), description="explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"
@@ -69,7 +72,7 @@ class JobConfig(Table):
     model: ModelTable
     inference: InferenceTable = InferenceTable()
     rollout: RolloutTable = RolloutTable()
-    rollout_only: tuple[RolloutOnlyTable, ...] = ()
+    rollout_only: tuple[RolloutOnlyTable, ...] = Field(default=(), max_length=32)
     rollout_allocation_schedule: AllocationTable | None = None
     data: DataTable | None = None
     multi_turn: MultiTurnTable = MultiTurnTable()
@@ -140,8 +143,9 @@ class JobConfig(Table):
     def _refuse_worlds_that_meet(self) -> None:
         if not self.rollout.seeds:
             return  # new worlds keep away from the held-out ones by themselves
-        held_out = evaluation_worlds(self.evaluation.instances, self.evaluation.seeds)
-        seen = sorted(set(self.rollout.seeds).intersection(held_out))
+        explicit = self.evaluation.seeds
+        held_out = set(explicit) if explicit else evaluation_worlds(self.evaluation.instances)
+        seen = sorted(seed for seed in self.rollout.seeds if seed in held_out)
         if seen:
             raise ValueError(
                 f"rollout.seeds and the worlds of the evaluation share {seen[0]}: what was trained on is not "

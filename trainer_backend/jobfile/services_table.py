@@ -15,6 +15,7 @@ class ServicesTable(Table):
     # No repr: a user name and password may stand in it by mistake, which no error may repeat.
     task_url: tuple[str, ...] = Field(
         default=(),
+        max_length=256,
         repr=False,
         description="task apps, one URL or a list; `dns+http://name:port` is all addresses of a name "
         "(docs/operations.md); absent: the job starts one of its own",
@@ -26,6 +27,7 @@ class ServicesTable(Table):
     )
     task_plugins: tuple[Path, ...] = Field(
         default=(),
+        max_length=64,
         description="Python files with environments or policies of your own, for the task app that the job "
         "starts (docs/plugins.md)",
     )

@@ -17,8 +17,10 @@ MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
 class TrainingTable(Table):
     """[training]"""
 
-    iterations: int = Field(default=20, ge=0, description="of collecting, crediting and updating")
-    group_size: int = Field(default=8, ge=1, description="G: episodes that share a start")
+    iterations: int = Field(
+        default=20, ge=0, le=1_000_000, description="of collecting, crediting and updating"
+    )
+    group_size: int = Field(default=8, ge=1, le=100_000, description="G: episodes that share a start")
     learning_rate: float = Field(default=5e-4, gt=0, description="AdamW's, at its highest")
     learning_rate_schedule: str = Field(
         default="linear", description="how it falls after its rise; constant stays at the highest"

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.trainer_backend.api.served import acted
+from tests.trainer_backend.api.served import acted, checks
 from trainer_backend.api.server import TrainerServer, app_of, open_service
 from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Settings
@@ -18,7 +18,7 @@ def on_a_port(settings: Settings) -> Iterator[tuple[str, Service]]:
     """Its URL, and what it works with; the dashboard is there too."""
     configure_logs()  # to stderr
     ready = threading.Event()
-    with Listener("127.0.0.1", 0) as listener, open_service(settings, command=acted) as service:
+    with Listener("127.0.0.1", 0) as listener, open_service(settings, checks(), command=acted) as service:
         server = TrainerServer(app_of(service), on_ready=ready.set)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener.socket])), daemon=True)
         thread.start()

@@ -1,16 +1,19 @@
 """A trainer service with actors for jobs, asked in this process."""
 
 import asyncio
+import atexit
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from trainer_backend.api.app import create_app
+from trainer_backend.api.check_process import CheckProcess
 from trainer_backend.api.server import open_service
 from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Flags, Settings, settings_from
@@ -18,6 +21,14 @@ from trainer_backend.store import jobs
 
 ADDRESS = "http://127.0.0.1:8100"
 LONG_S = 60.0
+
+
+@cache
+def checks() -> CheckProcess:
+    """One for all tests of this process: its imports take a second."""
+    made = CheckProcess()
+    atexit.register(made.close)
+    return made
 
 
 def acted(run_dir: Path) -> Sequence[str]:
@@ -91,7 +102,7 @@ def document(name: str, **tables: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(settings: Settings, *, killed: bool = False) -> AsyncIterator[Served]:
     """A service, from its start to its stop in order; `killed`: its processes die with it instead."""
-    with open_service(settings, command=acted) as service:
+    with open_service(settings, checks(), command=acted) as service:
         app = create_app(service)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer_backend.api.served import serving, settings_for
+from tests.trainer_backend.api.served import checks, serving, settings_for
 from tests.trainer_backend.api.test_a_job_s_life import iterate, release
 from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.api.events_routes import Place, _stream
@@ -30,7 +30,10 @@ def postgres() -> Iterator[Postgres]:
     ],
 )
 def test_at_the_start_it_is_told_in_a_sentence_without_the_password(tmp_path, url, kind, told):
-    with pytest.raises(kind, match=told) as error, open_service(settings_for(tmp_path, database_url=url)):
+    with (
+        pytest.raises(kind, match=told) as error,
+        open_service(settings_for(tmp_path, database_url=url), checks()),
+    ):
         pass
     assert "hunter2" not in str(error.value)
 

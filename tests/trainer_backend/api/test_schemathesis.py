@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
-from tests.trainer_backend.api.served import acted, settings_for
+from tests.trainer_backend.api.served import acted, checks, settings_for
 from trainer_backend.api.app import create_app
 from trainer_backend.api.gate import OPEN_PATHS
 from trainer_backend.api.server import open_service
@@ -30,7 +30,10 @@ KEY = "a-key"
 
 def document() -> dict[str, Any]:
     """Of an app that nobody starts."""
-    with tempfile.TemporaryDirectory() as folder, open_service(settings_for(Path(folder))) as service:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_service(settings_for(Path(folder)), checks()) as service,
+    ):
         return create_app(service).openapi()
 
 
@@ -44,7 +47,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     folder = tmp_path_factory.mktemp("runs")
     settings = settings_for(folder, environ={"TRAINER_API_KEY": KEY})
     with (
-        open_service(settings, command=acted) as service,
+        open_service(settings, checks(), command=acted) as service,
         TestClient(create_app(service), raise_server_exceptions=False) as client,
     ):
         yield client

@@ -1,10 +1,13 @@
 """Which line a message is about."""
 
 import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer_backend.api.checking import checked
 from trainer_backend.api.settings import Bounds
-from trainer_backend.api.toml_lines import line_of, lines_of
+from trainer_backend.api.toml_lines import line_of, lines_of, statements
 
 TEXT = """\
 # a job
@@ -31,6 +34,30 @@ def test_keys_and_tables_stand_on_their_lines():
         "training.rewards.step_rewards_mode": 8, "rollout.env_config": 10, "rollout.env_config.length": 11,
         "more": 12, "more.x": 13, "sinks": 14, "sinks.wandb": 15,
     }  # fmt: skip
+
+
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_characters='"\\.', exclude_categories=["Cc"]), min_size=1
+)
+VALUES = st.integers(-9, 9) | st.booleans() | st.text() | st.lists(st.text() | st.dates(), max_size=3)
+
+
+@given(st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), max_size=4), st.booleans())
+def test_whatever_stands_in_values_the_keys_of_a_text_are_those_that_a_parser_has(document, multiline):
+    text = tomli_w.dumps(document, multiline_strings=multiline)
+    names = {name for name, value in document.items()}
+    names |= {f"{name}.{key}" for name, value in document.items() if isinstance(value, dict) for key in value}
+    lines, rows = lines_of(text), text.split("\n")
+    assert lines.keys() == names
+    for name, line in lines.items():
+        row = rows[line - 1].strip("[").replace('"', "")
+        assert row.startswith((name, name.partition(".")[2])), (name, line)
+
+
+@given(st.text("[]{}=.,'\"#\\\n ab1") | st.text())
+def test_what_is_no_toml_is_read_to_its_end(text):
+    numbers = [statement.line for statement in statements(text)]
+    assert numbers == sorted(numbers) and all(1 <= line <= text.count("\n") + 1 for line in numbers)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +95,7 @@ def test_a_message_is_about_the_first_key_in_it_that_is_there(message, line):
     ],
 )
 def test_findings_of_a_job_with_their_lines(tmp_path, text, found):
-    told = checked(text, Bounds(data_dir=tmp_path))
+    told = checked(text.encode(), Bounds(data_dir=tmp_path))
     assert told.ok == all(severity == "warning" for severity, _, _ in found)
     assert [(one.severity, one.line) for one in told.findings] == [item[:2] for item in found]
     for one, (_, _, part) in zip(told.findings, found, strict=True):

@@ -56,7 +56,7 @@ class DeskOfTests:
     def __init__(self, store: Store) -> None:
         self.store, self.submitted, self.asked = store, [], []
 
-    def check(self, text: str) -> Checked:
+    async def check(self, text: str) -> Checked:
         if "wrong" in text:
             return Checked(errors=(Finding("wrong <b>is</b> not a key", line=2),))
         return Checked(warnings=(Finding("[compute] is not read"),) if "compute" in text else ())
