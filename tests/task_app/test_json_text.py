@@ -1,0 +1,49 @@
+"""shared_schemas.json_text: what enters as JSON can be written out again, by anybody, anywhere."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_schemas.json_text import MAX_DEPTH, read_json
+
+FINITE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text("ab\\u0e3"), inner),
+)  # fmt: skip
+
+
+@given(FINITE)
+def test_what_can_be_written_out_again_is_read_as_it_stands(value):
+    assert read_json(json.dumps(value)) == value
+    assert read_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (rb'{"tag": "\ud83d"}', "half a character"),
+        (rb'{"\udc00": 1}', "half a character"),
+        (b'"\xed\xa0\xbd"', "half a character"),
+        (rb'{"a": [1, "x\u0000"]}', "a.1 holds U+0000"),
+        (rb'{"a": {"\u0000": 1}}', "a: a key holds U+0000"),
+        (b"[NaN]", "no JSON"),
+        (b"[-Infinity]", "no JSON"),
+        (b'{"a": [1e999]}', "a.0 holds a number beyond 1.8e308"),
+        (b"-1E+400", "the value holds a number beyond"),
+        (b"1" + b"0" * 400, "the value holds a number beyond"),
+        (b"1" + b"0" * 5_000, "out of range"),
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} levels"),
+        ('{"a": 1}'.encode("utf-16"), "no JSON"),
+        (b"", "no JSON"),
+    ],
+)
+def test_what_nobody_could_hold_is_refused_with_its_place(text, words):
+    with pytest.raises(ValueError, match=words.replace("+", r"\+")):
+        read_json(text)
+
+
+def test_text_that_only_looks_suspect_is_read():
+    assert read_json(rb'["\\u0000", "e+999", "\ud83d\ude00", 1e-999]') == [r"\u0000", "e+999", "😀", 0.0]
