@@ -3,7 +3,6 @@
 It is anybody's text, so all of it is read in a process that can be ended (check_process.py).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from shared_schemas.base import Body, did_you_mean
+from shared_schemas.json_text import read_json
 from trainer_backend.api.errors import ApiError, UnknownMediaType
 from trainer_backend.api.posted import WHERE, Tags, document_of, posted_job
 from trainer_backend.api.settings import Bounds
@@ -152,14 +152,14 @@ def _json_body(body: bytes) -> PostedJob:
         ApiError: with the key that is wrong.
     """
     try:
-        return PostedJob.model_validate(json.loads(text_of(body)))
-    except (ValueError, RecursionError) as error:
+        return PostedJob.model_validate(read_json(body))
+    except ValueError as error:
         raise ApiError(_told(error), where="body") from error
 
 
-def _told(error: ValueError | RecursionError) -> str:
+def _told(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
-        return f"no JSON: {error}"
+        return str(error)
     finding = error.errors(include_url=False)[0]
     name = ".".join(map(str, finding["loc"]))[:80]
     if finding["type"] == "extra_forbidden":

@@ -12,8 +12,9 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
+from shared_schemas.json_text import NUL, read_json
 from trainer_backend.api.auth import Keys
-from trainer_backend.api.errors import BodyTooLarge, Forbidden, Unauthorised
+from trainer_backend.api.errors import ApiError, BodyTooLarge, Forbidden, Unauthorised
 from trainer_backend.api.origins import is_cross_site, names_this_machine
 from trainer_backend.api.problems import problem_response
 from trainer_backend.errors import TrainerError
@@ -27,7 +28,7 @@ _POLICY_VIOLATION = 1008  # RFC 6455
 
 class Gate:
     """Wraps the app: 401 without a good key (a person's browser: the log-in page), 403 for requests of other
-    sites' pages, 413 for a body that is too large, 408 for one too slow."""
+    sites' pages, 413 for a body that is too large, 408 for one too slow, 422 for text that nobody can keep."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys, max_body_bytes: int, max_body_s: float) -> None:
         self._app, self._keys = app, keys
@@ -40,7 +41,8 @@ class Gate:
             await WebSocketClose(_POLICY_VIOLATION)(scope, receive, send)
         elif (error := self._error(scope)) is None:
             counted = _Counted(receive, self._max_body_bytes, self._max_body_s)
-            await self._app(scope, counted, _as_it_says(send))
+            body = _json_of(counted) if _says_json(scope) else counted
+            await self._app(scope, body, _as_it_says(send))
         elif isinstance(error, Unauthorised) and _asks_for_a_page(scope):
             await RedirectResponse(f"{LOGIN}?next={quote(_path_of(scope))}", 303)(scope, receive, send)
         else:
@@ -49,7 +51,7 @@ class Gate:
     def _error(self, scope: Scope) -> TrainerError | None:
         headers = dict(scope["headers"])
         if self._keys.in_headers(scope["headers"]):
-            return self._length_error(headers)
+            return self._content_error(scope, headers)
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._keys.configured and not names_this_machine(host):
             return Forbidden(
@@ -66,9 +68,11 @@ class Gate:
                 where="header X-API-Key",
                 hint="Send the service's TRAINER_API_KEY as X-API-Key or Authorization: Bearer.",
             )
-        return self._length_error(headers)
+        return self._content_error(scope, headers)
 
-    def _length_error(self, headers: dict[bytes, bytes]) -> TrainerError | None:
+    def _content_error(self, scope: Scope, headers: dict[bytes, bytes]) -> TrainerError | None:
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            return ApiError(f"the address holds {NUL}", where="path")
         length = headers.get(b"content-length", b"0")
         most = self._max_body_bytes
         return _too_large(most) if length.isdigit() and int(length) > most else None
@@ -96,6 +100,39 @@ class _Counted:
             # An HTTPException is the one kind that FastAPI's body reader lets through as it is.
             raise HTTPException(413, _too_large(self._at_most).detail)
         return message
+
+
+def _json_of(receive: Receive) -> Receive:
+    """A receive channel that hands a JSON body on once it has been read: what is in it can be stored, logged
+    and sent back, and no route looks for that again."""
+    at_hand: list[Message] = []
+
+    async def channel() -> Message:
+        if at_hand:
+            return await receive()
+        parts, more = [], True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        body = b"".join(parts)
+        try:
+            read_json(body)
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+        at_hand.append({"type": "http.request", "body": body, "more_body": False})
+        return at_hand[0]
+
+    return channel
+
+
+def _says_json(scope: Scope) -> bool:
+    """As FastAPI takes a content type."""
+    said: bytes = dict(scope["headers"]).get(b"content-type", b"")
+    kind = said.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
 def _as_it_says(send: Send) -> Send:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tomli
 from pydantic import BeforeValidator
 
+from shared_schemas.json_text import NUL
 from trainer_backend.api.settings import Bounds
 from trainer_backend.api.toml_lines import MOST_VALUES, is_too_much, statements
 from trainer_backend.errors import JobError
@@ -79,10 +80,16 @@ def refuse_unwritable(document: Mapping[str, Any]) -> None:
                 raise JobError(f"{WHERE}: {_TOO_MANY}")
             if any(isinstance(item, int) and item not in _WHOLE_NUMBERS for item in level):
                 raise JobError(f"{WHERE}: {name[:80]} holds a whole number of more than 64 bits")
+            if any(isinstance(item, str) and "\0" in item for item in (name, *level, *_keys_of(level))):
+                raise JobError(f"{WHERE}: {name[:80]!r} holds {NUL}")
             holding = [item for item in level if isinstance(item, Mapping | list)]
             if holding and depth == _DEEPEST:
                 raise JobError(f"{WHERE}: {_too_deep(name[:80])}")
             level, depth = [inner for item in holding for inner in _inside(item)], depth + 1
+
+
+def _keys_of(level: Iterable[Any]) -> Iterator[str]:
+    return (key for item in level if isinstance(item, Mapping) for key in item)
 
 
 def _inside(value: Mapping[str, Any] | list[Any]) -> Iterable[Any]:

@@ -21,6 +21,7 @@ _RETRY_AFTER_S = "5"
 _CODES = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: BodyTooLarge.code,
     HTTPStatus.REQUEST_TIMEOUT: "body_too_slow",
+    HTTPStatus.UNPROCESSABLE_ENTITY: ApiError.code,
 }
 # What is left of such a body would be taken for the next request.
 _BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_backend.rundir.json_lines import append_line, object_of, read_texts
+from trainer_backend.rundir.json_lines import append_line, encodable, object_of, read_texts
 from trainer_backend.rundir.times import now
 
 FILE = "run.log"
@@ -36,4 +36,4 @@ def read_log(folder: Path, *, last: int | None = None) -> tuple[list[LogLine], i
 
 
 def line_of(row: Mapping[str, Any]) -> LogLine:
-    return LogLine(str(row.get("time", "")), str(row.get("text", "")))
+    return LogLine(encodable(str(row.get("time", ""))), encodable(str(row.get("text", ""))))

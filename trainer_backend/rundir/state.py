@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from trainer_backend.rundir.json_lines import encodable
 from trainer_backend.rundir.lock import Holder, holder
 from trainer_backend.rundir.whole_files import replace_text
 
@@ -71,7 +72,9 @@ def read_state(folder: Path) -> RunState | None:
     """The last state that was written; None where there is none, or none that can be read."""
     try:
         found = json.loads((folder / FILE).read_bytes())
-        state = RunState(**{field.name: found[field.name] for field in fields(RunState)})
+        values = {field.name: found[field.name] for field in fields(RunState)}
+        texts = {name: encodable(value) for name, value in values.items() if isinstance(value, str)}
+        state = RunState(**{**values, **texts})
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return state if state.state in get_args(StateName) else None

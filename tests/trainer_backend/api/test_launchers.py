@@ -185,7 +185,7 @@ def test_published_keys_stand_where_ours_do():
             "--allow-task-url",
         ),
         (
-            {"job_type": "rl", "data": {"config": {"model": {"base": nested(900)}}}},
+            {"job_type": "rl", "data": {"config": {"model": {"base": nested(100)}}}},
             400,
             "more than 32 deep",
         ),
