@@ -28,7 +28,7 @@ _POLICY_VIOLATION = 1008  # RFC 6455
 
 class Gate:
     """Wraps the app: 401 without a good key (a person's browser: the log-in page), 403 for requests of other
-    sites' pages, 413 for a body that is too large, 408 for one too slow, 422 for text that nobody can keep."""
+    sites' pages, 413 for a body that is too large, 408 for one too slow, 422 for text that none can keep."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys, max_body_bytes: int, max_body_s: float) -> None:
         self._app, self._keys = app, keys

@@ -63,9 +63,9 @@ class StoredRollouts:
         try:
             key = (str(path), path.stat().st_mtime_ns, rollout_id)
             return self._kept.get(key, lambda: _read(path, rollout_id))
-        except (OSError, IndexError, ValueError, KeyError) as error:
+        except (OSError, RunDirectoryError) as error:
             raise RunDirectoryError(
-                f"{path} cannot be read for rollout {rollout_id}: {error or type(error).__name__}",
+                f"{path} cannot be read for rollout {rollout_id}: {error}",
                 hint="Were the files of this run moved or removed?",
             ) from error
 

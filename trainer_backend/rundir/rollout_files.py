@@ -4,7 +4,8 @@ The flat columns and `decisions` are for people and queries; `rollout` is the wh
 that a stored rollout replays through segments, rewards and advantages exactly (`read_rollouts`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import ValidationError
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData
@@ -167,6 +167,24 @@ def _write_card(folder: Path) -> None:
         replace_text(path, card, durable=False)
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever a damaged file makes of the libraries that read it, as one error.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunDirectoryError: it is no Parquet file of ours, or holds no such rollout.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    # ValueError is pydantic's, too.
+    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
+        told = (str(error) or type(error).__name__).splitlines()[0]
+        raise RunDirectoryError(f"{path} cannot be read: {told}") from error
+
+
 def read_rollouts(path: Path) -> list[Rollout]:
     """The rollouts of a file, as they were collected, but for the snapshots that branches began at.
 
@@ -174,13 +192,9 @@ def read_rollouts(path: Path) -> list[Rollout]:
         FileNotFoundError: there is none.
         RunDirectoryError: it is no Parquet file of ours.
     """
-    try:
+    with _reading(path):
         column = pq.read_table(path, columns=["rollout"]).column("rollout")
         return [Rollout.model_validate_json(text) for text in column.to_pylist()]
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, KeyError, ValidationError) as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error}") from error
 
 
 def stored_before(path: Path, tell: Callable[[str], None]) -> list[Rollout]:
@@ -208,20 +222,23 @@ def stored_before(path: Path, tell: Callable[[str], None]) -> list[Rollout]:
 
 def read_rollout(path: Path, rollout_id: str) -> Rollout:
     """One rollout of a file, which must hold it."""
-    found = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", rollout_id)])
-    return Rollout.model_validate_json(found.column("rollout")[0].as_py())
+    with _reading(path):
+        found = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", rollout_id)])
+        return Rollout.model_validate_json(found.column("rollout")[0].as_py())
 
 
 def rollout_ids(path: Path) -> list[str]:
     """Of all rollouts of a file, failed ones too."""
-    ids: list[str] = pq.read_table(path, columns=["rollout_id"]).column("rollout_id").to_pylist()
-    return ids
+    with _reading(path):
+        ids: list[str] = pq.read_table(path, columns=["rollout_id"]).column("rollout_id").to_pylist()
+        return ids
 
 
 def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
     """The columns of each decision of one rollout of a file, which must hold it; empty for a failed one."""
-    found = pq.read_table(path, columns=["decisions"], filters=[("rollout_id", "=", rollout_id)])
-    return found.column("decisions")[0].as_py() or []
+    with _reading(path):
+        found = pq.read_table(path, columns=["decisions"], filters=[("rollout_id", "=", rollout_id)])
+        return found.column("decisions")[0].as_py() or []
 
 
 def read_values(path: Path) -> dict[str, OfEpisode]:
@@ -229,7 +246,7 @@ def read_values(path: Path) -> dict[str, OfEpisode]:
 
     A file of an earlier version has none.
     """
-    if "value" not in {child.name for child in pq.read_schema(path).field("decisions").type.value_type}:
+    if not _has_column(path, "value"):
         return {}
     return {
         row["rollout_id"]: _values(row["decisions"])
@@ -245,6 +262,12 @@ def read_values_after(path: Path) -> dict[str, float] | None:
     return {row["rollout_id"]: row["value_after"] for row in rows if row["value_after"] is not None} or None
 
 
+def _has_column(path: Path, name: str) -> bool:
+    """Whether decisions of this file have it: those of an earlier version may not."""
+    with _reading(path):
+        return name in {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
+
+
 def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
     if all(decision["token_values"] is not None for decision in decisions):
         return ByToken([decision["token_values"] for decision in decisions])
@@ -253,10 +276,8 @@ def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
 
 def read_scored(path: Path) -> dict[str, ScoredTokens]:
     """By rollout id, what policy and reference said of an episode's tokens; of those that were asked."""
-    if "token_logprobs" not in {
-        child.name for child in pq.read_schema(path).field("decisions").type.value_type
-    }:
-        return {}  # of an earlier version
+    if not _has_column(path, "token_logprobs"):
+        return {}
     return {
         row["rollout_id"]: ScoredTokens(
             [decision["token_logprobs"] for decision in row["decisions"]],
@@ -276,8 +297,9 @@ def _add_scored(row: dict[str, Any], scored: ScoredTokens | None) -> None:
 
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     """These columns of the episodes that were finished, a dict an episode."""
-    table = pq.read_table(path, columns=[*columns, "status"])
-    return [row for row in table.to_pylist() if row["status"] == "finished"]
+    with _reading(path):
+        table = pq.read_table(path, columns=[*columns, "status"])
+        return [row for row in table.to_pylist() if row["status"] == "finished"]
 
 
 def _row(rollout: Rollout, credit: Credit | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from trainer_backend.errors import TrainerError
 from trainer_backend.report.story import read_story
+from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import refuse_taken
 from trainer_backend.running.beginning import Stopped
 from trainer_backend.running.planned_runs import Planned
@@ -25,15 +26,26 @@ def train_one(out: Console, planned: Planned, *, report: bool) -> bool:
     ended = _trained(out, planned)
     if ended is None:
         return False
-    for line in closing_lines(read_story(directory)):
-        tell(out, line)
-    if report:
-        from trainer_backend.report.write import write_report  # its plots: a second that no start waits for
-
-        tell(out, f"report: {write_report(directory).resolve()}")
+    tell_end(out, directory, report=report)
     if ended.stopped:
         tell(out, f"stopped early; continue with: turnwise train --resume {directory.path}")
     return not ended.stopped
+
+
+def tell_end(out: Console, directory: RunDirectory, *, report: bool) -> None:
+    """The figures of a run that has ended, and its report. What is wrong with these is told, and no more: the
+    run has ended, and is saved."""
+    try:
+        for line in closing_lines(read_story(directory)):
+            tell(out, line)
+        if report:
+            from trainer_backend.report.write import (
+                write_report,  # its plots: a second that no start waits for
+            )
+
+            tell(out, f"report: {write_report(directory).resolve()}")
+    except TrainerError as error:
+        tell(out, f"the run has ended and is saved, but not all can be told of it: {error}")
 
 
 def _trained(out: Console, planned: Planned) -> Ended | None:

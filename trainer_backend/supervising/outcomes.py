@@ -65,6 +65,9 @@ def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: floa
     code, detail = _told(ending)
     if ending.exit_code == DONE:  # also where a stop came too late to be heeded
         return Outcome({"state": "succeeded", "ended": now, "code": None, "detail": None})
+    if ending.state is not None and ending.state.state == "ended":  # a run that has ended stays so
+        told = f"the run has ended and is saved; after that: {detail}"
+        return Outcome({"state": "succeeded", "ended": now, "code": None, "detail": told})
     if job.wanted == "cancel":
         return Outcome({"state": "cancelled", "ended": now})
     if ending.exit_code == REFUSED:

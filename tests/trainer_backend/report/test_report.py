@@ -3,13 +3,17 @@ import re
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import PROMPT, empty_run, small_run, teacher_row
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunDirectoryError, TaskAppError
+from trainer_backend.recredit.episode import find_rollout
+from trainer_backend.recredit.estimators import stored_iterations
 from trainer_backend.report.replay import Frame
 from trainer_backend.report.write import write_report
+from trainer_backend.running.train_command import tell_end
 
 CHARTS = {"learning_curve", "success_rates", "reward_per_turn", "update_health", "time_per_stage"}
 
@@ -55,6 +59,23 @@ def test_the_teacher_is_told_with_its_episodes_and_its_time(tmp_path):
     assert "imitated in the warm-up: crafter_teacher 2.00 (95 %: 1.00 to 3.00) unique" in text
     # 52 of RL, 20 of evaluations, 7 of collecting and 5 of learning
     assert "time, all stages 1 min 24 s" in text
+
+
+def test_one_old_file_that_cannot_be_read_is_told_and_the_run_stays_ended(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    damaged = run.rollouts_file("iteration_1")
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    for tell in (
+        lambda: write_report(run, frames=no_frames),
+        lambda: find_rollout([run], "10"),
+        lambda: stored_iterations(run, ()),
+    ):  # of `turnwise report`, `inspect`, `recredit`
+        with pytest.raises(RunDirectoryError, match=f"{damaged} cannot be read"):
+            tell()
+    out = io.StringIO()
+    tell_end(Console(file=out, width=500), run, report=True)
+    assert "after iteration 2: 2.00" in out.getvalue()
+    assert f"has ended and is saved, but not all can be told of it: {damaged} cannot" in out.getvalue()
 
 
 def test_failures_are_counted_by_cause(report):

@@ -15,11 +15,49 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_files import (
     Credit,
     finished_rows,
+    read_decisions,
     read_rollout,
     read_rollouts,
+    read_scored,
     read_values,
+    rollout_ids,
     write_rollouts,
 )
+
+READERS = (
+    read_rollouts,
+    read_values,
+    read_scored,
+    rollout_ids,
+    lambda path: read_rollout(path, FIRST[0].rollout_id),
+    lambda path: read_decisions(path, FIRST[0].rollout_id),
+    lambda path: finished_rows(path, ["rollout_id", "outcome_reward"]),
+)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def overwritten(path: Path) -> None:
+    """As a bad disk leaves it: the footer, which says where all lies, is whole."""
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + b"\xff" * (len(data) // 2) + data[4 + len(data) // 2 :])
+
+
+def of_somebody_else(path: Path) -> None:
+    pq.write_table(pa.table({"x": [1]}), path)
+
+
+@pytest.mark.parametrize("damage", [cut_short, overwritten, of_somebody_else])
+def test_every_reader_tells_a_damaged_file_by_its_name(tmp_path: Path, damage):
+    path = tmp_path / "iteration_1.parquet"
+    write_rollouts(path, FIRST)
+    assert all(reader(path) is not None for reader in READERS)
+    damage(path)
+    for reader in READERS:
+        with pytest.raises(RunDirectoryError, match=f"^{path} cannot be read: "):
+            reader(path)
 
 
 def failed(item):

@@ -54,6 +54,17 @@ def test_every_end_with_every_wish(state, wanted, exit_code):
     refuse_leap(row, after)
 
 
+@pytest.mark.parametrize("exit_code", [FAILED, REFUSED, KILLED])
+def test_a_run_that_has_ended_has_succeeded_whatever_became_of_its_process_after_that(exit_code):
+    last = RunState("ended", 17, iteration=9)
+    outcome = ended(job(), exit_code, state=last, crashes=9, said="report.html cannot be written")
+    assert (outcome.changes["state"], outcome.changes["code"]) == ("succeeded", None)
+    assert outcome.restart_in_s is None
+    why = "SIGKILL" if exit_code == KILLED else "report.html cannot be written"
+    assert outcome.changes["detail"].startswith("the run has ended and is saved; after that: ")
+    assert why in outcome.changes["detail"]
+
+
 def test_waits_double_up_to_a_minute():
     waits = [ended(job(), FAILED, crashes=crashes, restarts=99).restart_in_s for crashes in range(1, 9)]
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
