@@ -1,6 +1,7 @@
 """From what a request names to a job: its id, the beginning of one, or a name that only one job has."""
 
 from shared_schemas.base import did_you_mean
+from trainer_backend.api.errors import RunsNoJobs
 from trainer_backend.api.service import Service
 from trainer_backend.store import jobs
 from trainer_backend.store.errors import JobConflict, UnknownJob
@@ -26,11 +27,14 @@ async def job_named(service: Service, name: str) -> JobRow:
 
 
 def refuse_foreign(service: Service, job: JobRow) -> None:
-    """Several services may share a database, and no disk.
+    """Before anything is done to a job: several services may share a database, and no disk.
 
     Raises:
+        RunsNoJobs: this service only shows runs.
         JobConflict: another one runs that job, and has its files.
     """
+    if service.supervisor is None:
+        raise RunsNoJobs("this service only shows runs (--no-jobs), and so it changes none")
     if job.home != service.data.home:
         raise JobConflict(f"job {job.id} is of another trainer service, which has its files; ask that one")
 

@@ -130,7 +130,8 @@ async def show_config(request: Request, job_id: str) -> Response:
 
 @router.delete("/jobs/{job_id}", status_code=204, response_class=Response)
 async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery, Query()]) -> None:
-    """Forget an ended or paused job. Its files stay, unless `files` says otherwise, but are not shown."""
+    """Forget an ended or paused job of this service. Its files stay, unless `files` says otherwise, and are
+    not shown."""
     service = service_of(request)
     job = await job_named(service, job_id)
     refuse_foreign(service, job)

@@ -13,17 +13,26 @@ from trainer_backend.store.rows import JobRow
 Verb = Literal["pause", "resume", "cancel"]
 
 
+def refuse_found(job: JobRow, verb: str) -> None:
+    """
+    Raises:
+        JobConflict: somebody trains, or has trained, that run by hand; this service only shows it.
+    """
+    if job.origin == "cli":
+        raise JobConflict(
+            f"job {job.id} is a run of `turnwise train`, and not this service's to {verb}",
+            hint=f"Its run directory is {job.run_dir}: whoever has started it stops it, goes on with it "
+            "(turnwise train --resume) or removes it there.",
+        )
+
+
 def changes_for(verb: Verb, job: JobRow, now: datetime) -> Changes | None:
     """What to change; None where it is so already, so that asking twice is harmless.
 
     Raises:
         JobConflict: it makes no sense in the state that the job is in.
     """
-    if job.origin == "cli":
-        raise JobConflict(
-            f"job {job.id} is a run of `turnwise train`, and not this service's to {verb}",
-            hint=f"Ctrl-C stops it where it was started, turnwise train --resume {job.run_dir} goes on.",
-        )
+    refuse_found(job, verb)
     if verb == "pause":
         return _pause(job)
     return _resume(job) if verb == "resume" else _cancel(job, now)

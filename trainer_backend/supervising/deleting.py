@@ -16,6 +16,7 @@ from trainer_backend.store.database import Store
 from trainer_backend.store.errors import JobConflict
 from trainer_backend.store.rows import JobRow
 from trainer_backend.store.states import refuse_unended
+from trainer_backend.supervising.asked import refuse_found
 from trainer_backend.supervising.data_dir import DataDir
 
 log = structlog.get_logger("trainer")
@@ -27,8 +28,10 @@ _LOOK_S = 60.0
 def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None:
     """Forget a job; its run directory stays and is not found again, or is moved aside to be removed.
 
+    A run of `turnwise train` is forgotten only once its directory is gone.
+
     Raises:
-        JobConflict: it has not ended, or somebody trains in its run directory.
+        JobConflict: it has not ended, somebody trains in its run directory, or that is of `turnwise train`.
         RunDirectoryError: its files are not this service's to delete; nothing is changed then.
         StoreUnavailable: the database does not answer; its files are where they were.
     """
@@ -37,6 +40,7 @@ def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None
     if path is None or not path.is_dir():
         jobs.remove(store, job.id)
         return
+    refuse_found(job, "delete")
     if files:
         data.refuse_foreign(path)
     with _held(job, path):

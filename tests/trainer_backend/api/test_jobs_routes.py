@@ -1,6 +1,7 @@
 """Posting, looking, deleting: every way in, and every way that it is refused."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,7 @@ async def test_a_job_that_never_ran_is_deleted_too(served):
     assert (await served.client.delete(f"/jobs/{second}", params={"files": True})).status_code == 204
 
 
-async def test_a_run_of_the_command_line_is_shown_left_alone_and_deleted_once_nobody_trains_it(served):
+async def test_a_run_of_the_command_line_is_shown_and_left_alone_and_forgotten_once_it_is_gone(served):
     run = create_run(tiny_job(), served.service.data.path / "tiny")
     with locked(run.path):
         await asyncio.to_thread(served.service.watcher.look, everything=True)
@@ -197,8 +198,13 @@ async def test_a_run_of_the_command_line_is_shown_left_alone_and_deleted_once_no
         assert refused.status_code == 409 and "run of `turnwise train`" in refused.json()["detail"]
         assert (await served.client.delete(f"/jobs/{job['id']}")).status_code == 409
     await asyncio.to_thread(served.service.watcher.look, everything=True)
-    assert (await served.client.delete(f"/jobs/{job['id']}", params={"files": True})).status_code == 204
-    assert not run.path.exists()
+    assert (await served.job("tiny"))["state"] == "paused"
+    for files in (False, True):
+        answer = await served.client.delete(f"/jobs/{job['id']}", params={"files": files})
+        assert answer.status_code == 409 and "not this service's to delete" in answer.json()["detail"]
+    assert (run.path / "run.json").exists() and not (run.path / "forgotten").exists()
+    shutil.rmtree(run.path)
+    assert (await served.client.delete(f"/jobs/{job['id']}")).status_code == 204
 
 
 async def test_a_job_of_another_service_on_the_same_database_is_shown_and_left_to_it(tmp_path):
@@ -213,6 +219,20 @@ async def test_a_job_of_another_service_on_the_same_database_is_shown_and_left_t
             mine = await second.post("quick")
             await second.until(mine, "succeeded")
         assert (await first.job(job_id))["state"] == "running"
+
+
+async def test_a_service_that_only_shows_changes_no_job(tmp_path):
+    async with serving(settings_for(tmp_path)) as served:
+        job_id = await served.post("quick")
+        run_dir = Path((await served.until(job_id, "succeeded"))["run_dir"])
+    async with serving(settings_for(tmp_path, max_jobs=0)) as served:
+        for answer in (
+            await served.client.delete(f"/jobs/{job_id}", params={"files": True}),
+            await served.client.delete(f"/jobs/{job_id}"),
+            await served.ask("cancel", job_id),
+        ):
+            assert (answer.status_code, answer.json()["code"]) == (409, "runs_no_jobs")
+        assert (await served.job(job_id))["state"] == "succeeded" and run_dir.exists()
 
 
 async def test_a_service_that_only_shows_takes_no_jobs(tmp_path):
