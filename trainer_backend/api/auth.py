@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from http.cookies import CookieError, SimpleCookie
 
@@ -11,6 +12,9 @@ from pydantic import SecretStr
 RawHeaders = Iterable[tuple[bytes, bytes]]
 COOKIE = "turnwise_session"
 SESSION_S = 7 * 24 * 3600
+# Wrong keys of one address at the log-in page.
+MOST_GUESSES, GUESSES_S = 10, 60.0
+_MOST_ADDRESSES = 10_000
 _PURPOSE = b"turnwise session "
 
 
@@ -54,6 +58,33 @@ class Keys:
 
     def _signature(self, ends: str) -> str:
         return hmac.new(self._signing, ends.encode(), hashlib.sha256).hexdigest()
+
+
+class Guesses:
+    """Wrong keys of the log-in page by the address that they come from: a few a minute, and no more.
+
+    Args:
+        clock: seconds of any beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wrong: OrderedDict[str, list[float]] = OrderedDict()
+
+    def wait_s(self, address: str) -> float:
+        """How long this address has to wait before its next one; 0: it may guess."""
+        now_s = self._clock()
+        times = [one for one in self._wrong.get(address, []) if now_s - one < GUESSES_S]
+        return GUESSES_S - (now_s - times[0]) if len(times) >= MOST_GUESSES else 0.0
+
+    def count(self, address: str) -> None:
+        """One was wrong."""
+        times = self._wrong.setdefault(address, [])
+        times.append(self._clock())
+        del times[:-MOST_GUESSES]
+        self._wrong.move_to_end(address)
+        while len(self._wrong) > _MOST_ADDRESSES:
+            self._wrong.popitem(last=False)
 
 
 def presented_keys(headers: RawHeaders) -> list[bytes]:

@@ -4,6 +4,7 @@ A link from elsewhere brings it (SameSite=lax), and only reads; what changes som
 of ours (gate.py), whatever it brings.
 """
 
+import math
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -17,6 +18,8 @@ from trainer_backend.dashboard.rendering import page
 
 router = APIRouter(include_in_schema=False)
 _LONGEST = 2000
+_WRONG = "That is not the key of this service."
+_TOO_MANY = "Too many wrong keys came from here. Try again in {wait_s} s."
 
 
 @router.get(LOGIN)
@@ -24,7 +27,7 @@ async def ask(request: Request, next: Annotated[str, Query(max_length=_LONGEST)]
     """The form; nobody has to fill it in where there is no key."""
     if not service_of(request).keys.configured:
         return RedirectResponse(own_path(next), 303)
-    return page("login", next=own_path(next), refused=False)
+    return page("login", next=own_path(next), refused="")
 
 
 @router.post(LOGIN)
@@ -33,10 +36,16 @@ async def log_in(
     key: Annotated[str, Form(max_length=_LONGEST)],
     next: Annotated[str, Form(max_length=_LONGEST)] = "/",
 ) -> Response:
-    """A session for the right key."""
-    keys = service_of(request).keys
+    """A session for the right key; after some wrong ones nobody looks at the next for a while."""
+    keys, guesses = service_of(request).keys, service_of(request).guesses
+    address = request.client.host if request.client is not None else ""
+    if wait_s := math.ceil(guesses.wait_s(address)):
+        answer = page("login", status=429, next=own_path(next), refused=_TOO_MANY.format(wait_s=wait_s))
+        answer.headers["Retry-After"] = str(wait_s)
+        return answer
     if not keys.opens(key):
-        return page("login", status=401, next=own_path(next), refused=True)
+        guesses.count(address)
+        return page("login", status=401, next=own_path(next), refused=_WRONG)
     response = RedirectResponse(own_path(next), 303)
     response.set_cookie(
         COOKIE, keys.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",

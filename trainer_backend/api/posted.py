@@ -4,6 +4,7 @@ Whoever may post jobs may train; he may not read the operator's files, run code 
 operator's keys to a host of his choice, or listen where he likes. Errors never repeat a key.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,6 +32,8 @@ _MOST_TAGS, _LONGEST_TAG = 32, 200
 # Tables and lists in one another; the schema needs a few. What reads and writes TOML calls itself for each.
 _DEEPEST = 32
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
+# How deep a folder of data, or a run with its checkpoints, holds files that are read.
+_FOLDERS = 3
 _LONGEST_PATH = 4_096  # Linux
 _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's own; longer ones cannot be written down again
 
@@ -174,9 +177,14 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
     if config.services.gateway_host != bounds.gateway_host:
         yield "services.gateway_host is the service's own to choose (--gateway-host); leave it out"
     for key, path in paths_of(config):
+        roots = ", ".join(map(str, _roots(key, bounds)))
         if not _is_allowed(key, path, bounds):
-            roots = ", ".join(map(str, _roots(key, bounds)))
             yield f"{key} names a file outside of what posted jobs may read: {roots} (--allow-root)"
+        elif (link := _link_out_of(path, key, bounds)) is not None:
+            yield (
+                f"{key} holds a link, {link.name!r}, that leads outside of what posted jobs may read: "
+                f"{roots} (--allow-root)"
+            )
     for url in config.services.task_url:
         # On this machine too: the operator's key for task apps goes to whoever listens there.
         if url.rstrip("/") not in bounds.task_urls:
@@ -221,6 +229,22 @@ def _is_allowed(key: str, path: Path, bounds: Bounds) -> bool:
     if key in CODE_PATHS and real.is_relative_to(bounds.data_dir):
         return False
     return any(real.is_relative_to(root) for root in _roots(key, bounds))
+
+
+def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) -> Path | None:
+    """A link in a folder, or in folders in it, that leads where the job may not read."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_symlink() and not _is_allowed(key, path, bounds):
+                    return path
+                inside = depth and entry.is_dir() and _link_out_of(path, key, bounds, depth - 1)
+                if inside:
+                    return inside
+    except OSError:  # a file; or what nobody can read, this job neither
+        pass
+    return None
 
 
 def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:

@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from fastapi import Request
 
-from trainer_backend.api.auth import Keys
+from trainer_backend.api.auth import Guesses, Keys
 from trainer_backend.api.check_process import CheckProcess
 from trainer_backend.api.observed import Requests
 from trainer_backend.api.settings import Settings
@@ -42,6 +42,7 @@ class Service:
     checks: CheckProcess
     supervisor: Supervisor | None
     keys: Keys
+    guesses: Guesses = field(default_factory=Guesses)
     requests: Requests = field(default_factory=Requests)
     streams: int = 0
 

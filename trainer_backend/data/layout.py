@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import did_you_mean, shown
 from trainer_backend.data.records import READERS
 from trainer_backend.errors import DataError
 
@@ -57,7 +57,7 @@ def _splits(folder: Path, wanted: str) -> Splits:
         names = _json(folder / "dataset_dict.json").get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DataError("has no list `splits` of names", where=str(folder / "dataset_dict.json"))
-        return {name: _saved(folder / name) for name in names}
+        return {name: _saved(_inside(folder, name, folder / "dataset_dict.json")) for name in names}
     if (folder / "state.json").is_file():
         name = _json(folder / "state.json").get("_split")
         return {str(name or wanted): _saved(folder)}
@@ -76,10 +76,17 @@ def _saved(folder: Path) -> Sequence[Path]:
     if document.get("_indices_data_files") or document.get("_indices_files"):
         raise DataError("picks rows by an index of its own; save it anew with datasets>=2", where=str(state))
     try:
-        files = [folder / entry["filename"] for entry in document["_data_files"]]
+        names = [entry["filename"] for entry in document["_data_files"]]
     except (KeyError, TypeError) as error:
         raise DataError("has no list `_data_files` of file names", where=str(state)) from error
-    return files
+    return [_inside(folder, name, state) for name in names]
+
+
+def _inside(folder: Path, name: Any, where: Path) -> Path:
+    """What a file of the folder names beside itself; a path would lead to any file of the machine."""
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\0"}:
+        raise DataError(f"names {shown(name)}, which is no name of a file in its folder", where=str(where))
+    return folder / name
 
 
 def _by_name(folder: Path) -> dict[str, list[Path]]:

@@ -30,7 +30,10 @@ class JobTable(Table):
     """[job]"""
 
     name: str = Field(
-        default="job", pattern=r"^[A-Za-z0-9._-]+$", max_length=60, description="first part of `model`"
+        default="job",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",  # a folder's, too: not `..`, not hidden, no flag
+        max_length=60,
+        description="first part of `model`, and of the run directory's name",
     )
     seed: int = Field(
         default=0, ge=0, lt=2**31, description="every world, sampling and shuffle seed follows from it"

@@ -19,6 +19,8 @@ from trainer_backend.rundir.ledger import forget_consumed_after
 from trainer_backend.rundir.spool import tidy_spools
 from trainer_backend.rundir.whole_files import flush, replace_text
 
+# Of a run directory: jobs and rollouts may hold what other users of the machine are not to read.
+OWNERS_ALONE = 0o700
 _FOLDERS = ("rollouts", "checkpoints")
 # Of fixed policies (rundir.fixed_record); not there in a run without.
 FIXED_RECORD = "fixed_policies.json"
@@ -170,7 +172,7 @@ def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
     run = RunDirectory(path, f"{job.job.name}.{uuid4().hex[:12]}")
     with writing(path):
         for folder in (path, *(path / name for name in _FOLDERS)):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
     with lock.locked(path):
         if (path / "run.json").exists():
             raise RunDirectoryError(
@@ -193,7 +195,7 @@ def _free_folder(base: Path) -> Path:
         for number in count(1):
             path = base if number == 1 else base.with_name(f"{base.name}-{number}")
             try:
-                path.mkdir(parents=True)
+                path.mkdir(OWNERS_ALONE, parents=True)
             except FileExistsError:
                 continue
             return path

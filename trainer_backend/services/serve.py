@@ -37,7 +37,7 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
         return load_job(job_path or (run or Path()) / "job.toml", overrides), model_in(folder)
     positions = read_config(folder).get("max_position_embeddings")
     document = {
-        "job": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:60] or "model"},
+        "job": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip(".-")[:60] or "model"},
         "model": {"path": str(folder)},
         "inference": {"max_model_len": min(positions or _LONGEST, _LONGEST)},
     }

@@ -1,5 +1,6 @@
 """The door to the database: its address, its transactions, and what goes wrong with it as one sentence."""
 
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,11 +159,13 @@ def _engine(address: URL) -> Engine:
         )
         event.listen(engine, "connect", _prepare_postgresql)
         return engine
-    folder = Path(str(address.database)).parent
+    file = Path(str(address.database))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(0o700, parents=True, exist_ok=True)
+        # Before SQLite makes it for everybody to read; the files that it puts beside have the same mode.
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
-        raise StoreUnavailable(f"{folder} cannot be made for the store: {error}") from error
+        raise StoreUnavailable(f"{file} cannot be made for the store: {error}") from error
     engine = create_engine(address, connect_args={"timeout": _BUSY_S}, hide_parameters=True)
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

@@ -14,7 +14,7 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job import parse_job
 from trainer_backend.rundir import lock
 from trainer_backend.rundir.boundary import writing
-from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.rundir.layout import OWNERS_ALONE, RunDirectory, create_run, open_run
 from trainer_backend.store.rows import JobRow
 
 _SERVICE = ".service"
@@ -132,7 +132,8 @@ def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
     """
     folder = path.resolve()
     with writing(folder):
-        (folder / _SERVICE).mkdir(parents=True, exist_ok=True)
+        for made in (folder, folder / _SERVICE):
+            made.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
         descriptor = os.open(folder / _SERVICE / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if runs_jobs and not _locked(descriptor):

@@ -157,6 +157,22 @@ def test_no_way_leads_out_of_a_root(bounds, way):
     )
 
 
+def test_no_link_inside_of_a_folder_leads_out_of_a_root(bounds):
+    folders = files(bounds)
+    root = folders["root"]
+    link = root / "set" / "data" / "train"
+    (root / "set" / "data").mkdir(parents=True)
+    tables = {"data": {"path": str(root / "set"), "evaluation_split": "test"}}
+    link.symlink_to(root / "file")
+    posted(bounds, **tables)
+    link.unlink()
+    link.symlink_to(folders["outside"] / "file")
+    assert "data.path holds a link, 'train', that leads outside" in refused(bounds, **tables)
+    link.unlink()
+    (root / "model" / "vocab.json").symlink_to("/etc/passwd")
+    assert "model.path holds a link, 'vocab.json'" in refused(bounds, model={"path": str(root / "model")})
+
+
 def test_whether_a_foreign_file_is_there_is_not_told(bounds):
     outside = bounds.data_dir.parent / "outside"
     gone = refused(bounds, model={"path": str(outside / "gone")})

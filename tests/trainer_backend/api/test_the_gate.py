@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import serving, settings_for
-from trainer_backend.api.auth import COOKIE, SESSION_S, Keys
+from trainer_backend.api.auth import COOKIE, SESSION_S, Guesses, Keys
 from trainer_backend.api.login import own_path
 from trainer_backend.api.origins import is_cross_site, names_this_machine
 
@@ -80,6 +80,28 @@ async def test_a_person_is_sent_to_the_log_in_page_and_back(tmp_path):
         assert (await client.get("/jobs")).status_code == 200, "the client keeps the session"
 
 
+async def test_after_ten_wrong_keys_the_log_in_page_looks_at_none_and_programs_with_the_key_go_on(tmp_path):
+    async with with_key(tmp_path) as client:
+        wrong = [await client.post("/login", data={"key": f"guess {n}"}) for n in range(10)]
+        assert {answer.status_code for answer in wrong} == {401}
+        right = await client.post("/login", data={"key": KEY})
+        assert right.status_code == 429 and 0 < int(right.headers["retry-after"]) <= 60
+        assert "Try again in" in right.text and "set-cookie" not in right.headers
+        assert (await client.get("/jobs", headers={"X-API-Key": KEY})).status_code == 200
+
+
+def test_wrong_keys_are_forgotten_after_a_minute_and_counted_by_address():
+    now_s = [0.0]
+    guesses = Guesses(lambda: now_s[0])
+    for second in range(10):
+        assert guesses.wait_s("a") == 0.0
+        now_s[0] = float(second)
+        guesses.count("a")
+    assert (guesses.wait_s("a"), guesses.wait_s("b")) == (51.0, 0.0)  # the first came at 0, now it is 9
+    now_s[0] = 60.0
+    assert guesses.wait_s("a") == 0.0
+
+
 async def test_a_session_ends_after_a_week_and_with_its_key():
     now_s = [1_000.0]
     keys = Keys(SecretStr(KEY), clock=lambda: now_s[0])
@@ -136,7 +158,24 @@ async def test_a_program_with_the_key_may_come_from_anywhere(tmp_path):
         assert (await client.get("/jobs", headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.nip.io:8100", "10.0.0.1", "", "[::2]", "a:b:c"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.nip.io:8100",
+        "10.0.0.1",
+        "",
+        "[::2]",
+        "a:b:c",
+        "[::1]evil",
+        "[::1]evil:8100",
+        "[::1].evil.example",
+        "x@127.0.0.1",
+        "127.0.0.1:80:80",
+        "localhost:evil",
+        "127.0.0.1/",
+    ],
+)
 async def test_without_a_key_a_name_that_is_not_this_machines_is_refused(served, host):
     # its owner may have pointed it at 127.0.0.1, and a page from there would count as ours
     answer = await served.client.get("/jobs", headers={"Host": host})

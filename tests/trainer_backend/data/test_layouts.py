@@ -153,6 +153,9 @@ def test_a_saved_folder_that_is_incomplete_is_told_by_the_file_that_is_missing(t
     document = json.loads(state.read_text())
     state.write_text(json.dumps({**document, "_data_files": [{"filename": "gone.arrow"}]}))
     assert "gone.arrow: cannot be read as arrow" in refused(folder)
+    for outside in ("../../x.arrow", "/etc/passwd", "..", "", 3, "a\0"):
+        state.write_text(json.dumps({**document, "_data_files": [{"filename": outside}]}))
+        assert "which is no name of a file in its folder" in refused(folder)
     state.write_text(json.dumps({**document, "_data_files": ["gone.arrow"]}))
     assert "has no list `_data_files`" in refused(folder)
     state.write_text(json.dumps({**document, "_indices_data_files": [{"filename": "indices.arrow"}]}))
@@ -161,6 +164,8 @@ def test_a_saved_folder_that_is_incomplete_is_told_by_the_file_that_is_missing(t
     assert "is a list; it is a JSON object" in refused(folder)
     state.unlink()
     assert "state.json: is missing" in refused(folder)
+    (folder / "dataset_dict.json").write_text('{"splits": ["../train"]}')
+    assert "names '../train' (str), which is no name" in refused(folder)
     (folder / "dataset_dict.json").write_text('{"splits": "train"}')
     assert "has no list `splits`" in refused(folder)
 

@@ -31,6 +31,19 @@ def test_a_run_is_opened_as_it_was_made(tmp_path: Path):
     }  # fmt: skip
 
 
+def test_nobody_but_its_owner_may_look_into_a_run(tmp_path: Path):
+    named = create_run(tiny_job(), tmp_path / "run").path
+    numbered = create_run(job_in(tmp_path / "runs")).path
+    for folder in (named, numbered, named / "rollouts", named / "checkpoints"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", [".", "..", ".service", "-x", "", "a/b", "a\n"])
+def test_a_job_is_called_as_a_folder_may_be(name):
+    with pytest.raises(JobError, match=r"job\.name is .*String should match pattern"):
+        tiny_job(job__name=name)
+
+
 def test_the_job_of_a_run_may_be_changed_but_for_its_name(tmp_path: Path):
     run = create_run(tiny_job(job__name="a.b"), tmp_path / "folder")
     assert run.changed_job(["training.iterations=7"]).config.training.iterations == 7

@@ -61,6 +61,12 @@ def test_sqlite_keeps_a_write_ahead_log_and_its_references(tmp_path: Path):
     with store.reading() as connection:
         assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
         assert connection.scalar(text("PRAGMA foreign_keys")) == 1
+    with store.writing() as connection:
+        connection.execute(text("CREATE TABLE x (y)"))
+    # its folder, and every file of it, are the owner's alone
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "new").iterdir()}
+    assert modes == dict.fromkeys(["store.db", "store.db-wal", "store.db-shm"], 0o600)
     store.close()
 
 
