@@ -10,12 +10,11 @@ from shared_schemas.base import OpenBody
 from trainer_backend.api.finding import job_named
 from trainer_backend.api.jobs_routes import CreateQuery, IdempotencyKey, Resolved
 from trainer_backend.api.launcher import translated
-from trainer_backend.api.posted import document_of, posted_job
+from trainer_backend.api.posted import document_of
 from trainer_backend.api.service import Service, service_of
-from trainer_backend.api.submitting import Submission, digest_of, submit
+from trainer_backend.api.submitting import Submission, digest_of, resolution, submit
 from trainer_backend.api.task_app_trial import Verified, Verify, tried, verified
 from trainer_backend.api.views import JobView, job_view
-from trainer_backend.job import dump_job
 from trainer_backend.store.rows import JobRow
 
 router = APIRouter(tags=["launchers"])
@@ -80,10 +79,9 @@ async def create_rl_job(
     warnings = (*_not_read(body), *not_read)
     sent = Submission(tables, digest_of(await request.body()), body.tags)
     if query.dry_run:
-        posted = await service.ask(posted_job, sent.document, service.settings.bounds, sent.tags)
-        toml = dump_job(posted.loaded.config)
-        warnings = (*warnings, *posted.loaded.warnings, *await tried(toml))
-        return Response(Resolved(toml=toml, warnings=warnings).model_dump_json(), media_type=_JSON)
+        found = await resolution(service, sent)
+        warnings = (*warnings, *found.warnings, *await tried(found.toml))
+        return Response(Resolved(toml=found.toml, warnings=warnings).model_dump_json(), media_type=_JSON)
     job, made, doubts = await submit(service, sent, idempotency_key, tried)
     if not made:
         response.status_code = 200
