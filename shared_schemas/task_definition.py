@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from shared_schemas.base import Body
+from shared_schemas.messages import Message
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import (
     Decisions,
@@ -23,7 +24,7 @@ from shared_schemas.rollouts import (
 )
 
 _DEFAULTS = RolloutLimits()
-_PROMPT = "the prompt is the environment's; what it lets a task say stands in base_resource_config"
+_OPENING = "what an episode opens with stands in messages"
 _ONE = "a request is one episode; a job has training.group_size"
 # Published words that would be dropped in silence otherwise, and where their fact has its place.
 MEANT_ELSEWHERE = {
@@ -32,9 +33,8 @@ MEANT_ELSEWHERE = {
     "resource_server": "environments live in the task app; name one of them in resource_type",
     "reward_function_path": "a rollout request names one of the operator's in reward_function, never a path",
     "evaluation_criteria": "an episode is scored by its environment, or by a reward function of the operator",
-    "messages": _PROMPT,
-    "initial_user_prompt": _PROMPT,
-    "goal_description": _PROMPT,
+    "initial_user_prompt": _OPENING,
+    "goal_description": _OPENING,
     "dataset_path": "a request is one episode; a job lists its worlds in rollout.seeds",
     "num_rollouts": _ONE,
     "num_rollouts_per_sample": _ONE,
@@ -51,6 +51,11 @@ class TaskDefinitionModel(Body):
     description: str = Field(default="", max_length=10_000)
     resource_type: Name = Field(description="the environment, by its name on the task app's plug board")
     base_resource_config: dict[str, Any] = Field(default_factory=dict, description="its config")
+    messages: tuple[Message, ...] = Field(
+        default=(),
+        description="stand before those of the environment, whose system message they replace by their own; "
+        "an environment whose config has a prompt opens with these alone",
+    )
     max_episode_steps: Decisions = _DEFAULTS.max_decisions
     max_invalid_decisions: Decisions = _DEFAULTS.max_invalid_decisions
     timeout_s: Seconds = _DEFAULTS.timeout_s

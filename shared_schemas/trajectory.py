@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
-from pydantic import Field
+from pydantic import Discriminator, Field, JsonValue, Tag
 
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
@@ -71,6 +71,19 @@ class PolicyLogprobs(Body):
     logprobs: tuple[float, ...]
     finish_reason: str
     versions: tuple[tuple[int, int], ...]
+
+
+def _kind_of_logprobs(value: Any) -> str:
+    """Exact tokens are told by the versions that sampled them, which nobody else knows of."""
+    versions = "versions" in value if isinstance(value, dict) else isinstance(value, PolicyLogprobs)
+    return "exact" if versions else "own"
+
+
+# What a policy tells of its log-probs: the exact tokens of a model call, or JSON of its own.
+LogProbs = Annotated[
+    Annotated[PolicyLogprobs, Tag("exact")] | Annotated[dict[str, JsonValue], Tag("own")],
+    Discriminator(_kind_of_logprobs),
+]
 
 
 class ObservationData(Body):
@@ -198,7 +211,9 @@ class StepData(Body):
     raw_policy_output: str | None = None
     policy_name: str = ""
     sampling: Sampling | None = None
-    policy_logprobs: PolicyLogprobs | None = None
+    policy_logprobs: LogProbs | None = Field(
+        default=None, description="the exact tokens; of a policy that does not know them, what it tells"
+    )
     policy_value_estimate: float | None = None
     base_reward: float | None = Field(
         default=None, description="of a user's reward function for this step; None: it gave none"
@@ -297,7 +312,6 @@ class StepData(Body):
 # Published fields that the wire has a body for, which more than that may be given for.
 _BODIES: dict[str, type[Body]] = {
     "observation_data": ObservationData,
-    "policy_logprobs": PolicyLogprobs,
     "step_info": StepInfo,
 }
 # What is remembered in this process beside the fields.
@@ -328,6 +342,12 @@ def _answer(step: StepData) -> Message:
     # The raw output of a call holds the call itself, which stands in tool_calls already.
     written = step.action_taken.get("content", step.raw_policy_output) or ""
     return Message(role="assistant", content=written, tool_calls=step.tool_calls or None)
+
+
+def exact_tokens(step: StepData) -> PolicyLogprobs | None:
+    """The tokens of its model call, which training needs; None of a policy that does not know them."""
+    tokens = step.policy_logprobs
+    return tokens if isinstance(tokens, PolicyLogprobs) else None
 
 
 class UserReward(Body):

@@ -5,7 +5,7 @@ from typing import Any
 
 from task_app.actions import Choice, ReadAction, read_action
 from task_app.errors import PolicyUnavailable, boundary
-from task_app.protocols import AgentPolicy, PolicyObservation, RetryingPolicy
+from task_app.protocols import AgentPolicy, PolicyObservation, RetryingPolicy, policy_name
 
 
 async def ask(
@@ -20,7 +20,7 @@ async def ask(
     """
     try:
         async with asyncio.timeout(max(0.0, timeout_s)):
-            with boundary(f"policy {policy.name}"):
+            with boundary(f"policy {policy_name(policy)}"):
                 action, raw, log_probs, value = await policy.get_action(observation, tools)
                 return Choice(action, raw, log_probs or {}, value), read_action(action)
     except TimeoutError as exc:

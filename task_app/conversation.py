@@ -18,7 +18,7 @@ from task_app.context_tools import Budget, apply, context_specs
 from task_app.errors import CriticalError, boundary, encodable
 from task_app.history import Change, History
 from task_app.interactions.replies import InteractionReply
-from task_app.prompts import Carried, Execute, Prompt
+from task_app.prompts import Carried, Execute, Prompt, opened_with
 from task_app.protocols import ConversationalEnvironment, DecisionOutcome, Observation, PastDecision
 
 NOT_RUN = "error: not carried out: the episode had ended before"
@@ -39,6 +39,7 @@ class Conversation:
         environment: opens the conversation; its calls have a result each.
         multi_turn: limits, and whether the model may edit its context.
         interaction: answers where no call is left, opened for this episode; None: the environment, or nobody.
+        opening: messages of the task, before those that the environment opens with.
     """
 
     past: Sequence[PastDecision] = ()
@@ -48,8 +49,10 @@ class Conversation:
         environment: ConversationalEnvironment,
         multi_turn: MultiTurn,
         interaction: AbstractAsyncContextManager[Answering] | None = None,
+        opening: Sequence[Message] = (),
     ) -> None:
         self._environment = environment
+        self._opening = opening
         self._multi_turn = multi_turn
         self._binding = interaction
         self._interaction: Answering | None = None
@@ -72,7 +75,7 @@ class Conversation:
 
     def begin(self, past: Sequence[PastDecision]) -> None:
         with boundary("environment.opening"):
-            opening = self._environment.opening()
+            opening = opened_with(self._opening, self._environment.opening())
             self.history = History.opened(opening, shows_ids=self._multi_turn.statelm_enabled)
 
     def prompt(self, observation: Observation) -> Prompt:

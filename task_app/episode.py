@@ -1,6 +1,9 @@
 """The one loop of an episode: prompt -> policy -> environment -> StepData, until a reason to end holds.
 
-Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; DESIGN.md 4.2 to 4.5.
+    worker = RLRolloutWorker(task_definition, agent_policy, max_episode_steps)
+    steps, messages, ground_truth = await worker.run_episode()
+
+Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; DESIGN.md 4.2 to 4.5, 4.16.
 """
 
 import asyncio
@@ -17,24 +20,30 @@ from shared_schemas.trajectory import PolicyLogprobs, StepData, StopReason, Traj
 from task_app.actions import Choice, ReadAction
 from task_app.asking import ask
 from task_app.context_tools import Budget
+from task_app.conversation import Conversation
 from task_app.errors import (
     ContextLengthExceeded,
     CriticalError,
     DeadlineExceeded,
     EpisodeFailed,
+    InvalidRequest,
     TaskAppError,
+    UnknownName,
     boundary,
     encodable,
 )
 from task_app.execution import execute
 from task_app.guards.threads import Threads
+from task_app.plugins import ENVIRONMENTS, default_plug_boards
 from task_app.prompts import Carried, FreshPrompts, Prompt, Prompts, TokenCount
 from task_app.protocols import (
     AgentPolicy,
+    ConversationalEnvironment,
     Environment,
     Observation,
     PastDecision,
     PolicyObservation,
+    policy_name,
 )
 from task_app.records import Decided, ended, finite, policy_logprobs, step_data
 from task_app.snapshots.starts import EpisodeStart, world_of
@@ -49,13 +58,15 @@ class RLRolloutWorker:
     """Runs one episode once. `run_episode` collects the steps; afterwards `trajectory()` holds them.
 
     Args:
-        task_definition: the limits of the episode, and the ground truth, which is handed through.
-        environment: the one that it names, built; started here, not shared with another worker.
+        task_definition: names the environment and its config, the messages that the episode opens with, its
+            limits, and the ground truth, which is handed through.
         agent_policy: asked once a decision.
-        seed: of the world.
+        max_episode_steps: most decisions; None: the task's own.
+        environment: in the place of the named one; started here, not shared with another worker.
+        seed: of the world; workers of one task and seed are siblings.
         start: how the environment is brought to its start; into the world of `seed` when absent.
         step_rewards: whether the steps' metadata carries decision_rewards.
-        prompts: how they come about; the environment renders each, when absent.
+        prompts: how they come about; as the environment and the task have it, when absent.
         multi_turn: limits of a conversation.
         keep: is asked before every decision for a snapshot, which the step then carries.
         final_view: whether the policy is asked once more, for a token, where a limit cuts the episode short.
@@ -65,11 +76,12 @@ class RLRolloutWorker:
 
     def __init__(
         self,
-        *,
         task_definition: TaskDefinitionModel,
-        environment: Environment,
         agent_policy: AgentPolicy,
-        seed: int,
+        max_episode_steps: int | None = None,
+        *,
+        environment: Environment | None = None,
+        seed: int = 0,
         start: EpisodeStart | None = None,
         step_rewards: StepRewards | None = None,
         state_keys: EpisodeStateKeys | None = None,
@@ -80,8 +92,13 @@ class RLRolloutWorker:
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        task_definition = _limited(task_definition, max_episode_steps)
+        opening = task_definition.messages
+        if environment is None:
+            environment, opening = _environment_of(task_definition)
         self._environment = environment
         self._policy = agent_policy
+        self._policy_name = policy_name(agent_policy)
         self._seed = seed
         self._start_at = start or world_of(seed, threads)
         self._ground_truth = task_definition.ground_truth
@@ -94,8 +111,8 @@ class RLRolloutWorker:
         self._final_view: PolicyLogprobs | None = None
         self._threads = threads
         self._clock = clock
-        self._prompts = prompts or FreshPrompts(environment)
         self._multi_turn = multi_turn or MultiTurn()
+        self._prompts = prompts or _prompts(environment, self._multi_turn, opening)
         self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
         self._tokens = TokenCount()
         self._steps: list[StepData] = []
@@ -163,7 +180,7 @@ class RLRolloutWorker:
         last = self._steps[-1]
         return Trajectory(
             env_name=self._environment.name,
-            policy_name=self._policy.name,
+            policy_name=self._policy_name,
             model=encodable(self._model),
             seed=self._seed,
             parent_rollout_id=self._start_at.parent_rollout_id,
@@ -282,7 +299,7 @@ class RLRolloutWorker:
     def _record(self, decided: Decided) -> EpisodeFacts:
         """Append the decision to everything that remembers it."""
         with boundary(f"the record of decision {decided.turn}"):
-            step = step_data(decided, policy_name=self._policy.name, step_rewards=self._step_rewards)
+            step = step_data(decided, policy_name=self._policy_name, step_rewards=self._step_rewards)
         self._prompts.remember(step, self._steps[-1] if self._steps else None)
         self._steps.append(step)
         carried, outcome = decided.carried, decided.carried.outcome
@@ -328,3 +345,38 @@ class RLRolloutWorker:
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._started_s
+
+
+def _limited(task: TaskDefinitionModel, max_episode_steps: int | None) -> TaskDefinitionModel:
+    """The task with this limit; checked, since it may be anything."""
+    if max_episode_steps is None:
+        return task
+    return TaskDefinitionModel.model_validate({**dict(task), "max_episode_steps": max_episode_steps})
+
+
+def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
+    """The environment that a task names, and what of its messages that one does not say by itself.
+
+    Raises:
+        UnknownName, InvalidRequest: there is none of this name, or its config is wrong.
+    """
+    config, opening = dict(task.base_resource_config), task.messages
+    plugin = ENVIRONMENTS.get(task.resource_type)
+    if plugin is None:
+        raise UnknownName("environment", task.resource_type, ENVIRONMENTS, where="resource_type")
+    if opening and "prompt" in plugin.config.model_fields:
+        if "prompt" in config:
+            raise InvalidRequest(
+                "messages and base_resource_config.prompt are both given, and an episode has one opening",
+                where="messages",
+            )
+        config, opening = {**config, "prompt": opening}, ()
+    # Of `where` and "config" the path is made that stands in an error: base_resource_config.
+    return default_plug_boards().environment(task.resource_type, config, where="base_resource_"), opening
+
+
+def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Message, ...]) -> Prompts:
+    """A conversation where the environment holds one; there nobody answers as the user but itself."""
+    if isinstance(environment, ConversationalEnvironment):
+        return Conversation(environment, multi_turn, opening=opening)
+    return FreshPrompts(environment, opening)

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from task_app.errors import InferenceKeyNeeded, InvalidRequest
-from task_app.protocols import RestorablePolicy, RetryingPolicy
+from task_app.protocols import RestorablePolicy, RetryingPolicy, policy_name
 from task_app.services import Services
 from task_app.sessions import PolicySession
 from task_app.snapshots.sessions import policy_session, take_policy
@@ -16,7 +16,7 @@ class SessionPolicy:
 
     def __init__(self, session: PolicySession) -> None:
         self._session = session
-        self.name = session.policy.name
+        self.name = policy_name(session.policy)
 
     @property
     def pending_failure(self) -> str | None:
@@ -67,7 +67,7 @@ def _give_key(services: Services, session: PolicySession, inference_key: SecretS
     """Build the policy anew around the key, in the state that it is in."""
     if not isinstance(session.policy, RestorablePolicy):
         raise InvalidRequest(
-            f"policy {session.policy.name!r} cannot take another inference_key: "
+            f"policy {policy_name(session.policy)!r} cannot take another inference_key: "
             "it has no snapshot() and restore()",
             where=where,
             hint="make another policy with the key",

@@ -111,11 +111,24 @@ class TokenCount:
         self.context = None if prompt is None else prompt + sampled
 
 
-class FreshPrompts:
-    """An environment that renders each prompt from its observation and the last decisions."""
+def opened_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Message, ...]:
+    """The opening of a task, then the environment's messages; a prompt has one system message, the first."""
+    if any(message.role == "system" for message in opening):
+        own = [message for message in own if message.role != "system"]
+    return (*opening, *own)
 
-    def __init__(self, environment: Environment) -> None:
+
+class FreshPrompts:
+    """An environment that renders each prompt from its observation and the last decisions.
+
+    Args:
+        environment: renders.
+        opening: messages of the task, which stand before the environment's in every prompt.
+    """
+
+    def __init__(self, environment: Environment, opening: Sequence[Message] = ()) -> None:
         self._environment = environment
+        self._opening = opening
         self.tools = environment.tools()
         self.past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
 
@@ -127,7 +140,8 @@ class FreshPrompts:
 
     def prompt(self, observation: Observation) -> Prompt:
         with boundary("environment.messages"):
-            return Prompt(self._environment.messages(observation, tuple(self.past)))
+            own = self._environment.messages(observation, tuple(self.past))
+        return Prompt(opened_with(self._opening, own))
 
     async def carry_out(
         self, choice: Choice, read: ReadAction, before: Observation, execute: Execute, budget: Budget

@@ -3,7 +3,7 @@
 `Environment` knows its game, `AgentPolicy` decides, and `task_app.episode.RLRolloutWorker` joins the two.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -75,13 +75,24 @@ class PastDecision:
     outcome: DecisionOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyObservation:
-    """What `RLRolloutWorker` hands to a policy: a snapshot, never an alias of a list that grows."""
+class PolicyObservation(list[Message]):
+    """What `RLRolloutWorker` hands to a policy: the messages of its prompt, and what stands behind them.
 
-    messages: tuple[Message, ...]
-    data: Mapping[str, Any]
-    max_tokens: int | None = None  # the most that it may sample: what is left of a budget, at least 1
+    A list of its own for each decision, never an alias of one that grows.
+
+    Attributes:
+        data: the observation as plain values, which scripted policies play from.
+        max_tokens: the most that the policy may sample: what is left of a budget, at least 1; None: no limit.
+    """
+
+    __slots__ = ("data", "max_tokens")
+
+    def __init__(
+        self, messages: Iterable[Message], data: Mapping[str, Any], max_tokens: int | None = None
+    ) -> None:
+        super().__init__(messages)
+        self.data = data
+        self.max_tokens = max_tokens
 
 
 class Tool(Protocol):
@@ -199,9 +210,10 @@ PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | 
 
 
 class AgentPolicy(Protocol):
-    """Decides. The method and its four-tuple are source 2's (Task 2.2)."""
+    """Decides. The method and its four-tuple are source 2's (Task 2.2), and all that a policy needs.
 
-    name: str
+    A record calls a policy by its attribute `name`, and one that has none by the name of its class.
+    """
 
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
@@ -209,7 +221,7 @@ class AgentPolicy(Protocol):
         """Choose the next action.
 
         Args:
-            observation: a PolicyObservation.
+            observation: a PolicyObservation: the list of messages that the prompt consists of.
             available_tools_specs: the tools on offer, as JSON Schema (OpenAI form).
 
         Returns:
@@ -218,13 +230,20 @@ class AgentPolicy(Protocol):
                 the calls as "content" if there is one; {"type": "text", "content": str,
                 "invalid_reason": str | None}; or {"type": "terminate"}.
             raw_policy_output: all that the model wrote, None for policies that are not models.
-            log_probs: the fields of PolicyLogprobs plus "sampling" and "model", None where unknown.
+            log_probs: of exact tokens the fields of PolicyLogprobs, otherwise whatever the policy knows as
+                JSON: either stands in the step. "sampling", "model", "prompt_tokens", "completion_tokens" and
+                "finish_reason" are read too, and recorded in places of their own.
             value_estimate: V(s_t), None for policies without a critic.
 
         Raises:
             PolicyUnavailable: the model could not be asked (a failed rollout, not a decision).
             ContextLengthExceeded: the prompt does not fit (ends the episode with that reason).
         """
+
+
+def policy_name(policy: AgentPolicy) -> str:
+    """What records call a policy."""
+    return str(getattr(policy, "name", type(policy).__name__))
 
 
 @runtime_checkable

@@ -29,6 +29,8 @@ LOGPROB_FIELDS = (
     "finish_reason",
     "versions",
 )
+# In the step itself, in its step_info, or in the trajectory.
+RECORDED_ELSEWHERE = ("sampling", "model", "prompt_tokens", "completion_tokens", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         raw_policy_output=None if choice.raw_output is None else encodable(choice.raw_output),
         policy_name=policy_name,
         sampling=choice.log_probs.get("sampling"),
-        policy_logprobs=policy_logprobs(choice.log_probs),
+        policy_logprobs=policy_logprobs(choice.log_probs) or _own_logprobs(choice.log_probs),
         policy_value_estimate=choice.value,
         env_rewards=tuple(map(finite, outcome.env_rewards)),
         reward_parts=decided.carried.reward_parts,
@@ -127,6 +129,13 @@ def _step_info(decided: Decided) -> StepInfo:
 
 
 def policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """All fields or none: a missing log-prob is told apart from one of 0."""
+    """The exact tokens, all fields or none: a missing log-prob is told apart from one of 0."""
     found = {name: log_probs.get(name) for name in LOGPROB_FIELDS}
     return None if any(value is None for value in found.values()) else PolicyLogprobs.model_validate(found)
+
+
+def _own_logprobs(log_probs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a policy tells beside the exact tokens that has no place of its own in the record."""
+    own = {name: value for name, value in log_probs.items() if name not in RECORDED_ELSEWHERE}
+    told: dict[str, Any] = encodable_json({name: value for name, value in own.items() if value is not None})
+    return told or None

@@ -72,8 +72,8 @@ class DocumentsTeacher(ByChance):
     ) -> PolicyAnswer:
         offered = {tool["function"]["name"] for tool in available_tools_specs or ()}
         calls = [
-            {"id": f"call_{len(observation.messages)}_{i}", "name": name, "arguments": json.dumps(arguments)}
-            for i, (name, arguments) in enumerate(self._calls(observation.messages, offered))
+            {"id": f"call_{len(observation)}_{i}", "name": name, "arguments": json.dumps(arguments)}
+            for i, (name, arguments) in enumerate(self._calls(observation, offered))
         ]
         return {"type": "tool_call", "tool_calls": calls}, None, None, None
 

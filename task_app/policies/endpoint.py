@@ -11,7 +11,7 @@ _WHERE = "inference_url"
 _PORTS = {"http": 80, "https": 443}
 
 
-def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str]) -> str:
+def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] | None) -> str:
     """Complete an OpenAI-compatible base URL; a query (routing keys live there) is kept.
 
         http://h:1            -> http://h:1/v1/chat/completions
@@ -21,14 +21,15 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str]) 
 
     Args:
         inference_url: as the caller wrote it.
-        allowed_hosts: `host` (any port) or `host:port`.
+        allowed_hosts: `host` (any port) or `host:port`; None allows any.
 
     Raises:
         InvalidRequest: not an http(s) URL with a host, or one with a user name or password in it.
         HostNotAllowed: the host is not on the list.
     """
     parts = _split(inference_url)
-    _check_host(parts, allowed_hosts)
+    if allowed_hosts is not None:
+        _check_host(parts, allowed_hosts)
     return urlunsplit((parts.scheme, parts.netloc, _full_path(parts.path), parts.query, ""))
 
 

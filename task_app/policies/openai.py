@@ -6,7 +6,7 @@ Source: 2-rollout-worker-and-gigpo.md, Task 2.2; what our gateway adds to the wi
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,13 @@ def decision_seed(seed: int, turn: int) -> int:
 class OpenAIAgentPolicy:
     """One conversation with a model; a policy per rollout.
 
+        policy = OpenAIAgentPolicy(OpenAIConfig(inference_url=..., model=..., ask_token_ids=False))
+        action, text, log_probs, value = await policy.get_action(messages, tools)
+
     Args:
         config: what to ask, and where.
-        session: shared by all policies of the service.
-        allowed_hosts: the operator's list of inference hosts.
+        session: shared by all policies of a service; without one each request has a connection of its own.
+        allowed_hosts: the operator's list of inference hosts; None allows any.
         rollout_id: sent as a header, to a gateway of ours alone, which keeps the conversation's ids under it.
         inference_key: Bearer key that came in the same request as config.inference_url, for it alone.
         max_reply_bytes: bound of one reply.
@@ -66,8 +69,8 @@ class OpenAIAgentPolicy:
         self,
         config: OpenAIConfig,
         *,
-        session: aiohttp.ClientSession,
-        allowed_hosts: Collection[str],
+        session: aiohttp.ClientSession | None = None,
+        allowed_hosts: Collection[str] | None = None,
         rollout_id: str | None = None,
         inference_key: SecretStr | None = None,
         max_reply_bytes: int = 16 << 20,
@@ -95,15 +98,19 @@ class OpenAIAgentPolicy:
         self.pending_failure: str | None = None
 
     async def get_action(
-        self, observation: PolicyObservation, available_tools_specs: list[dict[str, Any]] | None = None
+        self,
+        observation: Sequence[Message | Mapping[str, Any]],
+        available_tools_specs: list[dict[str, Any]] | None = None,
     ) -> PolicyAnswer:
         self._turn += 1
-        sampling = self.sampling(self._turn, most=observation.max_tokens)
-        self._refuse_overrun(observation.messages, sampling.max_tokens)
-        body = self.request_body(observation.messages, available_tools_specs or [], sampling)
+        messages = tuple(map(Message.model_validate, observation))
+        most = observation.max_tokens if isinstance(observation, PolicyObservation) else None
+        sampling = self.sampling(self._turn, most=most)
+        self._refuse_overrun(messages, sampling.max_tokens)
+        body = self.request_body(messages, available_tools_specs or [], sampling)
         reply = await self._complete(body)
         self._check_reuse(reply.tokens)
-        self._last = observation.messages, reply
+        self._last = messages, reply
         return reply.action, reply.text, self._log_probs(reply, sampling), None
 
     @property
@@ -156,6 +163,8 @@ class OpenAIAgentPolicy:
             body["max_model_length"] = self.config.max_model_length
         if self.config.processed_logprobs:
             body["processed_logprobs"] = True
+        if self.config.logprobs:
+            body["logprobs"] = True
         if self.config.chat_template_kwargs:
             body["chat_template_kwargs"] = self.config.chat_template_kwargs
         if self.config.exact_tokens == "vllm":
@@ -213,7 +222,7 @@ class OpenAIAgentPolicy:
             # A server that repeats its request (proxies do) would have the key recorded with the episode.
             text = text.replace(self._key.encode(), b"[key]")
         if status == 200:
-            return read_reply(text, self._read_tokens)
+            return read_reply(text, self._read_tokens, logprobs=self.config.logprobs)
         code, sentence = refusal(status, text, key=self._key)
         if status in TRY_AGAIN:
             raise TryAgain(sentence, after_s=after_s)
@@ -250,13 +259,18 @@ class OpenAIAgentPolicy:
         self._ids_seen = tokens.prompt_ids_reused + len(tokens.prompt_token_ids) + len(tokens.token_ids)
 
     def _log_probs(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
-        """The fields of PolicyLogprobs where known, and how they were drawn, where that is known."""
-        tokens = reply.tokens
-        exact = {name: getattr(tokens, name) for name in PolicyLogprobs.model_fields} if tokens else {}
+        """The fields of PolicyLogprobs, or without token ids `tokens` and `logprobs`, each where known; and
+        how they were drawn, where that is known."""
+        exact, plain = reply.tokens, reply.logprobs
+        known: dict[str, Any] = {}
+        if exact is not None:
+            known = {name: getattr(exact, name) for name in PolicyLogprobs.model_fields}
+        elif plain is not None:
+            known = {"tokens": [token for token, _ in plain], "logprobs": [number for _, number in plain]}
         told = {"temperature", "top_p"}.isdisjoint(self.config.leave_out)
         return {
             "finish_reason": reply.finish_reason,
-            **exact,
+            **known,
             "sampling": sampling if told else None,
             "model": self.config.known_as or reply.model or self.config.model,
             "prompt_tokens": reply.prompt_tokens,

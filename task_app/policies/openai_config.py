@@ -12,7 +12,7 @@ SET_BY_THE_POLICY = frozenset(
     {
         "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens",
         "max_completion_tokens", "max_model_length", "seed", "n", "stream", "return_token_ids",
-        "processed_logprobs",
+        "processed_logprobs", "logprobs",
     }
 )  # fmt: skip
 # With exact tokens of a server that is no gateway of ours. vLLM takes what a request leaves open from the
@@ -58,6 +58,9 @@ class OpenAIConfig(Body):
     )
     processed_logprobs: bool = Field(
         default=False, description="log-probs of what was drawn from, top_p and top_k included"
+    )
+    logprobs: bool = Field(
+        default=False, description="asks for OpenAI's log-probs of each token; a server may refuse that"
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="sent where there are any, for servers that tell their template"

@@ -16,11 +16,14 @@ class TryAgain(Exception):
 
 
 class Endpoint:
-    """Where a policy asks, with what headers, how long it waits and how much it reads."""
+    """Where a policy asks, with what headers, how long it waits and how much it reads.
+
+    Without a session each request has one of its own.
+    """
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: aiohttp.ClientSession | None,
         url: str,
         headers: Mapping[str, str],
         *,
@@ -39,18 +42,24 @@ class Endpoint:
             PolicyUnavailable: the answer is no HTTP, or too long.
         """
         try:
-            # No redirects: they would lead past the list of allowed hosts.
-            async with self._session.post(
-                self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
-            ) as response:
-                after_s = wait_told(response.headers.get("Retry-After"))
-                return response.status, await self._bounded(response), after_s
+            if self._session is not None:
+                return await self._posted(self._session, data)
+            async with aiohttp.ClientSession() as session:
+                return await self._posted(session, data)
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self._timeout_s:g} s") from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
             raise TryAgain(f"{type(exc).__name__}: {exc}"[:200]) from exc
         except (aiohttp.ClientError, ValueError) as exc:
             raise protocol_error(type(exc).__name__) from exc
+
+    async def _posted(self, session: aiohttp.ClientSession, data: bytes) -> tuple[int, bytes, float | None]:
+        # No redirects: they would lead past the list of allowed hosts.
+        async with session.post(
+            self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
+        ) as response:
+            after_s = wait_told(response.headers.get("Retry-After"))
+            return response.status, await self._bounded(response), after_s
 
     async def _bounded(self, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) <= self._max_reply_bytes:

@@ -26,6 +26,7 @@ UNAUTHORISED = frozenset({401, 403})
 class Reply:
     """A chat completion, read. `tokens` is None where the server sends no token ids or log-probs.
 
+    `logprobs` are OpenAI's, [(token as text, log-prob)], where they were asked for and the server sends them.
     `reasoning_tokens` are those of `completion_tokens` that are no part of the message.
     """
 
@@ -37,6 +38,7 @@ class Reply:
     prompt_tokens: int | None
     completion_tokens: int | None
     reasoning_tokens: int = 0
+    logprobs: list[tuple[str, float]] | None = None
 
     @property
     def kept_tokens(self) -> int | None:
@@ -50,11 +52,15 @@ class Reply:
 ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | None]
 
 
-def read_reply(body: bytes, read_tokens: ReadTokens) -> Reply:
+def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
     """Read the body of a 200.
 
+    Args:
+        read_tokens: finds the exact tokens.
+        logprobs: whether OpenAI's log-probs were asked for.
+
     Raises:
-        PolicyUnavailable: the body is no chat completion.
+        PolicyUnavailable: the body is no chat completion, or its log-probs are none.
     """
     reply = parse_object(body)
     choice = _first_choice(reply)
@@ -72,6 +78,7 @@ def read_reply(body: bytes, read_tokens: ReadTokens) -> Reply:
         prompt_tokens=_count(usage.get("prompt_tokens")),
         completion_tokens=_count(usage.get("completion_tokens")),
         reasoning_tokens=_reasoning_tokens(usage),
+        logprobs=_plain_logprobs(choice) if logprobs else None,
     )
 
 
@@ -185,6 +192,23 @@ def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLog
     if any(value is None for value in found.values()):
         return None
     return checked_tokens({**found, "prompt_ids_reused": reply.get("prompt_ids_reused") or 0})
+
+
+def _plain_logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
+    """`logprobs.content` of a choice; None where there is none: of a reply that only calls, as a rule."""
+    source = choice.get("logprobs")
+    content = source.get("content") if isinstance(source, dict) else None
+    if not isinstance(content, list):
+        return None
+    return [_plain_logprob(entry, index) for index, entry in enumerate(content)]
+
+
+def _plain_logprob(entry: Any, index: int) -> tuple[str, float]:
+    source = entry if isinstance(entry, dict) else {}
+    token, logprob = _string(source.get("token")), source.get("logprob")
+    if token is None or not isinstance(logprob, int | float) or not math.isfinite(logprob):
+        raise protocol_error(f"logprobs.content.{index} is no token with a finite logprob")
+    return token, float(logprob)
 
 
 def checked_tokens(found: Mapping[str, Any]) -> PolicyLogprobs:

@@ -48,7 +48,7 @@ class SumsTeacher(ByChance):
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> PolicyAnswer:
-        question = next((m.content or "" for m in observation.messages if m.role == "user"), "")
+        question = next((m.content or "" for m in observation if m.role == "user"), "")
         slip = 0 if self._random.random() < self.config.right else self._random.choice(_SLIPS)
         return {"type": "text", "content": worked_out(question, slip=slip)}, None, None, None
 

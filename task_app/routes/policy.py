@@ -17,7 +17,7 @@ from task_app.decisions import NO_METADATA
 from task_app.encoding import encodable_json
 from task_app.errors import DeadlineExceeded, InvalidRequest, boundary, encodable
 from task_app.living_policy import living_policy
-from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation
+from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation, policy_name
 from task_app.routes.bodies import CreateBody, ForeignBody
 from task_app.routes.wire import ReplyJSON, messages_json, tool_calls_json
 from task_app.services import Services, services_of
@@ -97,10 +97,10 @@ async def step(request: Request, body: PolicyStep) -> Response:
     async with session.lock:
         seen, environment, metadata = await _observe(services, session, body)
         tools = [tool.model_dump(mode="json") for tool in environment.tools()] if environment else []
-        meta: dict[str, Any] = {"policy_name": session.policy.name}
+        meta: dict[str, Any] = {"policy_name": policy_name(session.policy)}
         meta |= metadata.model_dump(mode="json", exclude_none=True)
         if body.dry_run:
-            meta |= {"dry_run": True, "messages": messages_json(seen.messages), "tools": tools}
+            meta |= {"dry_run": True, "messages": messages_json(seen), "tools": tools}
             return ReplyJSON({"tool_calls": [], "meta": meta})
         policy = living_policy(services, session, inference_key=body.inference_key, where="inference_key")
         started_s = time.perf_counter()
@@ -123,11 +123,13 @@ async def _decided(
 ) -> tuple[Choice, ReadAction]:
     try:
         async with asyncio.timeout(at_most_s):
-            with boundary(f"policy {policy.name}"):
+            with boundary(f"policy {policy_name(policy)}"):
                 choice = Choice(*_named(await policy.get_action(seen, tools)))
                 return choice, read_action(choice.action)
     except TimeoutError as exc:
-        raise DeadlineExceeded(f"policy {policy.name!r} did not decide within {at_most_s:g} s") from exc
+        raise DeadlineExceeded(
+            f"policy {policy_name(policy)!r} did not decide within {at_most_s:g} s"
+        ) from exc
 
 
 async def _observe(

@@ -1,6 +1,7 @@
 """Pure: observations, outcomes and actions as the environment and policy routes show them."""
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -75,5 +76,5 @@ def tool_calls_json(read: ReadAction) -> list[dict[str, Any]]:
     return [call.model_dump(mode="json", exclude_none=True) for call in read.tool_calls]
 
 
-def messages_json(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+def messages_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
     return [message.model_dump(mode="json", exclude_none=True) for message in messages]

@@ -25,6 +25,7 @@ from task_app.protocols import (
     PastDecision,
     RestorableEnvironment,
     RestorablePolicy,
+    policy_name,
 )
 from task_app.sessions import EnvironmentSession, PolicySession
 from task_app.snapshots.envelope import Contents, open_envelope, seal
@@ -156,8 +157,8 @@ def take_policy(session: PolicySession, *, where: str) -> PolicyFacts:
         NotRestorable: the policy has no snapshot() and restore(); `where` names the session.
     """
     if not isinstance(session.policy, RestorablePolicy):
-        raise NotRestorable("policy", session.policy.name, where=where)
-    with boundary(f"policy {session.policy.name}"):
+        raise NotRestorable("policy", policy_name(session.policy), where=where)
+    with boundary(f"policy {policy_name(session.policy)}"):
         state = session.policy.snapshot()
     return PolicyFacts(
         policy=session.spec.model_copy(update={"inference_key": None}),
@@ -180,12 +181,12 @@ def policy_session(facts: PolicyFacts, boards: PlugBoards, context: PolicyContex
     spec, env = facts.policy, facts.env
     policy = boards.policy(spec.policy_name, spec.config, context, where="snapshot.policy.")
     if not isinstance(policy, RestorablePolicy):
-        raise NotRestorable("policy", policy.name, where="snapshot")
-    with boundary(f"policy {policy.name}"):
+        raise NotRestorable("policy", policy_name(policy), where="snapshot")
+    with boundary(f"policy {policy_name(policy)}"):
         try:
             policy.restore(facts.state)
         except ValueError as exc:
-            raise impossible(policy.name, exc) from exc
+            raise impossible(policy_name(policy), exc) from exc
     return PolicySession(
         policy=policy,
         spec=spec.model_copy(update={"inference_key": context.inference_key}),

@@ -131,7 +131,7 @@ async def test_the_first_observation_is_not_changed_by_what_follows():
     policy = PlannedPolicy(add("a"), add("a", "b"))
     await worker(policy=policy, max_episode_steps=5).run_episode()
     first = policy.seen[0]
-    assert (first.data, [message.content for message in first.messages]) == (
+    assert (first.data, [message.content for message in first]) == (
         {"step": 0},
         ["count", "step 0 past=0"],
     )
@@ -184,8 +184,8 @@ async def test_the_policy_cannot_change_what_was_recorded():
     one = worker(policy=policy)
     await one.run_episode()
     with pytest.raises(ValueError, match="frozen"):
-        policy.seen[0].messages[0].content = "other"
-    assert one.trajectory().steps[0].observation_data.messages == policy.seen[0].messages
+        policy.seen[0][0].content = "other"
+    assert one.trajectory().steps[0].observation_data.messages == tuple(policy.seen[0])
 
 
 async def test_a_limit_inside_the_environment_truncates():

@@ -113,7 +113,7 @@ async def test_a_seed_that_was_not_sent_is_not_recorded():
     assert log_probs["sampling"] == Sampling(seed=None)
 
 
-@pytest.mark.parametrize("key", ["temperature", "messages", "stream", "max_completion_tokens"])
+@pytest.mark.parametrize("key", ["temperature", "messages", "stream", "logprobs", "max_completion_tokens"])
 def test_what_the_policy_sets_cannot_be_set_past_it(key):
     with pytest.raises(ValidationError, match=f"'{key}' is set by the policy itself"):
         OpenAIConfig(inference_url="http://h", model="m", extra_body={key: 1})
@@ -411,7 +411,7 @@ async def test_another_refusal_is_not_tried_again():
 async def test_what_is_left_of_an_episode_bounds_a_decision_and_is_recorded():
     async with asking(calling("a"), max_tokens=64) as (fake, policy):
         for left, sampled in ((5, 5), (100, 64), (None, 64)):
-            seen = PolicyObservation(SEEN.messages, {}, max_tokens=left)
+            seen = PolicyObservation(SEEN, {}, max_tokens=left)
             _, _, log_probs, _ = await policy.get_action(seen, TOOLS)
             assert fake.bodies[-1]["max_tokens"] == log_probs["sampling"].max_tokens == sampled
 
@@ -431,7 +431,7 @@ def used(prompt: int, answer: int, reasoning: int = 0):
     return completion({"role": "assistant", "content": "hm"}, reply={"usage": usage})
 
 
-ANSWERED = (*SEEN.messages, Message(role="assistant", content="hm"), Message(role="user", content="on"))
+ANSWERED = (*SEEN, Message(role="assistant", content="hm"), Message(role="user", content="on"))
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ ANSWERED = (*SEEN.messages, Message(role="assistant", content="hm"), Message(rol
         (used(20, 11), ANSWERED, True),
         (used(20, 30, reasoning=20), ANSWERED, False),  # what was thought is not sent back
         (used(20, 11), (Message(role="user", content="[deleted]"), *ANSWERED[1:]), False),  # untold
-        (used(20, 11), SEEN.messages, False),  # the same prompt again is one that did fit
+        (used(20, 11), SEEN, False),  # the same prompt again is one that did fit
         (completion({"role": "assistant", "content": "hm"}, reply={"usage": None}), ANSWERED, False),
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from shared_schemas.trajectory import PolicyLogprobs, StepData
+from shared_schemas.trajectory import PolicyLogprobs, StepData, exact_tokens
 from trainer_backend.core.errors import SegmentError, place
 
 CONTEXT = -1
@@ -148,10 +148,10 @@ def _checked_temperature(step: StepData, where: str) -> float:
 
 def _checked_call(step: StepData, where: str, *, previous_length: int) -> PolicyLogprobs:
     """The model call of a decision, once it is known to be one that can be trained on."""
-    call = step.policy_logprobs
+    call = exact_tokens(step)
     if call is None:
         raise SegmentError(
-            f"no policy_logprobs: policy {step.policy_name!r} samples no tokens, or its server returns "
+            f"no exact tokens: policy {step.policy_name!r} samples no tokens, or its server returns "
             "no token ids; reinforcement needs the exact tokens and their log-probs",
             where=where,
         )

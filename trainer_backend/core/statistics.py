@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared_schemas.rewards import DecisionRewards, decision_rewards
-from shared_schemas.trajectory import StepData, Trajectory
+from shared_schemas.trajectory import StepData, Trajectory, exact_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
     """
     behind: Counter[int] = Counter()
     for step in (step for item in trajectories for step in item.steps):
-        call = step.policy_logprobs
+        call = exact_tokens(step)
         if call is None:
             continue
         ends = [first for first, _ in call.versions[1:]] + [len(call.token_ids)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared_schemas.trajectory import StepData, Trajectory
+from shared_schemas.trajectory import StepData, Trajectory, exact_tokens
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.dashboard.figures import number, signed, spaced
 from trainer_backend.dashboard.message_view import Call, MessageView, calls_of, prompt_of
@@ -174,7 +174,7 @@ def _measured(step: StepData) -> list[Figure]:
 
 
 def _facts(step: StepData) -> list[tuple[str, str]]:
-    info, call = step.step_info, step.policy_logprobs
+    info, call = step.step_info, exact_tokens(step)
     found = [("policy", step.policy_name)]
     if call is not None:
         found.append(("versions", ", ".join(dict.fromkeys(str(version) for _, version in call.versions))))

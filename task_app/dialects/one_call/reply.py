@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from shared_schemas.messages import Message
-from shared_schemas.trajectory import StepData, StopReason, prompts
+from shared_schemas.trajectory import StepData, StopReason, exact_tokens, prompts
 from task_app.actions import json_object
 from task_app.decisions import achievements_added
 from task_app.dialects.one_call.stepwise import Stepwise, stepwise_blocks, stepwise_details
@@ -205,7 +205,7 @@ def _step(
         "done": step.is_done,
         "terminated": step.terminated,
         "truncated": step.truncated,
-        "logprob": sum(step.policy_logprobs.logprobs) if wanted.logprobs and step.policy_logprobs else None,
+        "logprob": sum(tokens.logprobs) if wanted.logprobs and (tokens := exact_tokens(step)) else None,
         "value": step.policy_value_estimate if wanted.value else None,
         "info": info,
     }
@@ -225,8 +225,8 @@ def _meta(step: StepData, prompt: Sequence[Message], names: Names, wanted: Wante
         "timing": {"inference_s": took.policy_s, "env_step_ms": 1_000 * took.environment_s},
         **step.metadata.model_dump(mode="json", exclude_none=True),
     }
-    if wanted.logprobs and step.policy_logprobs is not None:
-        meta["policy_logprobs"] = step.policy_logprobs.model_dump(mode="json")
+    if wanted.logprobs and (told := step.policy_logprobs) is not None:
+        meta["policy_logprobs"] = told if isinstance(told, dict) else told.model_dump(mode="json")
         meta["sampling"] = step.sampling.model_dump(mode="json") if step.sampling else None
     return meta
 
@@ -266,7 +266,7 @@ def _metrics(
 def _later_warnings(episodes: Sequence[Episode], wanted: Wanted, names: Names) -> list[str]:
     steps = [step for episode in episodes for step in episode.steps]
     found = []
-    if wanted.logprobs and any(step.policy_logprobs is None for step in steps):
+    if wanted.logprobs and any(exact_tokens(step) is None for step in steps):
         found.append("record.logprobs: this policy's server sends no exact tokens; logprob is null there")
     if wanted.value and any(step.policy_value_estimate is None for step in steps):
         found.append("record.value: this policy has no value estimate; value is null there")

@@ -24,7 +24,7 @@ from task_app.dialects.one_call.stepwise import Stepwise
 from task_app.episode import RLRolloutWorker
 from task_app.errors import EpisodeOver, SessionBusy, ShuttingDown
 from task_app.living_policy import living_policy
-from task_app.protocols import AgentPolicy, Environment
+from task_app.protocols import AgentPolicy, Environment, policy_name
 from task_app.runs import RunAborted
 from task_app.services import Services
 from task_app.sessions import EnvironmentSession, PolicySession
@@ -205,7 +205,7 @@ def _request(body: LegacyRollout, cast: Cast, limits: RolloutLimits) -> RolloutR
         run_id=body.run_id,
         start=Start(seed=cast.seed),
         env=EnvSpec(env_name=cast.environment.name),
-        policy=PolicySpec(policy_name=cast.policy.name),
+        policy=PolicySpec(policy_name=policy_name(cast.policy)),
         step_rewards=cast.stepwise.switches,
         limits=limits,
     )
@@ -218,7 +218,7 @@ def _names(body: LegacyRollout, plan: LegacyPlan, cast: Cast) -> Names:
         env_id=body.env.env_id or body.run_id,
         policy_id=body.policy.policy_id or body.run_id,
         env_name=cast.environment.name,
-        policy_name=cast.policy.name,
+        policy_name=policy_name(cast.policy),
         seed=cast.seed,
         inference_url=cast.inference_url,
         correlation_id=correlation_id(body),

@@ -91,7 +91,7 @@ async def test_a_sample_that_nothing_could_weigh_is_a_failure_and_never_data(ans
 
 
 @pytest.mark.parametrize(
-    "key", ["min_p", "repetition_penalty", "logprobs", "frequency_penalty", "logit_bias", "guided_json"]
+    "key", ["min_p", "repetition_penalty", "frequency_penalty", "logit_bias", "guided_json"]
 )
 def test_what_is_drawn_cannot_be_changed_past_the_record(key: str):
     asked = {"inference_url": "http://h", "model": "m", "extra_body": {key: 0.5}}
@@ -108,7 +108,7 @@ def test_a_grammar_that_a_call_is_drawn_under_is_not_in_the_record():
 
 
 async def test_a_prompt_that_only_grew_is_checked_here_since_the_server_has_no_limit_of_the_jobs():
-    longer = PolicyObservation((*SEEN.messages, Message(role="user", content="and now?")), {})
+    longer = PolicyObservation((*SEEN, Message(role="user", content="and now?")), {})
     async with asking(whole([1, 2, 3], [7]), max_model_length=10, max_tokens=6, **VLLM) as (_, policy):
         await policy.get_action(SEEN, TOOLS)  # 4 + 2 tokens, says its usage
         with pytest.raises(ContextLengthExceeded, match="a prompt of at least 6 tokens"):

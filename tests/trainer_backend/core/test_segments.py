@@ -123,7 +123,7 @@ def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(con
         (step(2, 3, [5], [6]).model_copy(update={"sampling": None}), "turn 2: no sampling"),
         (
             step(2, 3, [5], [6]).model_copy(update={"policy_logprobs": None, "policy_name": "teacher"}),
-            "turn 2: no policy_logprobs: policy 'teacher' samples no tokens",
+            "turn 2: no exact tokens: policy 'teacher' samples no tokens",
         ),
     ],
 )
