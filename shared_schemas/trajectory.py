@@ -176,6 +176,7 @@ class StepInfo(Body):
     executed_actions: tuple[str, ...] = ()
     policy_s: float = 0.0
     environment_s: float = 0.0
+    interaction_s: float = Field(default=0.0, description="of who answered as the user; in no other time")
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = Field(

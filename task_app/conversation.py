@@ -4,7 +4,8 @@ The states of source 3: PENDING is `prompt`, PROCESSING_TOOLS and INTERACTING ar
 first; who answers as the user speaks where no call is left (DESIGN.md 4.11, 4.12).
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -40,6 +41,7 @@ class Conversation:
         multi_turn: limits, and whether the model may edit its context.
         interaction: answers where no call is left, opened for this episode; None: the environment, or nobody.
         opening: messages of the task, before those that the environment opens with.
+        clock: seconds that only grow.
     """
 
     past: Sequence[PastDecision] = ()
@@ -50,9 +52,11 @@ class Conversation:
         multi_turn: MultiTurn,
         interaction: AbstractAsyncContextManager[Answering] | None = None,
         opening: Sequence[Message] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._environment = environment
         self._opening = opening
+        self._clock = clock
         self._multi_turn = multi_turn
         self._binding = interaction
         self._interaction: Answering | None = None
@@ -167,14 +171,16 @@ class Conversation:
 
     async def _interact(self, outcome: DecisionOutcome, interaction: Answering) -> Carried:
         """Every answer is scored, also that after which nobody speaks any more (DESIGN.md 4.11)."""
+        asked_s = self._clock()
         reply = await interaction.respond([entry.message for entry in self.history])
+        took_s = self._clock() - asked_s
         self._last_score = reply.score if reply.score is not None else self._last_score
         parts = () if reply.score is None else (RewardPart(source="interaction", value=reply.score),)
         shown = not reply.should_terminate and self._speaks(reply.response)
         unshown = None if shown or not reply.response else reply.response
         told = UserAnswer(metadata=reply.metadata, unshown=unshown) if reply.metadata or unshown else None
         silent = not shown and not reply.should_terminate
-        return Carried(outcome, parts, reply.should_terminate, silent, told)
+        return Carried(outcome, parts, reply.should_terminate, silent, told, took_s)
 
     def _speaks(self, text: str) -> bool:
         """Say an answer of the user, whoever gives it; False where it has given all that it may."""

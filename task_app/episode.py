@@ -251,7 +251,7 @@ class RLRolloutWorker:
             carried=carried,
             snapshot=kept,
             policy_s=answered_s - asked_s,
-            environment_s=self._clock() - answered_s,
+            environment_s=self._clock() - answered_s - carried.interaction_s,
         )
         return self._record(decided)
 

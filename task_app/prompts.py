@@ -46,13 +46,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What came of a decision; `reward_parts` beside what the environment pays, `answer` for the record."""
+    """What came of a decision; `reward_parts` beside what the environment pays, `answer` for the record, and
+    how long the interaction took over it."""
 
     outcome: DecisionOutcome
     reward_parts: tuple[RewardPart, ...] = ()
     interaction_done: bool = False
     user_is_silent: bool = False
     answer: UserAnswer | None = None
+    interaction_s: float = 0.0
 
 
 class Prompts(Protocol):

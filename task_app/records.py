@@ -121,6 +121,7 @@ def _step_info(decided: Decided) -> StepInfo:
         executed_actions=tuple(map(encodable, outcome.executed_actions)),
         policy_s=decided.policy_s,
         environment_s=decided.environment_s,
+        interaction_s=decided.carried.interaction_s,
         prompt_tokens=log_probs.get("prompt_tokens"),
         completion_tokens=log_probs.get("completion_tokens"),
         finish_reason=log_probs.get("finish_reason"),

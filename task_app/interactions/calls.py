@@ -33,7 +33,7 @@ class Calls:
         at_most_bytes: int,
     ) -> None:
         self._entry = entry
-        self._instance_id = instance_id
+        self.instance_id = instance_id
         self._kwargs = {**kwargs, "name": entry.name}
         self._connect = connect
         self._at_most_bytes = at_most_bytes
@@ -49,17 +49,15 @@ class Calls:
             self._connect(interaction)
             # From here on it may hold something, whatever the call comes to.
             self._interaction = interaction
-            found = await _answer_of(
-                interaction.start_interaction, self._instance_id, **_copied(self._kwargs)
-            )
-            self._instance_id = read_instance_id(found, self._instance_id, name=self._entry.name)
+            found = await _answer_of(interaction.start_interaction, self.instance_id, **_copied(self._kwargs))
+            self.instance_id = read_instance_id(found, self.instance_id, name=self._entry.name)
             self.started = True
 
     async def respond(self, messages: Sequence[dict[str, Any]]) -> InteractionReply:
         async with self._its_turn():
             found = await _answer_of(
                 self._started().generate_response,
-                self._instance_id,
+                self.instance_id,
                 [_copied(message) for message in messages],
                 **_copied(self._kwargs),
             )
@@ -101,10 +99,10 @@ class Calls:
     async def _with_id_if_taken(self, method: Callable[..., Any]) -> Any:
         # The published base class takes no id here, and the published subclasses do.
         try:
-            inspect.signature(method).bind(self._instance_id)
+            inspect.signature(method).bind(self.instance_id)
         except TypeError:
             return await _answer_of(method)
-        return await _answer_of(method, self._instance_id)
+        return await _answer_of(method, self.instance_id)
 
 
 async def _answer_of(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import structlog
 import tomli
 import yaml
 from pydantic import Field, ValidationError
@@ -24,9 +25,12 @@ from shared_schemas.base import Body
 from task_app.complaints import invalid, most_telling
 from task_app.errors import CriticalError, SettingsError, TaskAppError, boundary
 from task_app.interactions.entry import InteractionEntry
-from task_app.interactions.published import stand_ins
+from task_app.interactions.published import offer_stand_ins
 from task_app.interactions.service import ConnectedInteraction
+from task_app.protocols import BaseInteraction
 from task_app.settings import Settings
+
+log = structlog.get_logger("task_app")
 
 _METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 _ENDING = "Interaction"
@@ -53,15 +57,15 @@ def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEn
     if folder not in sys.path:
         sys.path.append(folder)
     entries: dict[str, InteractionEntry] = {}
-    with stand_ins():
-        for index, row in enumerate(rows):
-            where = f"{path}: interaction.{index}"
-            name = row.name or _default_name(row.class_name, where=where)
-            if name in entries:
-                raise SettingsError(f"{where}: the name {name!r} is taken; give each entry a name of its own")
-            entry = InteractionEntry(name, _class(row.class_name, where=where), row.config)
-            _try(entry, settings, where=where)
-            entries[name] = entry
+    offer_stand_ins()
+    for index, row in enumerate(rows):
+        where = f"{path}: interaction.{index}"
+        name = row.name or _default_name(row.class_name, where=where)
+        if name in entries:
+            raise SettingsError(f"{where}: the name {name!r} is taken; give each entry a name of its own")
+        entry = InteractionEntry(name, _class(row.class_name, where=where), row.config)
+        _try(entry, settings, where=where)
+        entries[name] = entry
     return entries
 
 
@@ -142,9 +146,13 @@ def _class(class_name: str, *, where: str) -> type[Any]:
         raise SettingsError(f"{place}: module {module_name!r} has no {last!r}")
     if not isinstance(kind, type):
         raise SettingsError(f"{place} is no class but {type(kind).__name__}")
-    missing = [method for method in _METHODS if not callable(getattr(kind, method, None))]
+    methods = {method: getattr(kind, method, None) for method in _METHODS}
+    missing = [name for name, method in methods.items() if not callable(method)]
     if missing:
         raise SettingsError(f"{place} has no {missing[0]}; derive it from BaseInteraction")
+    if methods["generate_response"] is BaseInteraction.generate_response:
+        told = "has no generate_response of its own, and that of BaseInteraction scores every answer 0.8"
+        log.warning("interaction_without_an_answer_of_its_own", detail=f"{place} {told}")
     return kind
 
 

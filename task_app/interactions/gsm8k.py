@@ -11,12 +11,14 @@ from task_app.interactions.gsm8k_score import Method, compute_score
 from task_app.protocols import BaseInteraction
 
 RIGHT = "Your response is correct!"
+MARK = "#### "
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
 
 
 class Gsm8kConfig(Body):
     method: Method = Field(
-        default="strict", description="strict: `#### 42`; flexible: the last number, which rewards any guess"
+        default="flexible",
+        description="flexible: the last number, as published, which rewards any guess; strict: `#### 42`",
     )
     format_score: float = Field(default=0.0, description="of a wrong answer in the right form")
     score: float = Field(default=1.0, description="of the right answer")
@@ -24,6 +26,9 @@ class Gsm8kConfig(Body):
 
 class Gsm8kInteraction(BaseInteraction):
     """Scores the last assistant message against `ground_truth`, which the row gives.
+
+    As published, the response that is scored begins with `#### `; with `strict` it is what the assistant
+    wrote, for the mark is what that asks for.
 
     Source: 5-interactions.md, whose example reads the last *user* message and so never scores an answer;
     DESIGN.md 4.11.
@@ -49,7 +54,9 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        self._instance_dict[instance_id]["response"] = last_answer(messages)
+        answer = last_answer(messages)
+        marked = self._settings.method == "strict" or answer.startswith(MARK)
+        self._instance_dict[instance_id]["response"] = answer if marked else MARK + answer
         score = await self.calculate_score(instance_id)
         right = await self._is_right(instance_id)
         return right, RIGHT if right else WRONG, score, {}

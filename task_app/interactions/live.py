@@ -55,6 +55,7 @@ class LiveInteraction:
             InteractionFailed: it raised, returned no id, or was not ready in time.
         """
         await self._call("start_interaction", self._calls.start())
+        self._log("interaction_started")
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """The user's answer to the last assistant message, with its score.
@@ -68,11 +69,16 @@ class LiveInteraction:
         told = [_published(message) for message in messages]
         reply = await self._call("generate_response", self._calls.respond(told))
         self.terminated = reply.should_terminate
+        self._log("interaction_answered", should_terminate=reply.should_terminate, chars=len(reply.response))
+        if reply.score is not None:
+            self._log("interaction_scored", score=reply.score)
         return reply
 
     async def score(self) -> float:
         """What calculate_score says now; errors as in `respond`."""
-        return await self._call("calculate_score", self._calls.score())
+        score = await self._call("calculate_score", self._calls.score())
+        self._log("interaction_scored", score=score)
+        return score
 
     async def close(self) -> None:
         """Finalise. A second call, or one that is cancelled, changes nothing: it goes on to its end.
@@ -86,6 +92,10 @@ class LiveInteraction:
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._end())
         return self._ending
+
+    def _log(self, event: str, **facts: Any) -> None:
+        """For who traces the flow; what was said stands in no line."""
+        log.debug(event, interaction=self.name, instance_id=self._calls.instance_id, **facts)
 
     async def _call(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         where = f"interaction {self.name!r}: {what}"
@@ -113,6 +123,7 @@ class LiveInteraction:
         else:
             self._tell_failure(ending)
             self._loop.stop()
+            self._log("interaction_finalised")
         self._on_end(self)
 
     def _ended_late(self, ending: "asyncio.Future[None]") -> None:

@@ -1,12 +1,13 @@
-"""What published interaction classes import, where it is not installed: ours, while they are loaded.
+"""What published interaction classes import, where it is not installed: ours, from then on.
 
-with stand_ins():
-    importlib.import_module("theirs")   # from verl.interactions.base import BaseInteraction
+offer_stand_ins()
+importlib.import_module("theirs")   # from verl.interactions.base import BaseInteraction
+
+A class may import within a method too, whenever that is called, on whatever thread; so they stay.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -30,23 +31,7 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@contextmanager
-def stand_ins() -> Iterator[None]:
-    """Let the published modules be imported; afterwards none of ours is left under their names."""
-    finder = _StandIns()
-    # The last one asked: a verl that is installed wins, also where a newer one lacks some of these modules.
-    sys.meta_path.append(finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        finder.take_back()
-
-
 class _StandIns(MetaPathFinder, Loader):
-    def __init__(self) -> None:
-        self._made: dict[str, ModuleType] = {}
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -56,13 +41,13 @@ class _StandIns(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(_PUBLISHED[module.__name__])
-        self._made[module.__name__] = module
 
-    def take_back(self) -> None:
-        """Forget the modules, also where an installed package above them got them as attributes."""
-        for name, module in self._made.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-            above, _, last = name.rpartition(".")
-            if above not in self._made and vars(sys.modules.get(above, module)).get(last) is module:
-                delattr(sys.modules[above], last)
+
+STAND_INS = _StandIns()
+
+
+def offer_stand_ins() -> None:
+    """Let the published modules be imported in this process; a second call changes nothing."""
+    if STAND_INS not in sys.meta_path:
+        # The last one asked: a verl that is installed wins, also where a newer one lacks some of these.
+        sys.meta_path.append(STAND_INS)

@@ -86,11 +86,16 @@ def test_siblings_are_asked_their_row_and_a_resumed_run_plays_the_same_rows(run,
 
 def test_the_interaction_scores_every_answer_by_the_truth_of_its_row(run):
     directory, _, _ = run
-    for rollout in read_rollouts(directory.rollouts_file("iteration_1")):
-        for step in rollout.trajectory.steps:
-            # A model that knows nothing may write a call, which is answered with an error and not scored.
-            sources = [] if step.step_info.invalid_reason else ["interaction"]
-            assert [part.source for part in step.reward_parts] == sources
+    stored = read_rollouts(directory.rollouts_file("iteration_1"))
+    steps = [step for rollout in stored for step in rollout.trajectory.steps]
+    for step in steps:
+        # A model that knows nothing may write a call, which is answered with an error and not scored.
+        sources = [] if step.step_info.invalid_reason else ["interaction"]
+        assert [part.source for part in step.reward_parts] == sources
+        assert (step.step_info.interaction_s > 0.0) is bool(sources)
+    row = rows_of(directory, "iteration")[0]
+    took = [step.step_info.interaction_s for step in steps]
+    assert row["time/interaction_s"] == pytest.approx(sum(took))
 
 
 def test_by_decision_each_answer_earns_what_the_interaction_gave_it(run):

@@ -189,7 +189,10 @@ async def test_with_editing_off_prompts_and_trajectory_are_those_without_the_fea
     for job in (off, without):
         engine = ScriptedEngine(tokenizer, reader, by_character=True)
         rollout = await alone(job, engine, tmp_path)
-        times = {"steps": {"__all__": {"step_info": {"policy_s", "environment_s"}}}, "wall_s": True}
+        times = {
+            "steps": {"__all__": {"step_info": {"policy_s", "environment_s", "interaction_s"}}},
+            "wall_s": True,
+        }
         told.append((engine.seen, rollout.trajectory.model_dump(exclude=times)))
         assert len(segments(rollout)) == 1
         ids = [(*seen.prompt, *seen.sampled) for seen in engine.seen]

@@ -6,10 +6,12 @@ import pytest
 
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn
+from shared_schemas.task_definition import TaskDefinitionModel
 from task_app.actions import Choice, read_action
 from task_app.context_tools import Budget
 from task_app.conversation import Conversation
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
+from task_app.episode import RLRolloutWorker
 from task_app.errors import CriticalError
 from task_app.interactions.gsm8k import RIGHT
 from task_app.interactions.replies import InteractionReply
@@ -17,6 +19,7 @@ from task_app.protocols import DecisionOutcome, Observation
 from tests.task_app.fake_inference import completion
 from tests.task_app.rollout_client import accept
 from tests.task_app.test_conversation import played, playing, says
+from tests.task_app.test_episode_worker import Clock
 
 NOW = Observation("a question", {})
 DOCUMENTS = {"env": {"env_name": "documents", "config": {"generate": {}}}, "ground_truth": None}
@@ -134,6 +137,44 @@ async def test_the_metadata_of_an_answer_is_kept_with_its_decision():
     async with conversation.opened():
         carried = await decided(conversation, WORDS)
     assert (carried.answer.metadata, carried.answer.unshown) == ({"mood": "patient"}, None)
+
+
+class Slow(Told):
+    """Its answer takes three seconds of the test's clock."""
+
+    def __init__(self, clock):
+        super().__init__(InteractionReply(True, "", 1.0, {}))
+        self._clock = clock
+
+    async def respond(self, messages):
+        self._clock.now_s += 3.0
+        return await super().respond(messages)
+
+
+class Thinks:
+    """A policy that takes half a second of it."""
+
+    def __init__(self, clock):
+        self._clock = clock
+
+    async def get_action(self, observation, available_tools_specs=None):
+        self._clock.now_s += 0.5
+        return WORDS, None, None, None
+
+
+async def test_the_time_of_the_interaction_stands_apart_from_that_of_the_environment():
+    clock = Clock()
+    environment = DialogueEnvironment(DialogueConfig(prompt="a question"))
+    worker = RLRolloutWorker(
+        TaskDefinitionModel(resource_type="dialogue"),
+        Thinks(clock),
+        environment=environment,
+        prompts=Conversation(environment, MultiTurn(), Slow(clock).opened(), clock=clock),
+        clock=clock,
+    )
+    (step,), _, _ = await worker.run_episode()
+    took = step.step_info
+    assert (took.policy_s, took.environment_s, took.interaction_s) == (0.5, 0.0, 3.0)
 
 
 async def test_answers_of_the_environment_count_as_the_users_too():

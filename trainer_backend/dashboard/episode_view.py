@@ -183,12 +183,13 @@ def _facts(step: StepData) -> list[tuple[str, str]]:
         found.append(("prompt", f"{info.prompt_tokens:,} tokens"))
     if step.sampling is not None:
         found.append(("temperature", f"{step.sampling.temperature:g}"))
-    found.append(
-        (
-            "time",
-            f"policy {number(info.policy_s, 'seconds')}, environment {number(info.environment_s, 'seconds')}",
-        )
-    )
+    times = {"policy": info.policy_s, "environment": info.environment_s, "interaction": info.interaction_s}
+    shown = [
+        f"{who} {number(seconds, 'seconds')}"
+        for who, seconds in times.items()
+        if seconds or who != "interaction"
+    ]
+    found.append(("time", ", ".join(shown)))
     return [(name, value) for name, value in found if value]
 
 

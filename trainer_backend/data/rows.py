@@ -3,7 +3,7 @@
 Several layouts name the same thing, and all of them are read as they stand:
 
     what            columns, the first that is there
-    prompt          prompt, raw_prompt; question
+    prompt          prompt, raw_prompt; question; query, interaction_kwargs.query
     ground truth    ground_truth, reward_model.ground_truth; interaction_kwargs.ground_truth; answer
     interaction     interaction_kwargs, extra_info.interaction_kwargs
     document        document_content
@@ -30,6 +30,7 @@ from trainer_backend.errors import DataError
 ANSWER_MARK = "####"
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _LONGEST_ID = 100
+_INTERACTION = ("interaction_kwargs", "extra_info.interaction_kwargs")
 _TRUTH: TypeAdapter[JsonValue] = TypeAdapter(GroundTruth)
 
 
@@ -83,7 +84,7 @@ def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str) -> Par
         DataError: a column that is missing, or of another type than is allowed.
     """
     found = _Columns({name: _without_nulls(value) for name, value in columns.items()}, where)
-    interaction = found.one_of("interaction", "interaction_kwargs", "extra_info.interaction_kwargs")
+    interaction = found.one_of("interaction", *_INTERACTION)
     row = Row(
         id=_id(found, default_id),
         prompt=_prompt(found),
@@ -165,8 +166,10 @@ def _prompt(found: _Columns) -> str | tuple[Mapping[str, str], ...]:
     if value is None:
         value = found.one_of("prompt", "question")
     if value is None:
+        value = found.one_of("prompt", "query", *(f"{place}.query" for place in _INTERACTION))
+    if value is None:
         raise found.error(
-            f"no prompt; it is in prompt, raw_prompt or question, and found were: {found.names}"
+            f"no prompt; it is in prompt, raw_prompt, question or query, and found were: {found.names}"
         )
     name = found.used["prompt"]
     try:

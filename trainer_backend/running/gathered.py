@@ -78,6 +78,7 @@ def gathered_metrics(job: JobConfig, gathered: Gathered, *, ended: float) -> dic
         "time/collect_s": gathered.collect_s,
         "time/credit_s": gathered.ended - gathered.started - gathered.collect_s,
         "time/environment_s": sum(step.environment_s for step in steps),
+        "time/interaction_s": sum(step.interaction_s for step in steps),
         "time/policy_s": sum(step.policy_s for step in steps),
         "perf/decisions_per_s": decisions / (ended - gathered.started),
         "perf/collect_decisions_per_s": decisions / gathered.collect_s,

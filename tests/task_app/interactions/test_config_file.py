@@ -1,17 +1,19 @@
 """The operator's interaction file: the published YAML, the same as TOML, and what is wrong with one."""
 
-import importlib.util
 import sys
+import textwrap
 
 import pytest
+from structlog.testing import capture_logs
 
 from task_app.errors import SettingsError
 from task_app.interactions import gsm8k, gsm8k_score
 from task_app.interactions.config_file import load_interactions
-from task_app.interactions.published import stand_ins
+from task_app.interactions.published import STAND_INS, offer_stand_ins
 from task_app.protocols import BaseInteraction
 from task_app.settings import Settings
 from tests.task_app.interactions import published_gsm8k_texts as texts
+from tests.task_app.interactions.opening import interactions, said
 
 USERS = "tests.task_app.interactions.users"
 
@@ -27,17 +29,26 @@ def refused(path, text):
     return refusal.value.detail.replace(str(path), "FILE")
 
 
-def verl_in_modules():
-    return [name for name in sys.modules if name.partition(".")[0] == "verl"]
+@pytest.fixture
+def no_verl(monkeypatch):
+    """As in a new process: nothing of verl has been imported, of ours or of theirs."""
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+            del sys.modules[name]
+
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not STAND_INS])
+    forget()
+    yield
+    forget()
 
 
 def test_the_published_file_names_our_class_where_theirs_is_not_installed(tmp_path):
     entries = load(tmp_path / "a.yaml", texts.PUBLISHED_YAML)
     assert {name: entry.kind for name, entry in entries.items()} == {"gsm8k": gsm8k.Gsm8kInteraction}
-    assert verl_in_modules() == []
 
 
-def test_a_published_class_beside_the_file_is_loaded_unmodified_and_leaves_no_verl(tmp_path, monkeypatch):
+def test_a_published_class_beside_the_file_is_loaded_unmodified(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "theirs_5.py").write_text(texts.PUBLISHED_CLASS, encoding="utf-8")
     file = 'interaction:\n  - class_name: "theirs_5.Gsm8kInteraction"\n    config: {}\n'
@@ -45,11 +56,61 @@ def test_a_published_class_beside_the_file_is_loaded_unmodified_and_leaves_no_ve
     assert issubclass(entry.kind, BaseInteraction)
     assert entry.kind.__module__ == "theirs_5"
     assert sys.modules["theirs_5"].gsm8k.compute_score is gsm8k_score.compute_score
-    assert verl_in_modules() == []
-    assert importlib.util.find_spec("verl") is None
 
 
-def test_an_installed_verl_wins_module_by_module(tmp_path, monkeypatch):
+LATE = """
+    class LateInteraction:
+        def __init__(self, config):
+            pass
+
+        async def start_interaction(self, instance_id=None, **kwargs):
+            return instance_id
+
+        async def generate_response(self, instance_id, messages, **kwargs):
+            from verl.utils.reward_score import gsm8k
+            score = gsm8k.compute_score(messages[-1]["content"], "42")
+            return True, "", score, {}
+
+        async def calculate_score(self, instance_id, **kwargs):
+            from verl.interactions.base import BaseInteraction
+            return float(issubclass(BaseInteraction, object))
+
+        async def finalize_interaction(self, instance_id, **kwargs):
+            pass
+"""
+
+
+async def test_a_class_that_imports_within_a_method_finds_ours_when_it_is_called(
+    tmp_path, monkeypatch, no_verl
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "late.py").write_text(textwrap.dedent(LATE), encoding="utf-8")
+    kind = load(tmp_path / "a.yaml", "interaction: [{class_name: late.LateInteraction}]")["late"].kind
+    async with interactions(kind).opened(None, {}, rollout_id="r") as live:
+        assert (await live.respond(said("#### 42"))).score == 1.0
+        assert await live.score() == 1.0
+
+
+async def test_the_base_class_answers_as_the_published_one_does_and_the_log_says_that_it_is_no_user(tmp_path):
+    with capture_logs() as lines:
+        entry = load(
+            tmp_path / "a.yaml", 'interaction: [{class_name: "verl.interactions.base.BaseInteraction"}]'
+        )
+    stub = entry["base"].build()
+    instance_id = await stub.start_interaction()
+    assert await stub.generate_response(instance_id, []) == (
+        False, "Your current result seems acceptable.", 0.8, {},
+    )  # fmt: skip
+    assert (await stub.calculate_score(instance_id), await stub.finalize_interaction(instance_id)) == (
+        0.0,
+        None,
+    )
+    (line,) = [line for line in lines if line["log_level"] == "warning"]
+    assert line["event"] == "interaction_without_an_answer_of_its_own"
+    assert "scores every answer 0.8" in line["detail"]
+
+
+def test_an_installed_verl_wins_module_by_module(tmp_path, monkeypatch, no_verl):
     # a newer release: it has the scores still, and no interactions any more
     scores = tmp_path / "verl/utils/reward_score"
     scores.mkdir(parents=True)
@@ -57,19 +118,13 @@ def test_an_installed_verl_wins_module_by_module(tmp_path, monkeypatch):
         (folder / "__init__.py").touch()
     (scores / "gsm8k.py").write_text("compute_score = 'theirs'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    try:
-        with stand_ins():
-            from verl.interactions.base import BaseInteraction as found
-            from verl.utils.reward_score import gsm8k as score
-        import verl
+    offer_stand_ins()
+    from verl.interactions.base import BaseInteraction as found
+    from verl.utils.reward_score import gsm8k as score
 
-        assert (found, score.compute_score) == (BaseInteraction, "theirs")
-        assert not hasattr(verl, "interactions"), "nothing of ours is left on theirs"
-        with pytest.raises(ModuleNotFoundError):
-            import verl.interactions.base
-    finally:
-        for name in verl_in_modules():
-            del sys.modules[name]
+    assert (found, score.compute_score) == (BaseInteraction, "theirs")
+    with pytest.raises(ModuleNotFoundError):
+        import verl.trainer  # noqa: F401
 
 
 def test_yaml_and_toml_say_the_same(tmp_path):
@@ -155,12 +210,12 @@ def test_a_name_given_twice_is_refused(tmp_path):
     )
 
 
-def test_a_module_that_fails_half_way_is_told_and_leaves_no_verl(tmp_path, monkeypatch):
+def test_a_module_that_fails_half_way_is_told_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "half.py").write_text("from verl.interactions.base import BaseInteraction\n1 / 0\n")
     told = refused(tmp_path / "a.yaml", "interaction: [{class_name: half.Half}]")
     assert told.endswith("class_name 'half.Half' raised ZeroDivisionError: division by zero")
-    assert "half" not in sys.modules and verl_in_modules() == []
+    assert "half" not in sys.modules
 
 
 def test_of_a_class_that_is_named_interaction_no_name_is_left(tmp_path, monkeypatch):

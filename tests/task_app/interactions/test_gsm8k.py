@@ -66,6 +66,30 @@ async def test_the_last_assistant_message_is_scored_and_a_right_one_ends_the_epi
     assert none.score == 1.0
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "score", "kept"),
+    [
+        ("flexible", "The answer is 4", 1.0, "#### The answer is 4"),
+        ("flexible", "#### 4", 1.0, "#### 4"),
+        ("flexible", "It is 4, I mean 5.", 0.0, "#### It is 4, I mean 5."),
+        ("strict", "The answer is 4", 0.0, "The answer is 4"),
+        ("strict", "4", 0.0, "4"),  # with the prefix it would be right
+    ],
+)
+async def test_an_empty_config_scores_as_source_5_publishes_it(method, answer, score, kept):
+    interaction = Gsm8kInteraction({} if method == "flexible" else {"method": method})
+    instance_id = await interaction.start_interaction(ground_truth="4")
+    messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": answer}]
+    assert await interaction.generate_response(instance_id, messages) == (
+        score == 1.0,
+        RIGHT if score else WRONG,
+        score,
+        {},
+    )
+    assert interaction._instance_dict[instance_id]["response"] == kept
+    await interaction.finalize_interaction(instance_id)
+
+
 async def test_the_config_says_what_answers_are_worth():
     room = interactions(Gsm8kInteraction, config={"method": "flexible", "format_score": 0.25, "score": 0.5})
     async with room.opened(None, {"ground_truth": 42}, rollout_id="r") as live:

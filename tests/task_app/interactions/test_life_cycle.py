@@ -3,11 +3,13 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from task_app.errors import CapacityReached, InteractionFailed, InvalidRequest, UnknownName
 from task_app.interactions.calls import Calls
 from task_app.interactions.entry import InteractionEntry
+from task_app.logs import configure_logs
 from tests.task_app.interactions import users
 from tests.task_app.interactions.opening import entered, interactions, said
 
@@ -24,6 +26,21 @@ async def test_every_answer_is_scored_and_the_instance_finalised_once():
     assert len({instance_id for _, instance_id in users.BOOK}) == 1
     assert users.BOOK[0][1].startswith("r1/")
     assert len(room) == 0
+
+
+async def test_start_answer_score_and_end_have_a_debug_line_each_and_none_tells_what_was_said():
+    configure_logs("debug")
+    room = interactions(users.Noted)
+    with capture_logs() as lines:
+        async with room.opened("noted", {"query": "q"}, rollout_id="r1", ground_truth="42") as live:
+            await live.respond(said("a secret"))
+    told = [
+        (line["event"], line["log_level"], line["interaction"], line["instance_id"][:3]) for line in lines
+    ]
+    events = ["started", "answered", "scored", "finalised"]
+    assert told == [(f"interaction_{event}", "debug", "noted", "r1/") for event in events]
+    assert (lines[1]["should_terminate"], lines[2]["score"]) == (False, 1.0)
+    assert "secret" not in str(lines) and "42" not in str([line | {"instance_id": ""} for line in lines])
 
 
 async def test_an_error_of_the_episode_finalises_too():

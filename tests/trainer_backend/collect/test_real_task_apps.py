@@ -24,7 +24,7 @@ PLAN = Planner(JOB, "run").warmup()
 
 def played(collection: Collection) -> list[Any]:
     """What came of each rollout, in order, but for where it ran and how long it took."""
-    times = {"policy_s", "environment_s"}
+    times = {"policy_s", "environment_s", "interaction_s"}
     return [
         rollout.model_dump(
             mode="json",

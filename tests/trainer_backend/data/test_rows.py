@@ -42,6 +42,16 @@ def test_a_result_that_is_no_number_keeps_its_commas():
     assert row(question="Who?", answer="Ada").ground_truth == "Ada"
 
 
+def test_a_row_of_source_5_asks_the_query_of_its_interaction():
+    # "Data Requirements": {"query": "What is 2+2?", "ground_truth": "4"}
+    kwargs = {"query": "What is 2+2?", "ground_truth": "4"}
+    for columns in (kwargs, {"interaction_kwargs": kwargs}, {"extra_info": {"interaction_kwargs": kwargs}}):
+        found = row(**columns)
+        assert (found.prompt, found.ground_truth) == ("What is 2+2?", "4")
+    assert found.interaction.kwargs == kwargs
+    assert row(question="Two and two?", interaction_kwargs=kwargs).prompt == "Two and two?"
+
+
 def test_a_row_in_the_layout_of_verl():
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
     found = parsed(
@@ -111,7 +121,7 @@ def test_two_columns_that_name_the_same_must_agree():
 @pytest.mark.parametrize(
     ("columns", "told"),
     [
-        ({"text": "2+2?"}, "no prompt; it is in prompt, raw_prompt or question, and found were: text"),
+        ({"text": "2+2?"}, "no prompt; it is in prompt, raw_prompt, question or query, and found were: text"),
         ({}, "found were: none"),
         ({"prompt": ""}, "prompt is '' (str); it is a text or a list of messages, and not empty"),
         ({"prompt": []}, "prompt is [] (list)"),
