@@ -15,7 +15,7 @@ RUN useradd --uid 10001 --create-home turnwise \
   && chown -R turnwise /keys /app/runs /models
 # Nothing of ours yet: what we depend on is installed with these, and anew only when pyproject.toml changes.
 COPY pyproject.toml README.md LICENSE ./
-RUN mkdir shared_schemas task_app trainer_backend
+RUN mkdir shared_schemas task_app trainer_backend turnwise
 
 FROM base AS task-app
 # In each stage that reads it: the classic builder hands no argument of a stage on to the next.
@@ -24,6 +24,7 @@ RUN pip install --no-cache-dir .
 COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
+COPY turnwise turnwise
 RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/make-keys.sh /usr/local/bin/make-keys
 USER turnwise
@@ -38,6 +39,7 @@ RUN pip install --no-cache-dir '.[trainer]'
 COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
+COPY turnwise turnwise
 RUN pip install --no-cache-dir --no-deps --force-reinstall .
 COPY docker/trainer.sh /usr/local/bin/turnwise-trainer
 COPY docker/demo.sh /usr/local/bin/post-demo

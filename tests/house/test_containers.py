@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from task_app.app import create_app
 from task_app.settings import settings_from_environ
+from tests.house.sources import PACKAGES
 from trainer_backend.api.settings import Flags, settings_from
 from trainer_backend.job import load_job
 
@@ -190,7 +191,7 @@ def test_a_change_of_the_code_installs_no_dependency_again():
             r"(pip install .*)\n((?:COPY \w+ \w+\n)+)RUN (pip install .*)", stage
         ).groups()
         assert "--no-deps" not in installed and "--no-deps" in again
-        assert re.findall(r"COPY (\w+) ", copied) == ["shared_schemas", "task_app", "trainer_backend"]
+        assert re.findall(r"COPY (\w+) ", copied) == [*PACKAGES]
 
 
 def test_models_of_the_hub_are_kept_in_a_volume_that_the_user_may_write():
@@ -208,9 +209,8 @@ def test_the_database_is_healthy_when_it_answers_others():
 def test_every_file_of_the_packages_is_in_the_wheel():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    packages = ["shared_schemas", "task_app", "trainer_backend"]
     files = subprocess.run(
-        listed + packages, cwd=ROOT, capture_output=True, text=True, check=True
+        [*listed, *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     data = [Path(name) for name in files if not name.endswith(".py")]
     assert len(data) > 30

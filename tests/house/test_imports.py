@@ -97,8 +97,8 @@ def test_packages_keep_apart():
         name: LIBRARIES[name] - allowed for name in files_of("shared_schemas") if LIBRARIES[name] - allowed
     } == {}
     forbidden = {
-        "task_app": {"trainer_backend", "torch", "transformers", "tokenizers", "sqlalchemy"},
-        "trainer_backend": {"task_app"},
+        "task_app": {"trainer_backend", "turnwise", "torch", "transformers", "tokenizers", "sqlalchemy"},
+        "trainer_backend": {"task_app", "turnwise"},
     }
     for package, libraries in forbidden.items():
         assert {

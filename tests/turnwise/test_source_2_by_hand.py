@@ -2,15 +2,17 @@
 
 import pytest
 
-from shared_schemas.messages import Message
-from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
-from task_app.episode import RLRolloutWorker
 from task_app.errors import InvalidRequest
-from task_app.policies.openai import OpenAIAgentPolicy
-from task_app.policies.openai_config import OpenAIConfig
-from task_app.protocols import AgentPolicy
 from tests.task_app.fake_inference import completion, fake_inference
+from turnwise import (
+    AgentPolicy,
+    Message,
+    OpenAIAgentPolicy,
+    OpenAIConfig,
+    RLRolloutWorker,
+    TaskDefinitionModel,
+)
 
 MOVE = {"type": "tool_call", "name": "interact_many", "arguments": {"actions": ["move_right", "noop"]}}
 ADVICE = {"role": "system", "content": "Stay near the lake."}

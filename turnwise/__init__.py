@@ -1,0 +1,74 @@
+"""One door to the names that the sources publish; docs/sources.md says of each where it comes from.
+
+    from turnwise import RLRolloutWorker, TaskDefinitionModel
+
+A name is imported when it is first asked for, and brings no more than its own module: none needs torch, and
+those of the task app and the wire need nothing of the trainer. Who checks types reads the imports below.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shared_schemas.evaluate_result import EvaluateResult as EvaluateResult
+    from shared_schemas.evaluate_result import MetricResult as MetricResult
+    from shared_schemas.evaluate_result import StepOutput as StepOutput
+    from shared_schemas.messages import Message as Message
+    from shared_schemas.task_definition import TaskDefinitionModel as TaskDefinitionModel
+    from shared_schemas.trajectory import StepData as StepData
+    from task_app.episode import RLRolloutWorker as RLRolloutWorker
+    from task_app.interactions.base import BaseInteraction as BaseInteraction
+    from task_app.interactions.gsm8k import Gsm8kInteraction as Gsm8kInteraction
+    from task_app.policies.openai import OpenAIAgentPolicy as OpenAIAgentPolicy
+    from task_app.policies.openai_config import OpenAIConfig as OpenAIConfig
+    from task_app.protocols import AgentPolicy as AgentPolicy
+    from task_app.reward_functions.alignment import (
+        align_data_for_rl_processing as align_data_for_rl_processing,
+    )
+    from task_app.reward_functions.decorator import reward_function as reward_function
+    from trainer_backend.core.advantages.gigpo import (
+        system_apply_gigpo_to_batch_steps as system_apply_gigpo_to_batch_steps,
+    )
+    from trainer_backend.core.allocation import ConstantSchedule as ConstantSchedule
+    from trainer_backend.core.allocation import ExponentialSchedule as ExponentialSchedule
+    from trainer_backend.core.allocation import LinearSchedule as LinearSchedule
+    from trainer_backend.core.allocation import RolloutAllocationSchedule as RolloutAllocationSchedule
+    from trainer_backend.core.allocation import StepSchedule as StepSchedule
+
+_HOMES = {
+    "shared_schemas.evaluate_result": ("EvaluateResult", "MetricResult", "StepOutput"),
+    "shared_schemas.messages": ("Message",),
+    "shared_schemas.task_definition": ("TaskDefinitionModel",),
+    "shared_schemas.trajectory": ("StepData",),
+    "task_app.episode": ("RLRolloutWorker",),
+    "task_app.interactions.base": ("BaseInteraction",),
+    "task_app.interactions.gsm8k": ("Gsm8kInteraction",),
+    "task_app.policies.openai": ("OpenAIAgentPolicy",),
+    "task_app.policies.openai_config": ("OpenAIConfig",),
+    "task_app.protocols": ("AgentPolicy",),
+    "task_app.reward_functions.alignment": ("align_data_for_rl_processing",),
+    "task_app.reward_functions.decorator": ("reward_function",),
+    "trainer_backend.core.advantages.gigpo": ("system_apply_gigpo_to_batch_steps",),
+    "trainer_backend.core.allocation": (
+        "ConstantSchedule",
+        "ExponentialSchedule",
+        "LinearSchedule",
+        "RolloutAllocationSchedule",
+        "StepSchedule",
+    ),
+}
+
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the name from its module (PEP 562); then it stands here like any other."""
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
