@@ -73,10 +73,13 @@ class PolicyLogprobs(Body):
     versions: tuple[tuple[int, int], ...]
 
 
+_EXACT = {name for name, field in PolicyLogprobs.model_fields.items() if field.is_required()}
+
+
 def _kind_of_logprobs(value: Any) -> str:
-    """Exact tokens are told by the versions that sampled them, which nobody else knows of."""
-    versions = "versions" in value if isinstance(value, dict) else isinstance(value, PolicyLogprobs)
-    return "exact" if versions else "own"
+    """Exact tokens have all of their fields; anything less is what a policy tells by itself."""
+    exact = value.keys() >= _EXACT if isinstance(value, dict) else isinstance(value, PolicyLogprobs)
+    return "exact" if exact else "own"
 
 
 # What a policy tells of its log-probs: the exact tokens of a model call, or JSON of its own.

@@ -72,7 +72,7 @@ class OpenAIAgentPolicy:
         session: aiohttp.ClientSession | None = None,
         allowed_hosts: Collection[str] | None = None,
         rollout_id: str | None = None,
-        inference_key: SecretStr | None = None,
+        inference_key: SecretStr | str | None = None,
         max_reply_bytes: int = 16 << 20,
         on_retry: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -82,8 +82,9 @@ class OpenAIAgentPolicy:
         headers = {"Content-Type": "application/json"}
         if rollout_id is not None and config.asks_gateway_of_ours:
             headers[ROLLOUT_HEADER] = rollout_id
-        self._key = inference_key.get_secret_value() if inference_key is not None else ""
-        if inference_key is not None:
+        key = SecretStr(inference_key) if isinstance(inference_key, str) else inference_key
+        self._key = key.get_secret_value() if key is not None else ""
+        if key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         self._endpoint = Endpoint(
             session, url, headers, timeout_s=config.request_timeout_s, max_reply_bytes=max_reply_bytes

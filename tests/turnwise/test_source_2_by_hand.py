@@ -97,11 +97,11 @@ def test_two_openings_of_one_dialogue_are_refused():
         RLRolloutWorker(task, Moves())
 
 
-async def test_what_a_policy_tells_of_its_log_probs_is_kept():
-    steps, _, _ = await RLRolloutWorker(
-        TaskDefinitionModel(resource_type="crafter"), Moves(MOVE), 1
-    ).run_episode()
-    assert steps[0].policy_logprobs == {"logprob": -0.25, "tokens": ["mo", "ve"]}
+async def test_what_a_policy_tells_of_its_log_probs_is_kept_on_the_wire_too():
+    worker = RLRolloutWorker(TaskDefinitionModel(resource_type="crafter"), Moves(MOVE), 1)
+    (step,), _, _ = await worker.run_episode()
+    assert step.policy_logprobs == {"logprob": -0.25, "tokens": ["mo", "ve"]}
+    assert type(step).model_validate_json(step.model_dump_json()) == step
 
 
 CONTENT = [{"token": "Two", "logprob": -0.5, "top_logprobs": []}, {"token": ".", "logprob": -0.125}]
@@ -112,7 +112,7 @@ async def test_the_openai_policy_is_called_directly_and_tells_a_plain_servers_lo
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     async with fake_inference(answer) as server:
         config = OpenAIConfig(inference_url=server.url, model="m", ask_token_ids=False, logprobs=True)
-        policy = OpenAIAgentPolicy(config)
+        policy = OpenAIAgentPolicy(config, inference_key="sk-of-the-test")
         action, text, log_probs, value = await policy.get_action(
             [ADVICE, Message(role="user", content="How deep is it?")], [tool]
         )
@@ -120,6 +120,7 @@ async def test_the_openai_policy_is_called_directly_and_tells_a_plain_servers_lo
     assert [message["role"] for message in asked["messages"]] == ["system", "user"]
     assert (asked["tools"], asked["logprobs"]) == ([tool], True)
     assert "return_token_ids" not in asked
+    assert server.headers[0]["authorization"] == "Bearer sk-of-the-test"
     assert (action["type"], action["content"], text, value) == ("text", "Two.", "Two.", None)
     assert (log_probs["tokens"], log_probs["logprobs"]) == (["Two", "."], [-0.5, -0.125])
 
