@@ -140,10 +140,14 @@ class CheckProcess:
                 env={name: value for name, value in os.environ.items() if name not in WITHHELD} | _ALONE,
                 start_new_session=True,  # Ctrl-C is for the service, which then ends it
             )
-        if not connection.poll(_IMPORT_S):
-            self._server.kill()
-        _message(connection)
         self._connection = connection
+        try:
+            if not connection.poll(_IMPORT_S):
+                self._server.kill()
+            _message(connection)
+        except (OSError, EOFError):
+            self._end()
+            raise
         return connection
 
     def _end(self) -> None:
@@ -180,8 +184,9 @@ def serve(connection: Connection) -> None:
 def _answer(connection: Connection, request: bytes) -> None:
     call, at_most_s, at_most_bytes = pickle.loads(request)
     signal.setitimer(signal.ITIMER_REAL, at_most_s)  # ends this process, also while a library holds the GIL
-    most = psutil.Process().memory_info().vms + at_most_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    most, hard = psutil.Process().memory_info().vms + at_most_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
         answer: tuple[str, Any] = (_RETURNED, call())
     except TrainerError as error:

@@ -54,7 +54,7 @@ class Checked(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolution:
     """A job that may run.
 
     Attributes:
@@ -70,7 +70,7 @@ class Resolved:
 
 def resolved(
     content: bytes | Mapping[str, Any], media_type: str, tags: Mapping[str, Any], bounds: Bounds
-) -> Resolved:
+) -> Resolution:
     """
     Args:
         content: a body as it came, or the tables of a job.
@@ -88,7 +88,7 @@ def resolved(
     else:
         posted = posted_job(content, bounds, tags)
     config = posted.loaded.config
-    return Resolved(
+    return Resolution(
         config.job.name, dump_job(config), tuple(posted.tags.items()), tuple(posted.loaded.warnings)
     )
 

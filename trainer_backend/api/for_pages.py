@@ -24,10 +24,9 @@ class JobsForPages:
         self._service = service
 
     async def check(self, text: str) -> services.Checked:
+        bounds = self._service.settings.bounds
         try:
-            found = (
-                await self._service.checks.ask(checked, _bytes_of(text), self._service.settings.bounds)
-            ).findings
+            found = (await self._service.checks.ask(checked, _bytes_of(text), bounds)).findings
         except TrainerError as error:
             return services.Checked(errors=(services.Finding(str(error)),))
 

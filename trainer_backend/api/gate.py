@@ -119,7 +119,8 @@ def _json_of(receive: Receive) -> Receive:
             more = message.get("more_body", False)
         body = b"".join(parts)
         try:
-            read_json(body)
+            if body:
+                read_json(body)
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         at_hand.append({"type": "http.request", "body": body, "more_body": False})
@@ -129,9 +130,9 @@ def _json_of(receive: Receive) -> Receive:
 
 
 def _says_json(scope: Scope) -> bool:
-    """As FastAPI takes a content type."""
-    said: bytes = dict(scope["headers"]).get(b"content-type", b"")
-    kind = said.partition(b";")[0].strip().lower()
+    """As FastAPI takes a content type, the first of several."""
+    said = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    kind: bytes = said.partition(b";")[0].strip().lower()
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_backend.api.checking import Resolved, resolved
+from trainer_backend.api.checking import Resolution, resolved
 from trainer_backend.api.errors import QueueFull, RunsNoJobs
 from trainer_backend.api.service import Service
 from trainer_backend.errors import TrainerError
@@ -43,7 +43,7 @@ def digest_of(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-async def resolution(service: Service, sent: Submission) -> Resolved:
+async def resolution(service: Service, sent: Submission) -> Resolution:
     """
     Raises:
         TrainerError: what `checking.resolved` raises.

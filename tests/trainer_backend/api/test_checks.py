@@ -67,7 +67,7 @@ async def test_more_calls_than_may_wait_are_told_to_come_later():
         (MODEL + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more, which are not told"),
         (MODEL + "[training]\n" + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more"),
         (MODEL + "".join(f"k{n:06} = 1\n" for n in range(80_000)), MANY),
-        (MODEL + f"[rollout]\nseeds = [{'-1, ' * 40_000}]", "and 39980 more"),
+        (MODEL + f"[rollout]\nseeds = [{'-1, ' * 40_000}]", "rollout.seeds"),
         (
             MODEL + f'[data]\nevaluation_split = "x"\npath = "{"a/" * 500_000}"',
             "of more than 4096 characters",
@@ -88,17 +88,17 @@ async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(serv
 
 
 async def test_json_is_bounded_as_toml_is(served):
-    many = {"config": {f"k{n}": 1 for n in range(30_000)}}
+    many = {"config": {f"k{n}": 1 for n in range(5_000)}}
     answer = await served.client.post("/jobs", json=many)
     assert (answer.status_code, answer.json()["code"]) == (400, "job_invalid")
-    assert answer.json()["detail"].endswith("and 29981 more, which are not told")  # `model` is missing too
+    assert answer.json()["detail"].endswith("and 4981 more, which are not told")  # `model` is missing too
     tables = {"model": {"preset": "tiny-0.3m"}, "rollout_only": [{}] * 40_000}
     answer = await served.client.post("/jobs", json={"config": tables})
     assert "rollout_only" in answer.json()["detail"] and "at most 32 items" in answer.json()["detail"]
     answer = await served.client.post(
-        "/jobs", json={"toml": MODEL, "tags": {str(n): {} for n in range(90_000)}}
+        "/jobs", json={"toml": MODEL, "tags": {str(n): {} for n in range(9_000)}}
     )
-    assert (answer.status_code, answer.json()["detail"]) == (422, "tags: 90000 tags; at most 32")
+    assert (answer.status_code, answer.json()["detail"]) == (422, "tags: 9000 tags; at most 32")
 
 
 async def test_a_check_that_was_ended_is_told_as_that_and_not_as_a_store_that_is_away(tmp_path: Path):

@@ -53,6 +53,23 @@ async def test_so_is_an_address(served, path):
     assert answer.json()["detail"] == f"the address holds {NUL}"
 
 
+async def test_the_first_of_two_content_types_counts_for_the_gate_as_for_the_routes(served):
+    headers = [("Content-Type", "application/json"), ("Content-Type", "text/plain")]
+    answer = await served.client.post("/jobs", content=json.dumps({HALF: 1}), headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+    assert "half a character" in answer.json()["detail"]
+
+
+async def test_a_request_without_a_body_may_say_that_it_is_json(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    for answer in (
+        await served.client.get(f"/jobs/{job_id}/events", headers=JSON),
+        await served.client.post(f"/jobs/{job_id}/cancel", headers=JSON),
+    ):
+        assert answer.status_code in (200, 409), answer.text
+
+
 async def test_a_form_in_whatever_alphabet_is_refused_with_a_sentence(served):
     (finding,) = (await JobsForPages(served.service).check(f"[model]\n{HALF}")).errors
     assert "no UTF-8 text" in finding.text
