@@ -117,7 +117,7 @@ def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
             policies=[0, 0],
             row_tokens=16,
         )
-        _, metrics = terms.of(batch, now_N, torch.zeros(4), None, terms.sums(batch))
+        _, metrics = terms.of(batch, now_N, torch.zeros(4), terms.sums(batch))
         found.append(metrics[DRIFT])
     of_tokens = [math.expm1(d) - d for moved in moves.values() for d in moved]
     assert found == pytest.approx([sum(of_tokens) / 4] * len(found), rel=1e-5)

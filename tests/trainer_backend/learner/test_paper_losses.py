@@ -88,7 +88,7 @@ def test_the_gradient_is_that_of_the_papers_formula(loss, aggregation):
     now_N = torch.empty(14)
     now_N[order] = torch.tensor([OLD + d for row in moves for d in row])
     now_N.requires_grad_()
-    found, _ = terms.of(batch, now_N, torch.zeros(14), None, terms.sums(batch))
+    found, _ = terms.of(batch, now_N, torch.zeros(14), terms.sums(batch))
     found.backward()
     torch.testing.assert_close(
         now_N.grad[order].double(), paper_gradient(loss, aggregation), atol=1e-6, rtol=0
