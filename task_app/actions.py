@@ -1,18 +1,27 @@
 """Pure: a policy's action, or the tool calls of a request -> what an environment carries out."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import to_json
 
 from shared_schemas.messages import FunctionCall, ToolCall
 from task_app.encoding import encodable_json
 from task_app.errors import encodable
 from task_app.protocols import ToolRequest
 
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 NO_TOOL_CALL = "the reply holds no tool call; call one of the tools"
 
 
@@ -72,9 +81,12 @@ def tool_request(call: ToolCall) -> ToolRequest:
 
 
 def json_object(text: str) -> Mapping[str, Any] | None:
-    """The JSON object that `text` spells, or None: a model may write anything, nested however deep."""
+    """The JSON object that `text` spells, or None: a model may write anything, nested however deep.
+
+    NaN and numbers beyond a float's range are no JSON: no environment expects them, no record holds them.
+    """
     try:
-        value = encodable_json(json.loads(text))
+        value = encodable_json(_JSON.decode(text))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -84,7 +96,7 @@ def requests_from_wire(calls: Sequence[Mapping[str, Any]]) -> tuple[ToolRequest,
     """The tool calls of POST /env/step, in OpenAI's form or as {tool | tool_name | name, args | arguments}.
 
     Raises:
-        ValueError: a call names no tool, or is nested too deeply; the message says which one.
+        ValueError: a call names no tool; the message says which one.
     """
     return tuple([_wire_request(call, index) for index, call in enumerate(calls)])
 
@@ -96,9 +108,11 @@ def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
     if not isinstance(name, str) or not name:
         raise ValueError(f"tool_calls.{index} names no tool; give 'tool' (or 'function.name')")
     given = _first_of(source, ("arguments", "args"))
-    arguments, text = _cleaned({} if given is None else given, where=f"tool_calls.{index}")
-    found = arguments if isinstance(arguments, dict) else json_object(text)
-    return ToolRequest(name=encodable(name), arguments=found, raw_arguments=text)
+    if isinstance(given, str):
+        return ToolRequest(name=name, arguments=json_object(given), raw_arguments=given)
+    arguments = {} if given is None else given
+    text = to_json(arguments).decode()
+    return ToolRequest(name, arguments if isinstance(arguments, dict) else None, text)
 
 
 def _first_of(source: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -106,19 +120,6 @@ def _first_of(source: Mapping[str, Any], keys: Sequence[str]) -> Any:
         if key in source:
             return source[key]
     return None
-
-
-def _cleaned(given: Any, *, where: str) -> tuple[Any, str]:
-    """Arguments without half a character in them, and as text."""
-    if isinstance(given, dict):
-        with suppress(PydanticSerializationError):
-            # A sixth of the cost of json.dumps. It refuses half a character: what it writes is clean.
-            return given, to_json(given).decode()
-    try:
-        cleaned = encodable_json(given)
-        return cleaned, cleaned if isinstance(cleaned, str) else json.dumps(cleaned)
-    except RecursionError as exc:
-        raise ValueError(f"{where} is nested too deeply") from exc
 
 
 def _tool_call(call: Mapping[str, Any], index: int) -> ToolCall:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
 from task_app.errors import CriticalError, boundary
 from task_app.guards.auth import Keys
+from task_app.guards.content import Content
 from task_app.guards.deadline import Deadline
 from task_app.guards.gate import Gate
 from task_app.guards.once import Once
@@ -109,6 +110,7 @@ def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
     app = Once(app, answers=services.answers, write=write)
     app = Deadline(app, at_most_s=settings.request_deadline_s)
     app = ShortWay(app, services)
+    app = Content(app)
     app = Gate(app, keys=keys, max_body_bytes=settings.max_body_bytes, max_body_s=settings.max_body_s)
     app = Observed(app, metrics=services.metrics, keys=keys)
     return ServerErrorMiddleware(app, handler=unforeseen)

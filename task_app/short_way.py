@@ -9,17 +9,14 @@ step. What is not plain goes the long way, by the route, which also words what i
 from typing import Any
 
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from task_app.errors import TaskAppError
 from task_app.guards import once
+from task_app.guards.content import JSON_BODY
 from task_app.routes import steps
 from task_app.routes.bodies import LONGEST_ID
-from task_app.routes.problems import http_problem, problem_response
+from task_app.routes.problems import problem_response
 from task_app.routes.wire import reply_body
 from task_app.services import Services
 
@@ -30,7 +27,7 @@ JSON = b"application/json"
 
 
 class ShortWay:
-    """Wraps the long way; stands inside the gate, which bounds the body in bytes and time.
+    """Wraps the long way; stands behind task_app.guards.content, which has read the body.
 
     Args:
         app: the long way.
@@ -42,31 +39,31 @@ class ShortWay:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        value = scope.pop(JSON_BODY, None)
         if not _may_be_plain(scope):
             await self._app(scope, receive, send)
             return
         try:
-            message = await receive()
-            body = None if message.get("more_body", False) else self._answer(message.get("body", b""))
-        except (TaskAppError, HTTPException) as exc:
+            body = self._answer(value)
+        except TaskAppError as error:
             scope["route"] = ROUTE
-            await _problem(scope, exc)(scope, receive, send)
+            await problem_response(error)(scope, receive, send)
             return
         if body is None:
-            await self._app(scope, _again(message, receive), send)
+            await self._app(scope, receive, send)
             return
         scope["route"] = ROUTE
         headers = [(b"content-length", b"%d" % len(body)), (b"content-type", JSON)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _answer(self, raw: bytes) -> bytes | None:
+    def _answer(self, body: Any) -> bytes | None:
         """The answer, or None when the long way has to find it: then nothing has been done yet.
 
         Raises:
             TaskAppError: there is no such session, or the decision was refused, or failed.
         """
-        asked = _plain_body(raw)
+        asked = _plain_body(body)
         if asked is None:
             return None
         env_id, tool_calls = asked
@@ -76,26 +73,8 @@ class ShortWay:
         return reply_body(steps.decide_at_once(self._services, session, tool_calls))
 
 
-def _problem(scope: Scope, exc: TaskAppError | HTTPException) -> Response:
-    return problem_response(exc) if isinstance(exc, TaskAppError) else http_problem(Request(scope), exc)
-
-
-def _again(message: Message, receive: Receive) -> Receive:
-    """A receive channel that begins with the message, read already."""
-    read = [message]
-
-    async def given() -> Message:
-        return read.pop() if read else await receive()
-
-    return given
-
-
-def _plain_body(raw: bytes) -> tuple[str, list[dict[str, Any]]] | None:
+def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
     """What a `steps.EnvStep` of two keys says; None for whatever its validation may have to look at."""
-    try:
-        body = from_json(raw)
-    except ValueError:
-        return None
     if type(body) is not dict or body.keys() != KEYS:
         return None
     env_id, calls = body["env_id"], body["tool_calls"]

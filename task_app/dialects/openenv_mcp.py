@@ -37,9 +37,13 @@ async def rpc(
     Args:
         session: that of the socket which brought it; else `params.session_id` names one.
     """
-    answer: dict[str, Any] = {"jsonrpc": "2.0", "id": message.get("id")}
+    call_id = message.get("id")
+    is_id = call_id is None or type(call_id) in (str, int, float)
+    answer: dict[str, Any] = {"jsonrpc": "2.0", "id": call_id if is_id else None}
     method, params = message.get("method"), message.get("params", {})
     try:
+        if not is_id:
+            raise InvalidRequest("id is no string and no number", where="id", code="no_request")
         if not isinstance(method, str) or not isinstance(params, dict):
             raise InvalidRequest("expected {jsonrpc, id, method, params}", where="method", code="no_request")
         if method not in METHODS:

@@ -6,7 +6,6 @@ leaves as it is. Messages are {"type": "reset" | "step" | "state" | "mcp" | "clo
 """
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +15,7 @@ from fastapi import APIRouter, WebSocket
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
+from shared_schemas.json_text import read_json
 from task_app.complaints import invalid, most_telling
 from task_app.dialects.openenv_mcp import rpc
 from task_app.dialects.openenv_session import OpenEnvSession, ignored_keys
@@ -171,11 +171,10 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
     if len(text) > max_bytes:
         raise InvalidRequest(f"a message of {len(text)} characters; at most {max_bytes}", where="message")
     try:
-        message = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise InvalidRequest(
-            "the message is no JSON; send it as a text frame", where="message", code="invalid_json"
-        ) from exc
+        message = read_json(text)
+    except ValueError as exc:
+        hint = "send it as a text frame"
+        raise InvalidRequest(str(exc), where="message", hint=hint, code="invalid_json") from exc
     kind = message.get("type", "") if isinstance(message, dict) else ""
     if kind not in KINDS:
         shown = clipped(str(kind))

@@ -6,10 +6,10 @@ It stands inside the gate, so that only holders of a key reach it, and outside a
 from collections.abc import Callable
 from contextlib import suppress
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from task_app.errors import AnswerLost, BodyTooLarge, InvalidRequest, JournalFailed, TaskAppError, TooSlow
+from task_app.errors import AnswerLost, InvalidRequest, JournalFailed, TaskAppError
+from task_app.guards.content import given, whole_body
 from task_app.guards.idempotency import CLAIM, Answer, Answers, Claim, RawHeaders, request_digest
 from task_app.routes.problems import problem_response
 
@@ -45,14 +45,14 @@ class Once:
             await self._app(scope, receive, send)
             return
         try:
-            key, body = _key(found), await _whole(receive)
+            key, body = _key(found), await whole_body(receive)
             digest = request_digest(scope["method"], scope["raw_path"], scope["query_string"], body)
             claim, is_new = await self._claim(key, digest, path=scope["path"])
         except TaskAppError as error:
             await problem_response(error)(scope, receive, send)
             return
         if is_new:
-            await self._carry_out(claim, scope, _given(body, receive), send)
+            await self._carry_out(claim, scope, given(body, receive), send)
         else:
             assert claim.answer is not None, "only what is answered is told again"
             await self._tell(claim, claim.answer, send, extra=(REPLAYED,))
@@ -134,32 +134,6 @@ def _key(found: list[bytes]) -> str:
             hint="for example a UUID, made anew for every request that is not a retry",
         )
     return key
-
-
-async def _whole(receive: Receive) -> bytes:
-    """The body, which the gate's receive channel bounds in bytes and time."""
-    body = bytearray()
-    while True:
-        try:
-            message = await receive()
-        except HTTPException as exc:
-            raise (TooSlow if exc.status_code == 408 else BodyTooLarge)(exc.detail, where="body") from exc
-        if message["type"] == "http.disconnect":
-            # A body that was cut short by its sender: nobody is there to answer, nothing was done.
-            raise InvalidRequest("the connection closed before the body was complete", where="body")
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-def _given(body: bytes, receive: Receive) -> Receive:
-    """A receive channel that gives the body, read already, and then what the client does."""
-    parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def given() -> Message:
-        return parts.pop() if parts else await receive()
-
-    return given
 
 
 def lost_answer(reason: str) -> Answer:

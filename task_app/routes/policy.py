@@ -14,8 +14,7 @@ from shared_schemas.trajectory import StepMetadata
 from task_app.actions import Choice, ReadAction, read_action
 from task_app.complaints import invalid
 from task_app.decisions import NO_METADATA
-from task_app.encoding import encodable_json
-from task_app.errors import DeadlineExceeded, InvalidRequest, boundary, encodable
+from task_app.errors import DeadlineExceeded, InvalidRequest, boundary
 from task_app.living_policy import living_policy
 from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation, policy_name
 from task_app.routes.bodies import CreateBody, ForeignBody
@@ -151,13 +150,12 @@ async def _observe(
 
 def _brought(observation: dict[str, Any], environment: Environment | None) -> PolicyObservation:
     data = observation.get("data")
-    data = encodable_json(data) if isinstance(data, dict) else {}
+    data = data if isinstance(data, dict) else {}
     if "messages" in observation:
         return PolicyObservation(_messages(observation["messages"]), data)
     text = observation.get("text")
     if not isinstance(text, str):
         raise InvalidRequest("observation holds neither messages nor a text", where="observation")
-    text = encodable(text)
     if environment is None:
         return PolicyObservation((Message(role="user", content=text),), data)
     with boundary("environment.messages"):

@@ -16,7 +16,7 @@ from starlette.routing import Match
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.complaints import invalid, most_telling
-from task_app.errors import BodyTooLarge, CriticalError, InvalidRequest, TaskAppError, TooSlow, encodable
+from task_app.errors import BodyTooLarge, CriticalError, TaskAppError, TooSlow, encodable
 from task_app.routes.bodies import MISSPELT
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
@@ -86,11 +86,7 @@ def validation_problem(request: Request, exc: RequestValidationError) -> Respons
     """The reply to a body, query or path that is not what its route declares."""
     error = dict(most_telling(exc.errors()))
     place = error["loc"]
-    if error["type"] == "json_invalid":
-        error["loc"] = ("body",)
-        error["msg"] = f"no JSON: {error.get('ctx', {}).get('error', 'unreadable')} at byte {place[-1]}"
-        error["input"] = None
-    elif error["type"] == MISSPELT:
+    if error["type"] == MISSPELT:
         error["loc"], error["input"] = (*place[1:], error["ctx"]["name"]), None
     elif place == ("body",):
         error["msg"] += "; send it as JSON with Content-Type: application/json"
@@ -100,17 +96,11 @@ def validation_problem(request: Request, exc: RequestValidationError) -> Respons
 
 
 async def _http(request: Request, exc: Exception) -> Response:
+    """404 and 405 of the router, 408 and 413 of the gate."""
     assert isinstance(exc, HTTPException)
-    return http_problem(request, exc)
-
-
-def http_problem(request: Request, exc: HTTPException) -> Response:
-    """404 and 405 of the router, 400 of the body reader, 408 and 413 of the gate."""
     status = HTTPStatus(exc.status_code)
     if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         return problem_response(BodyTooLarge(exc.detail))
-    if status is HTTPStatus.BAD_REQUEST:
-        return problem_response(InvalidRequest("no JSON: the body cannot be read as text", where="body"))
     if status is HTTPStatus.REQUEST_TIMEOUT:
         return problem_response(TooSlow(exc.detail, where="body"))
     detail = {

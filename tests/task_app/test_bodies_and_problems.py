@@ -17,10 +17,9 @@ def problem(answer):
     return one
 
 
-@pytest.mark.parametrize("digits", [100, 4_300])
-async def test_a_long_number_is_shown_in_part(digits):
+async def test_a_long_number_is_shown_in_part():
     async with running_app() as client:
-        body = f'{{"env_name": "counting", "seed": {"9" * digits}}}'
+        body = f'{{"env_name": "counting", "seed": {"9" * 100}}}'
         one = problem(await client.post("/env/create", content=body, headers=JSON))
     assert (one.status, one.where) == (422, "seed")
     assert one.detail.endswith("; found " + "9" * 80 + "...")

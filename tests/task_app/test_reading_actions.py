@@ -22,7 +22,9 @@ def test_the_single_form_of_source_2_is_one_call(arguments):
     assert [request.arguments for request in read.requests] == [{"n": 1}]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", "[" * 100_000, "NaN"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "3", "null", "[" * 100_000, "NaN", '{"n": NaN}', '{"n": 1e999}']
+)
 def test_arguments_that_are_no_json_object_are_kept_as_text(text):
     assert json_object(text) is None
     (request,) = read_action({"type": "tool_call", "tool_calls": [call(text)]}).requests

@@ -243,7 +243,7 @@ def test_a_full_service_says_so_and_room_is_made_by_the_next_that_leaves():
         ("[" * 100_000, "INVALID_JSON"),
         ('{"type": "reset", "data": {"seed": -1}}', "VALIDATION_ERROR"),
         ('{"type": "reset", "data": {"config": {"lenth": 3}}}', "VALIDATION_ERROR"),
-        ('{"type": "stat\\ud83d"}', "UNKNOWN_TYPE"),
+        ('{"type": "stat\\ud83d"}', "INVALID_JSON"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_frame_and_the_socket_goes_on(sent, code):
