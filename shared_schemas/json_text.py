@@ -14,6 +14,8 @@ from pydantic_core import from_json
 
 # Below it a walk by recursion is safe; pydantic_core.from_json refuses what is deeper.
 MAX_DEPTH = 201
+# Every unknown key of an object is an error of its own to pydantic, and may be compared with the known ones.
+MAX_MEMBERS = 10_000
 NUL = "U+0000, which no database holds"
 # What the reader lets through, as it may be spelt: most texts hold none of it, and are not walked.
 _SUSPECT = re.compile(rb"\\u0000|[0-9][eE]\+?[0-9]{3}|[0-9]{300}")
@@ -25,14 +27,15 @@ def read_json(text: bytes | str) -> Any:
 
     Raises:
         ValueError: it is no JSON in UTF-8, or holds half a character, U+0000, a number that no float can
-            hold, or more than MAX_DEPTH levels; the message says which, and where.
+            hold, more than MAX_DEPTH levels, or an object of more than MAX_MEMBERS; the message says which,
+            and where.
     """
     raw = text.encode() if isinstance(text, str) else text
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as exc:
         raise ValueError(_reason(str(exc))) from exc
-    if _SUSPECT.search(raw):
+    if _SUSPECT.search(raw) or raw.count(b":") > MAX_MEMBERS:
         for place, fault in _faults(value, ""):
             raise ValueError(f"{place.lstrip('.') or 'the value'} holds {fault}")
     return value
@@ -52,6 +55,8 @@ def _faults(value: Any, place: str) -> Iterator[tuple[str, str]]:
         if "\0" in value:
             yield place, NUL
     elif isinstance(value, dict):
+        if len(value) > MAX_MEMBERS:
+            yield place, f"{len(value)} keys; at most {MAX_MEMBERS} are read"
         for name, one in value.items():
             yield from _faults(name, f"{place}: a key")
             yield from _faults(one, f"{place}.{name[:80]}")

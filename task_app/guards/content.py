@@ -79,7 +79,8 @@ def _check_address(scope: Scope) -> None:
 
 def _says_json(scope: Scope) -> bool:
     """As FastAPI reads a content type; what is none is refused by the route."""
-    for name, value in scope["headers"]:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    for name, value in headers:
         if name == b"content-type":
             main, _, kind = value.partition(b";")[0].strip().lower().partition(b"/")
             return main == b"application" and (kind == b"json" or kind.endswith(b"+json"))

@@ -14,6 +14,8 @@ MISSPELT = "misspelt_key"
 # High enough to let real keys of other task apps pass: `run_id` beside our `rl_run_id`, `parent_env_id`.
 _CUTOFF = 0.85
 _LONGEST = 40
+# Each is compared with all that are known.
+MOST_UNKNOWN = 100
 
 LONGEST_ID = 200
 
@@ -31,7 +33,14 @@ class ForeignBody(OpenBody):
     def _refuse_misspellings(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        for name in body.keys() - cls.model_fields.keys():
+        unknown = body.keys() - cls.model_fields.keys()
+        if len(unknown) > MOST_UNKNOWN:
+            raise PydanticCustomError(
+                "too_many_keys",
+                "{found} unknown keys; at most {most} are read over",
+                {"found": len(unknown), "most": MOST_UNKNOWN},
+            )
+        for name in unknown:
             if len(name) > _LONGEST:
                 continue
             close = get_close_matches(name, cls.model_fields, n=1, cutoff=_CUTOFF)

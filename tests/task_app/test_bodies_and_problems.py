@@ -3,9 +3,15 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from shared_schemas.problem import Problem
-from tests.task_app.counting import PlannedPolicy, boards, running_app
+from shared_schemas.rollouts import RolloutAck, RolloutBatch
+from task_app.dialects.one_call.request import LegacyRollout
+from task_app.routes.branch import Branch
+from task_app.routes.interaction import InteractionRespond
+from task_app.routes.steps import EnvStepMany
+from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 
 JSON = {"Content-Type": "application/json"}
 
@@ -117,3 +123,36 @@ async def test_the_schema_says_that_errors_are_problems_and_which_routes_need_a_
         for operation in operations.values():
             assert bool(operation["security"]) == (path not in ("/", "/health")), path
             assert list(operation["responses"]["422"]["content"]) == ["application/problem+json"]
+
+
+MANY = 50_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (RolloutBatch, {"rollouts": [{}] * MANY}),
+        (RolloutBatch, {"rollouts": [rollout("a", state_keys=[1] * MANY, snapshot_turns=["x"] * MANY)]}),
+        (RolloutAck, {"run_id": "r", "rollout_ids": [1] * MANY}),
+        (EnvStepMany, {"steps": [{}] * MANY}),
+        (EnvStepMany, {"steps": [{"env_id": "e", "tool_calls": [1] * MANY}]}),
+        (Branch, {"env_ids": [1] * MANY}),
+        (InteractionRespond, {"interaction_id": "i", "messages": [{"role": "assistant"}, *[{}] * MANY]}),
+        (LegacyRollout, {"run_id": "r", "env": {}, "policy": {}, "ops": [1] * MANY}),
+    ],
+)
+def test_a_list_is_read_up_to_its_first_bad_element(model, body):
+    # An error an element was 10 s and 2 GB for a megabyte of {}.
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    assert refused.value.error_count() <= 6, "one element has at most so many fields that are wrong"
+
+
+async def test_many_unknown_keys_are_counted_before_they_are_compared():
+    keys = {f"sed{number}": 1 for number in range(101)}
+    async with running_app() as client:
+        created = problem(await client.post("/env/create", json={"env_name": "counting", **keys}))
+        body = {"run_id": "r", "policy": {"policy_name": "planned", "config": keys}, "ops": ["agent", "env"]}
+        played = problem(await client.post("/rollout", json=body | {"env": {"env_name": "counting"}}))
+    assert "101 unknown keys; at most 100" in created.detail
+    assert "policy.config has 101 unknown keys; at most 100" in played.detail

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_schemas.json_text import MAX_DEPTH, read_json
+from shared_schemas.json_text import MAX_DEPTH, MAX_MEMBERS, read_json
 
 FINITE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -36,6 +36,7 @@ def test_what_can_be_written_out_again_is_read_as_it_stands(value):
         (b"1" + b"0" * 400, "the value holds a number beyond"),
         (b"1" + b"0" * 5_000, "out of range"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} levels"),
+        (json.dumps([dict.fromkeys(map(str, range(MAX_MEMBERS + 1)))]), "0 holds 10001 keys; at most 10000"),
         ('{"a": 1}'.encode("utf-16"), "no JSON"),
         (b"", "no JSON"),
     ],

@@ -103,4 +103,4 @@ async def test_the_hot_routes_answer_mistakes_as_all_others_do(path):
     assert (other_type.status_code, other_type.json()["where"]) == (422, "body")
     assert "Content-Type: application/json" in other_type.json()["detail"]
     assert (no_json.status_code, no_json.json()["where"]) == (422, "body")
-    assert "at byte 5" in no_json.json()["detail"]
+    assert "at line 1 column 6" in no_json.json()["detail"]

@@ -16,6 +16,7 @@ from task_app.dialects.one_call.request import LegacyRollout
 from task_app.dialects.one_call.stepwise import Stepwise, read_stepwise
 from task_app.errors import InvalidRequest, clipped
 from task_app.plugins import PlugBoards
+from task_app.routes.bodies import MOST_UNKNOWN
 from task_app.settings import Settings
 from task_app.switches import KEY as STEP_REWARDS
 from task_app.switches import TABLE as TRAINING
@@ -87,6 +88,11 @@ def known_only(
     config: Mapping[str, Any], fields: Mapping[str, Any], *, where: str, warn: Warn
 ) -> dict[str, Any]:
     """Leave out what the plug-in does not know, and say so; what looks like a misspelling is refused."""
+    unknown = len(config.keys() - fields.keys())
+    if unknown > MOST_UNKNOWN:
+        raise InvalidRequest(
+            f"{where} has {unknown} unknown keys; at most {MOST_UNKNOWN} are read over", where=where
+        )
     kept = {}
     for name, value in config.items():
         if name in fields:
