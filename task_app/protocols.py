@@ -60,7 +60,10 @@ class DecisionOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """A tool call after its JSON was read: `arguments` is None when the text was no JSON object."""
+    """A tool call after its JSON was read: `arguments` is None when the text was no JSON object.
+
+    `raw_arguments` is that text: a journal holds it alone, and reads the arguments from it again.
+    """
 
     name: str
     arguments: Mapping[str, Any] | None

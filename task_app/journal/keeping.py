@@ -7,7 +7,7 @@ The folder holds these files of `task_app.journal.files`, one JSON object a line
     {"format": 1, "kind": "env", "id", "env": EnvSpec, "switches": {name: StepRewards}, "rl_run_id"}
     {"op": "state", "snapshot": base64}                       the whole session; or, without snapshots:
     {"op": "reset", "seed"}
-    {"op": "step", "calls": [[tool, arguments, raw_arguments]], "seen": digest of what the decision showed}
+    {"op": "step", "calls": [[tool, arguments as text]], "seen": digest of what the decision showed}
     {"op": "told", "claim": [key, digest]}                    that request has been answered
 
 `policy_<id>.journal`, one for each policy session that can be restored:

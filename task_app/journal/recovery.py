@@ -14,6 +14,7 @@ import structlog
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec
+from task_app.actions import json_object
 from task_app.errors import JournalDamaged, TaskAppError
 from task_app.guards.idempotency import Answers, Claim
 from task_app.guards.once import lost_answer
@@ -205,7 +206,7 @@ async def _played(session: EnvironmentSession, records: Sequence[dict[str, Any]]
         if record["op"] == "reset":
             await session.reset(record["seed"])
         elif record["op"] == "step":
-            requests = tuple(ToolRequest(name, arguments, raw) for name, arguments, raw in record["calls"])
+            requests = tuple(ToolRequest(name, json_object(raw), raw) for name, raw in record["calls"])
             _, outcome = await session.step(requests)
             if seen(outcome) != record["seen"]:
                 raise JournalDamaged(

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
-from task_app.errors import JournalFailed
+from task_app.errors import JournalFailed, TaskAppError
 from task_app.guards.idempotency import CLAIM, Claim
 from task_app.journal.files import FORMAT, JournalFile, read_records
 from task_app.plugins import PlugBoards
@@ -78,8 +78,7 @@ class SessionJournal(Generic[S]):
             try:
                 self._flush()
                 if self._since >= self._home.snapshot_every:
-                    self._file.replace([self._head(session), *self._compacted(session)])
-                    self._since = 0
+                    self._compact(session)
             except OSError as exc:
                 raise failed("nothing was done:", exc, hint=f"{FREE_SPACE}, then send it again") from exc
 
@@ -135,6 +134,17 @@ class SessionJournal(Generic[S]):
             self._open.add(claim.due)
             claim.touched[self._id] = self
 
+    def _compact(self, session: S) -> None:
+        """Let the file begin at the session as it is now; raises OSError."""
+        self._since = 0
+        try:
+            records = self._compacted(session)
+        except TaskAppError as exc:
+            # What it holds is enough to play the session again; only longer.
+            log.error("journal_not_compacted", file=self._file.path.name, reason=exc.detail)
+            return
+        self._file.replace([self._head(session), *records])
+
     def _compacted(self, session: S) -> list[Record]:
         """The session as it is now. What open claims did is a part of it, and cannot be undone any more."""
         return [self._now(session) | self._still_open()]
@@ -161,7 +171,8 @@ class EnvironmentJournal(SessionJournal[EnvironmentSession]):
 
     def stepped(self, session: EnvironmentSession, requests: Sequence[ToolRequest]) -> None:
         """It has taken a decision; raises JournalFailed to a request without a key."""
-        calls = [[call.name, call.arguments, call.raw_arguments] for call in requests]
+        # The text alone: it can be written whatever it says, and the arguments follow from it.
+        calls = [[call.name, call.raw_arguments] for call in requests]
         record = {"op": "step", "calls": calls, "seen": seen(session.past[-1].outcome)}
         self._append(record, done=f"decision {session.turn} was taken, but")
 

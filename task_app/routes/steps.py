@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from shared_schemas.base import Body
 from task_app.actions import requests_from_wire
-from task_app.errors import InvalidRequest, TaskAppError
+from task_app.errors import InvalidRequest, TaskAppError, boundary
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 from task_app.routes.bodies import EnvId, ForeignBody
 from task_app.routes.problems import problem_of
-from task_app.routes.wire import ReplyJSON, step_json
+from task_app.routes.wire import ReplyJSON, reply_body, step_json
 from task_app.services import Services, services_of
 from task_app.sessions import EnvironmentSession
 
@@ -56,15 +56,16 @@ async def step_many(request: Request, body: EnvStepMany) -> Response:
     found, most = len(body.steps), services.settings.max_steps_per_request
     if found > most:
         raise InvalidRequest(f"{found} steps in one request; at most {most}", where="steps")
-    results: list[dict[str, Any]] = []
+    results: list[bytes] = []
     since_yield = 0
     for index, one in enumerate(body.steps):
-        results.append(await _item(services, one, index))
-        since_yield += len(results[-1].get("env_rewards", ()))
+        result, env_steps = await _item(services, one, index)
+        results.append(result)
+        since_yield += env_steps
         if since_yield >= SLICE_ENV_STEPS:
             since_yield = 0
             await asyncio.sleep(0)
-    return ReplyJSON({"results": results})
+    return Response(b'{"results":[' + b",".join(results) + b"]}", media_type="application/json")
 
 
 async def decide(
@@ -96,16 +97,20 @@ def _told(session: EnvironmentSession, before: Observation, outcome: DecisionOut
     return step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
 
 
-async def _item(services: Services, one: EnvStep, index: int) -> dict[str, Any]:
+async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, int]:
+    """The answer of one decision, whatever becomes of it, as JSON; and its env steps."""
     where = f"steps.{index}."
     try:
-        session = services.environments.get(one.env_id, where=where + "env_id")
-        answer = await decide(services, session, one.tool_calls, where=where)
+        # Around all of it: what one decision breaks must not take the answers of the others along.
+        with boundary(f"step {index} of a batch"):
+            session = services.environments.get(one.env_id, where=where + "env_id")
+            answer = await decide(services, session, one.tool_calls, where=where)
+            told = {"env_id": one.env_id, "status": 200, **answer}
+            return reply_body(told), len(answer["env_rewards"])
     except TaskAppError as exc:
         exc.where = exc.where or where.rstrip(".")
         problem = problem_of(exc).model_dump(mode="json", exclude_none=True)
-        return {"env_id": one.env_id, "status": exc.status, "problem": problem}
-    return {"env_id": one.env_id, "status": 200, **answer}
+        return reply_body({"env_id": one.env_id, "status": exc.status, "problem": problem}), 0
 
 
 def _requests(

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
 from shared_schemas.problem import Problem
-from tests.task_app.counting import running_app
+from task_app.plugins import EnvironmentPlugin, PlugBoards
+from tests.task_app.counting import CountingConfig, CountingEnvironment, running_app
 from tests.task_app.test_env_routes import calls, created, stepped
 
 
@@ -58,6 +60,28 @@ async def test_a_bad_item_takes_no_step_and_spoils_no_other():
     ]  # fmt: skip
     assert "boom" not in json.dumps(results[6])
     assert results[7]["info"]["turn"] == 2, "three refused items and a broken one took no turn"
+
+
+class Unspeakable(CountingEnvironment):
+    """What it shows after `nan` is no JSON."""
+
+    def _observe(self, reward):
+        seen = super()._observe(reward)
+        return replace(seen, data={"x": float("nan")}) if "nan" in self._counts else seen
+
+    def _count(self, name):
+        self._counts |= {"nan": 1} if name == "nan" else {}
+        return super()._count(name)
+
+
+async def test_an_answer_that_cannot_be_written_takes_no_other_along():
+    async with running_app(
+        PlugBoards({"counting": EnvironmentPlugin(CountingConfig, Unspeakable)}, {})
+    ) as client:
+        good, bad = (await created(client))["env_id"], (await created(client))["env_id"]
+        results = await step_many(client, item(good, "a"), item(bad, "nan"), item(good, "b"))
+    assert [one["status"] for one in results] == [200, 500, 200]
+    assert (results[1]["problem"]["code"], results[1]["problem"]["where"]) == ("critical_error", "steps.1")
 
 
 async def test_the_number_of_items_is_bounded_and_none_is_refused_as_a_whole():

@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 from task_app.app import create_app
 from task_app.guards.idempotency import CLAIM, Claim
 from task_app.journal.files import JournalFile
-from task_app.plugins import default_plug_boards
+from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.settings import Settings
-from tests.task_app.counting import KEY
+from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment
 from tests.task_app.fake_inference import completion, fake_inference
 from tests.task_app.guards.test_idempotency import keyed
 
@@ -238,3 +238,43 @@ async def test_no_key_is_written_so_a_policy_that_had_one_asks_for_it_again(tmp_
             body = {"policy_id": policy_id, "inference_key": SECRET}
             assert (await post(client, "/policy/step", body))["meta"]["turn"] == 2
             assert (await post(client, "/policy/step", {"policy_id": policy_id}))["meta"]["turn"] == 3
+
+
+class Unsealable(CountingEnvironment):
+    """Restorable until its first step: from then on it has no snapshot."""
+
+    def snapshot(self):
+        if self._steps:
+            raise ValueError("there is no snapshot of this")
+        return b""
+
+    def restore(self, state):
+        return self.reset(0)
+
+
+async def test_a_call_with_a_number_that_json_has_not_costs_its_decision_alone(tmp_path):
+    async with app_on(tmp_path / "s", journal_snapshot_every=2) as client:
+        env_id = await created(client)
+        for number in ("NaN", "-Infinity", "1e999"):
+            text = f'{{"actions": ["noop"], "n": {number}}}'
+            call = {"function": {"name": "interact_many", "arguments": text}}
+            told = (await step(client, env_id, [call]))["info"]["invalid_reason"]
+            assert "no JSON object" in told
+        assert (await step(client, env_id))["info"]["turn"] == 4
+        left = killed(tmp_path / "s", tmp_path)
+    async with app_on(left) as client:
+        assert (await step(client, env_id))["info"]["turn"] == 5
+
+
+async def test_a_session_that_cannot_be_written_as_a_whole_goes_on_by_its_records(tmp_path):
+    plug_boards = PlugBoards({"counting": EnvironmentPlugin(CountingConfig, Unsealable)}, {})
+    calls = [{"tool": "add", "args": {"names": ["a"]}}]
+    with capture_logs() as logs:
+        async with app_on(tmp_path / "s", plug_boards, journal_snapshot_every=2) as client:
+            env_id = (await post(client, "/env/create", {"env_name": "counting"}))["env_id"]
+            for _ in range(5):
+                await step(client, env_id, calls)
+            left = killed(tmp_path / "s", tmp_path)
+    assert [event["event"] for event in logs].count("journal_not_compacted") == 2
+    async with app_on(left, plug_boards) as client:
+        assert (await step(client, env_id, calls))["info"]["turn"] == 6
