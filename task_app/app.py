@@ -62,7 +62,8 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
         lifespan=_lifespan,
     )
     app.state.services = services
-    app.state.replays = asyncio.Semaphore(1)
+    # Pictures are for people: they wait for one another, and leave the threads to those who play.
+    app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
     for topic in (
         steps,

@@ -35,8 +35,8 @@ async def frame(
     if not isinstance(environment, Pictured):
         hint = f"environment {environment.name!r} draws none"
         raise UnknownId("picture of", env_id, where="env_id", hint=hint)
-    # The lock: nothing may step the world while a thread draws it.
-    async with session.lock:
+    # The lock: nothing may step the world while a thread draws it. Only who draws holds it.
+    async with request.app.state.pictures, session.lock:
         with boundary("environment.frame"):
             picture = await services.threads.run(
                 "environment.frame", lambda: png(environment.frame(width, height))
@@ -62,16 +62,18 @@ async def frames(
     if runner.results.find(f"{rollout_id}/frames") is not None:
         # An id may hold slashes, and end like this route: then its own route would never reach it.
         return Response(runner.state(f"{rollout_id}/frames"), media_type="application/json")
-    replay = replay_of(runner.results.get(rollout_id), services.boards)
-    every = replay.every(settings.max_frames) if turn is None else 1
-    turns = replay.turns(every) if turn is None else replay.only(turn)
-
-    def draw() -> bytes:
-        pictures = replay.pictures(turns, side, until_s=time.monotonic() + settings.max_replay_s)
-        return animated_gif(pictures, frame_s=frame_s) if turn is None else png(pictures[0])
+    record = runner.results.get(rollout_id)
 
     # One at a time: a replay is for people, and takes the processor from everybody who plays.
     async with request.app.state.replays:
+        replay = replay_of(record, services.boards)
+        every = replay.every(settings.max_frames) if turn is None else 1
+        turns = replay.turns(every) if turn is None else replay.only(turn)
+
+        def draw() -> bytes:
+            pictures = replay.pictures(turns, side, until_s=time.monotonic() + settings.max_replay_s)
+            return animated_gif(pictures, frame_s=frame_s) if turn is None else png(pictures[0])
+
         drawn = await services.threads.run("replay", draw)
     kind = "image/gif" if turn is None else "image/png"
     return Response(drawn, media_type=kind, headers={EVERY: str(every)})

@@ -57,10 +57,10 @@ async def view(request: Request, env_id: Annotated[str, Path(min_length=1, max_l
     session = services.environments.find(env_id)
     if session is None:
         raise UnknownId("env", env_id, where="env_id", hint="terminated, or idle for too long?")
-    async with session.lock:
+    if request.headers.get("if-none-match") == (tag := _tag(env_id, session)):
+        return Response(status_code=304, headers={**HEADERS, "ETag": tag})
+    async with request.app.state.pictures, session.lock:
         tag = _tag(env_id, session)
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers={**HEADERS, "ETag": tag})
         frame = await _frame(services.threads, session)
         main = "".join(_main(session, frame))
     title = f"{session.environment.name}, world {session.seed}"

@@ -1,12 +1,15 @@
 """GET /env/{env_id}/frame: pictures of an environment that can be drawn."""
 
+import asyncio
 import io
+import threading
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from task_app.plugins import default_plug_boards
-from tests.task_app.counting import running_app
+from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
+from tests.task_app.counting import CountingConfig, CountingEnvironment, running_app
 
 
 async def created(client, env_name):
@@ -55,3 +58,28 @@ async def test_the_size_is_bounded(side):
         answer = await client.get(f"/env/{env_id}/frame", params={"width": side})
     assert answer.status_code == 422
     assert answer.json()["where"] == "width"
+
+
+async def test_pictures_wait_for_one_another_and_leave_threads_and_sessions_to_those_who_play():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Drawn(CountingEnvironment):
+        def frame(self, width, height):
+            begun.set()
+            assert go_on.wait(20.0)
+            return np.zeros((height, width, 3), np.uint8)
+
+    plug_boards = PlugBoards({"counting": EnvironmentPlugin(CountingConfig, Drawn)}, {})
+    async with running_app(plug_boards, max_plugin_threads=2) as client, asyncio.timeout(20.0):
+        drawn = [await created(client, "counting") for _ in range(3)]
+        asked = [asyncio.create_task(client.get(f"/env/{env_id}/frame")) for env_id in drawn]
+        asked += [asyncio.create_task(client.get(f"/env/{env_id}/view")) for env_id in drawn]
+        await asyncio.to_thread(begun.wait, 20.0)
+        # A reset needs a thread, a step the session: the pictures that wait hold neither.
+        fresh = await created(client, "counting")
+        calls = [{"tool": "add", "args": {"names": ["a"]}}]
+        for env_id in (fresh, drawn[2]):
+            body = {"env_id": env_id, "tool_calls": calls}
+            assert (await client.post("/env/step", json=body)).status_code == 200
+        go_on.set()
+        assert {(await one).status_code for one in asked} == {200}

@@ -1,8 +1,8 @@
 """Pictures of an episode: played again by a task app when somebody looks at it, all of its turns at once."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Lock
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.environment_client import NoPictures
@@ -37,21 +37,24 @@ class Frames:
     def __init__(self, source: FrameSource = played_frames) -> None:
         self._source = source
         self._kept: Kept[Mapping[int, bytes] | str] = Kept(_KEPT)
-        self._one_at_a_time = Lock()
+        self._one_at_a_time = asyncio.Lock()
 
     def known(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
         """What `of` has at once, or the sentence that says why there are none; None: it would play."""
         return self._kept.known((str(run_dir), rollout.rollout_id))
 
-    def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
-        """By turn a PNG of what the game showed after it; turn 0 is the start. Blocks.
+    async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
+        """By turn a PNG of what the game showed after it; turn 0 is the start.
+
+        Only the replay has a thread: who waits for one holds none of those that make the other pages.
 
         Raises:
             NoPictures: nothing is drawn there, or the replay departs from the record; it is not played again.
             TrainerError: no task app.
         """
-        with self._one_at_a_time:  # a page asks for several frames at once, and they are one replay
-            found = self._kept.get((str(run_dir), rollout.rollout_id), lambda: self._drawn(run_dir, rollout))
+        key = (str(run_dir), rollout.rollout_id)
+        async with self._one_at_a_time:  # a page asks for several frames at once, and they are one replay
+            found = await asyncio.to_thread(self._kept.get, key, lambda: self._drawn(run_dir, rollout))
         if isinstance(found, str):
             raise NoPictures(found)
         return found

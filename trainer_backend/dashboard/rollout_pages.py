@@ -1,8 +1,10 @@
 """Pages of rollouts: the list, one episode decision by decision, and its pictures."""
 
+from collections.abc import Mapping
 from urllib.parse import quote, urlencode
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, Response
 
 from trainer_backend.dashboard.errors import UnknownTurn
@@ -57,10 +59,10 @@ def rollouts(request: Request, job_id: str) -> Response:
 
 
 @router.get("/runs/{job_id}/frames", response_class=HTMLResponse)
-def frames(request: Request, job_id: str, rollout: str, turn: int) -> Response:
+async def frames(request: Request, job_id: str, rollout: str, turn: int) -> Response:
     """The pictures before and after a decision, or a sentence that says why there are none."""
     try:
-        drawn = _drawn(request, job_id, rollout)
+        drawn = await _drawn(request, job_id, rollout)
     except TrainerError as error:  # the rest of the page stands without them
         return page("frames", frame_png="", turn=turn, missing=str(error))
     if turn not in drawn or turn - 1 not in drawn:
@@ -69,9 +71,9 @@ def frames(request: Request, job_id: str, rollout: str, turn: int) -> Response:
 
 
 @router.get("/runs/{job_id}/frame.png")
-def frame_png(request: Request, job_id: str, rollout: str, turn: int) -> Response:
+async def frame_png(request: Request, job_id: str, rollout: str, turn: int) -> Response:
     """What the game showed after a decision; of turn 0, at the start."""
-    drawn = _drawn(request, job_id, rollout)
+    drawn = await _drawn(request, job_id, rollout)
     if turn not in drawn:
         raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
     # An episode never changes; private, for a shared cache knows nothing of keys.
@@ -116,7 +118,7 @@ def _frame_address(job_id: str, rollout_id: str) -> str:
     return f"/runs/{job_id}/frame.png?" + urlencode({"rollout": rollout_id})
 
 
-def _drawn(request: Request, job_id: str, rollout_id: str) -> dict[int, bytes]:
+async def _drawn(request: Request, job_id: str, rollout: str) -> Mapping[int, bytes]:
     dashboard = dashboard_of(request)
-    episode: Episode = episode_of(dashboard, job_id, rollout_id)
-    return dict(dashboard.frames.of(episode.run_dir, episode.stored.rollout))
+    episode: Episode = await run_in_threadpool(episode_of, dashboard, job_id, rollout)
+    return await dashboard.frames.of(episode.run_dir, episode.stored.rollout)

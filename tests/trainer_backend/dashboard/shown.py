@@ -13,7 +13,7 @@ from trainer_backend.dashboard import pages
 from trainer_backend.dashboard.frames import Frames
 from trainer_backend.dashboard.services import Checked, Dashboard, Finding
 from trainer_backend.errors import JobError, TaskAppError
-from trainer_backend.report.replay import Frame
+from trainer_backend.report.replay import Frame, FrameSource
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.store import jobs
@@ -85,12 +85,12 @@ def drawn(_job, episode, turns):
 class Shown:
     """A dashboard with its client."""
 
-    def __init__(self, folder: Path, *, runs_jobs: bool = True) -> None:
+    def __init__(self, folder: Path, *, runs_jobs: bool = True, source: FrameSource = drawn) -> None:
         self.store = open_store(f"sqlite:///{folder}/store.db", clock=lambda: NOON)
         self.desk = DeskOfTests(self.store)
         self.dashboard = Dashboard(
             self.store, self.desk if runs_jobs else None, lambda: NOON,
-            examples=(("demo", "[model]\n"), ("other", "# other\n")), frames=Frames(drawn),
+            examples=(("demo", "[model]\n"), ("other", "# other\n")), frames=Frames(source),
         )  # fmt: skip
         app = FastAPI()
         app.include_router(pages.router)

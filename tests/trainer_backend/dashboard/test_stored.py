@@ -1,11 +1,14 @@
 """What is kept of rollouts and pictures."""
 
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
 from threading import Event
 
+import httpx
 import pytest
 
 from tests.conftest import tiny_job
+from tests.trainer_backend.dashboard.shown import Shown
+from tests.trainer_backend.dashboard.test_pages import FIRST_ROLLOUT
 from tests.trainer_backend.report.hand_made import WOOD, rollout, small_run
 from trainer_backend.collect.environment_client import NoPictures
 from trainer_backend.dashboard.frames import Frames, can_be_drawn
@@ -66,8 +69,7 @@ def test_only_a_world_of_a_seed_with_pictures_can_be_drawn():
         assert not can_be_drawn(whole.model_copy(update={"trajectory": episode}))
 
 
-def test_an_episode_is_played_once_for_all_its_pictures_whoever_asks_meanwhile(tmp_path):
-    run = small_run(tiny_job(), tmp_path / "tiny")
+async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_holds_no_thread(tmp_path):
     played, begun, go_on = [], Event(), Event()
 
     def source(_job, episode, turns):
@@ -76,15 +78,20 @@ def test_an_episode_is_played_once_for_all_its_pictures_whoever_asks_meanwhile(t
         assert go_on.wait(20)
         return [Frame(turn, b"png") for turn in turns]
 
-    frames, shown = Frames(source), rollout(1, [WOOD, ()])
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(frames.of, run.path, shown) for _ in range(2)]
-        assert begun.wait(20)
-        assert frames.known(run.path, shown) is None
+    shown = Shown(tmp_path, source=source)
+    job_id = shown.small(tmp_path / "run")
+    transport = httpx.ASGITransport(shown.client.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
+        address = f"/runs/{job_id}/frame.png?rollout={FIRST_ROLLOUT}&turn=1"
+        # Starlette has 40 threads for all pages.
+        asked = [asyncio.create_task(client.get(address)) for _ in range(60)]
+        assert await asyncio.to_thread(begun.wait, 20)
+        async with asyncio.timeout(20):
+            assert (await client.get(f"/runs/{job_id}")).status_code == 200
         go_on.set()
-        assert [set(one.result()) for one in asked] == [{0, 1, 2}] * 2
-    assert played == [[0, 1, 2]]
-    assert frames.known(run.path, shown) == {turn: b"png" for turn in range(3)}
+        assert {(await one).content for one in asked} == {b"png"}
+    shown.store.close()
+    assert len(played) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_an_episode_is_played_once_for_all_its_pictures_whoever_asks_meanwhile(t
         {"multi_turn__enable": True, "multi_turn__interaction_config_path": "users.yaml"},
     ],
 )
-def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
+async def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
     job = tiny_job(**named)
     given = []
 
@@ -103,14 +110,14 @@ def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_p
         given.append(seen)
         return [Frame(0, b"png")]
 
-    Frames(source).of(small_run(job, tmp_path / "tiny").path, rollout(1, [WOOD]))
+    await Frames(source).of(small_run(job, tmp_path / "tiny").path, rollout(1, [WOOD]))
     (seen,) = given
     assert (seen.services.task_url, seen.services.task_plugins) == ((), ())
     assert seen.multi_turn.interaction_config_path is None
     assert seen.rollout == job.rollout
 
 
-def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
+async def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
     run = small_run(tiny_job(), tmp_path / "tiny")
     answers = [TaskAppError("away"), [Frame(0, b"png")]]
 
@@ -122,11 +129,11 @@ def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
 
     frames, shown = Frames(source), rollout(1, [WOOD])
     with pytest.raises(TaskAppError, match="away"):
-        frames.of(run.path, shown)
-    assert frames.of(run.path, shown) == {0: b"png"}
+        await frames.of(run.path, shown)
+    assert await frames.of(run.path, shown) == {0: b"png"}
 
 
-def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reason_stays(tmp_path):
+async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reason_stays(tmp_path):
     run = small_run(tiny_job(), tmp_path / "tiny")
     played = []
 
@@ -137,5 +144,5 @@ def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reason_stay
     frames, shown = Frames(source), rollout(1, [WOOD])
     for _ in range(2):
         with pytest.raises(NoPictures, match="departed"):
-            frames.of(run.path, shown)
+            await frames.of(run.path, shown)
     assert (len(played), frames.known(run.path, shown)) == (1, "the replay departed")
