@@ -138,12 +138,12 @@ class SessionJournal(Generic[S]):
         """Let the file begin at the session as it is now; raises OSError."""
         self._since = 0
         try:
-            records = self._compacted(session)
+            records = [self._head(session), *self._compacted(session)]
         except TaskAppError as exc:
             # What it holds is enough to play the session again; only longer.
             log.error("journal_not_compacted", file=self._file.path.name, reason=exc.detail)
             return
-        self._file.replace([self._head(session), *records])
+        self._file.replace(records)
 
     def _compacted(self, session: S) -> list[Record]:
         """The session as it is now. What open claims did is a part of it, and cannot be undone any more."""

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message
+from task_app import history
 from task_app.actions import json_object
-from task_app.history import INVOKING, MSG_ID, STUB
 from task_app.policies.chance import ByChance
 from task_app.protocols import PolicyAnswer
 
@@ -22,7 +22,8 @@ Call = tuple[str, dict[str, Any]]
 
 # What it says when the document held no answer.
 UNKNOWN = "unknown"
-_QUESTION = re.compile(r"(?:What|Who) is the (?P<asked>(?:code|keeper) of [^?]+)\?")
+_QUESTION = re.compile(r"(?:What|Who) is the (?P<asked>(?:code|keeper) of .+)", re.DOTALL)
+_ANSWER = re.compile(r"(\w++)\.")
 _HEADING = re.compile(r"chunk \d+ of 0 to \d+:\n")
 _READ_OUT = "the document is read to its end"
 
@@ -46,10 +47,10 @@ class Shown:
 
     @classmethod
     def of(cls, content: str) -> "Shown":
-        told = json_object(content)
-        if told is None or MSG_ID not in told:
-            return cls(content)
-        return cls(told["message"], told[MSG_ID], told[INVOKING])
+        match json_object(content):
+            case {"message": str(text), history.MSG_ID: int(own), history.INVOKING: int(invoking)}:
+                return cls(text, own, invoking)
+        return cls(content)
 
     @property
     def chunk(self) -> str:
@@ -81,11 +82,11 @@ class DocumentsTeacher(ByChance):
         results = [message.content or "" for message in messages if message.role == "tool"]
         if not results and "buildIndex" in offered:
             return [("buildIndex", {})]
-        shown = [Shown.of(content) for content in results if content != STUB]
+        shown = [Shown.of(content) for content in results if content != history.STUB]
         fact = _fact(messages)
         read = "".join(result.chunk for result in shown)
-        if answer := re.search(rf"{re.escape(fact)} (\w+)\.", read):
-            return [("finish", {"answer": answer[1]})]
+        if answer := _answer(f"{fact} ", read):
+            return [("finish", {"answer": answer})]
         if shown and shown[-1].text == _READ_OUT:
             return [("finish", {"answer": UNKNOWN})]
         gone = deletable(shown, fact)
@@ -111,8 +112,21 @@ def deletable(shown: Sequence[Shown], fact: str) -> list[int]:
 def _fact(messages: Sequence[Message]) -> str:
     """How the sentence begins that answers the question."""
     question = next((message.content or "" for message in messages if message.role == "user"), "")
-    asked = _QUESTION.search(question)
-    return f"The {asked['asked']} is" if asked else question
+    # Sentence by sentence: looking for the mark from every beginning would take the square of the text.
+    for sentence in question.split("?")[:-1]:
+        if asked := _QUESTION.search(sentence):
+            return f"The {asked['asked']} is"
+    return question
+
+
+def _answer(fact: str, text: str) -> str | None:
+    """The word behind the fact, where it ends its sentence."""
+    place = text.find(fact)
+    while place >= 0:
+        if answer := _ANSWER.match(text, place + len(fact)):
+            return answer[1]
+        place = text.find(fact, place + len(fact))
+    return None
 
 
 def _begins(fact: str, *, at_the_end_of: str) -> bool:

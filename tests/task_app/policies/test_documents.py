@@ -1,6 +1,7 @@
 """The teacher of documents: what it does follows from its prompt alone."""
 
 import json
+import time
 
 import pytest
 
@@ -126,3 +127,36 @@ async def test_it_goes_on_from_a_snapshot_as_it_would_have():
     other.config = teacher.config
     other.restore(teacher.snapshot())
     assert await turns(other, 40) == await turns(teacher, 40)
+
+
+@pytest.mark.parametrize(
+    ("question", "read"),
+    [
+        ("What is the code of " * 100_000, "nothing"),
+        ("What is the code of a ?? What is the code of b", "nothing"),
+        ("a " * 500_000, "a " * 1_000_000 + "b"),
+        ("", "a" * 2_000_000),
+    ],
+    ids=["beginnings of a question", "marks", "a fact that overlaps itself", "one word"],
+)
+async def test_a_question_and_a_document_of_megabytes_are_read_in_one_go(question, read):
+    seen = [
+        Message(role="user", content=question),
+        Message(role="tool", content=f"chunk 0 of 0 to 1:\n{read}"),
+    ]
+    begun_s = time.process_time()
+    await DocumentsTeacher().get_action(PolicyObservation(tuple(seen), {}))
+    # The square of the first took minutes; a pass over any of them takes milliseconds.
+    assert time.process_time() - begun_s < 10.0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"msg_id": 1}',
+        '{"msg_id": [], "message": "x", "msg_id(invoking_assistant)": 0}',
+        '{"msg_id": 1, "message": 2}',
+    ],
+)
+def test_a_result_that_only_looks_like_one_with_an_id_is_its_text(content):
+    assert Shown.of(content) == Shown(content)
