@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +16,7 @@ from shared_schemas.trajectory import StepMetadata
 from task_app.actions import Choice, ReadAction, read_action
 from task_app.complaints import invalid
 from task_app.decisions import NO_METADATA
-from task_app.errors import DeadlineExceeded, InvalidRequest, boundary
+from task_app.errors import CriticalError, DeadlineExceeded, InvalidRequest, boundary
 from task_app.living_policy import living_policy
 from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation, policy_name
 from task_app.routes.bodies import CreateBody, ForeignBody
@@ -24,6 +26,8 @@ from task_app.sessions import PolicySession
 from task_app.switches import agreed_step_rewards, take_step_rewards
 
 router = APIRouter(prefix="/policy", tags=["policy"])
+
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class PolicyCreate(CreateBody):
@@ -93,7 +97,7 @@ async def step(request: Request, body: PolicyStep) -> Response:
     """Choose tool calls; `meta.decision_rewards` is what the last decision in the bound env earned."""
     services = services_of(request)
     session = services.policies.get(body.policy_id, where="policy_id")
-    async with session.lock:
+    async with session.lock, _answering_for(session):
         seen, environment, metadata = await _observe(services, session, body)
         tools = [tool.model_dump(mode="json") for tool in environment.tools()] if environment else []
         meta: dict[str, Any] = {"policy_name": policy_name(session.policy)}
@@ -115,6 +119,22 @@ async def terminate(request: Request, body: PolicyTerminate) -> dict[str, bool]:
     services = services_of(request)
     services.unbind(body.policy_id, services.policies.remove(body.policy_id, where="policy_id"))
     return {"ok": True}
+
+
+@asynccontextmanager
+async def _answering_for(session: PolicySession) -> AsyncIterator[None]:
+    """What an environment or a policy cannot read of an observation is its author's mistake: of an unbound
+    policy's, the caller's. The log has the traceback in either case."""
+    try:
+        yield
+    except CriticalError as exc:
+        if session.bound_env_id is not None or not isinstance(exc.__cause__, _UNREADABLE):
+            raise
+        raise InvalidRequest(
+            exc.detail,
+            where="observation",
+            hint="give text and data as the environment's observations have them",
+        ) from exc
 
 
 async def _decided(

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from task_app.plugins import default_plug_boards
 from tests.task_app.counting import running_app
 from tests.task_app.fake_inference import calling, fake_inference, status, tokens
 from tests.task_app.slow import Gates, slow_boards
@@ -191,6 +192,17 @@ async def test_an_unbound_policy_takes_messages_or_a_text():
             answer = await asked(client, policy_id, observation=observation)
             assert answer.status_code == 422
             assert answer.json()["where"].startswith("observation")
+
+
+@pytest.mark.parametrize("env", [None, {"env_name": "crafter"}, {"env_name": "documents"}])
+async def test_an_observation_that_cannot_be_read_is_the_callers_mistake(env):
+    observation = {"text": "x", "data": {"position": None}}
+    async with running_app(default_plug_boards()) as client:
+        policy_id = await policy_id_of(client, "crafter_teacher", env=env)
+        answer = await asked(client, policy_id, observation=observation)
+    told = answer.json()
+    assert (answer.status_code, told["where"]) == (422, "observation"), told
+    assert "raised" in told["detail"]
 
 
 async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
