@@ -1,18 +1,17 @@
 """Pure: which requests of a batch are new, and which were accepted before: the same id, the same rollout."""
 
 import hashlib
-import json
 from collections.abc import Callable
 
 from shared_schemas.rollouts import RolloutBatch, RolloutRequest
 from task_app.errors import Conflict
-from task_app.results import Record
+from task_app.results import Fingerprint, Record
 
-New = tuple[int, RolloutRequest, bytes]
+New = tuple[int, RolloutRequest, Fingerprint]
 
 
 def new_and_known(batch: RolloutBatch, find: Callable[[str], Record | None]) -> tuple[list[New], list[str]]:
-    """New requests with their place in the batch and their digest, and the ids of those seen before.
+    """New requests with their place in the batch and their fingerprint, and the ids of those seen before.
 
     Args:
         batch: as it came.
@@ -24,12 +23,12 @@ def new_and_known(batch: RolloutBatch, find: Callable[[str], Record | None]) -> 
     new: dict[str, New] = {}
     known: list[str] = []
     for index, request in enumerate(batch.rollouts):
-        digest, rollout_id = digest_of(request), request.rollout_id
+        fingerprint, rollout_id = fingerprint_of(request), request.rollout_id
         record = find(rollout_id)
-        earlier = record.digest if record else new[rollout_id][2] if rollout_id in new else None
+        earlier = record.fingerprint if record else new[rollout_id][2] if rollout_id in new else None
         if earlier is None:
-            new[rollout_id] = (index, request, digest)
-        elif earlier == digest:
+            new[rollout_id] = (index, request, fingerprint)
+        elif earlier == fingerprint:
             known.append(rollout_id)
         else:
             raise Conflict(
@@ -40,8 +39,7 @@ def new_and_known(batch: RolloutBatch, find: Callable[[str], Record | None]) -> 
     return list(new.values()), known
 
 
-def digest_of(request: RolloutRequest) -> bytes:
+def fingerprint_of(request: RolloutRequest) -> Fingerprint:
     """Of the whole request but the key, which pydantic masks: a retry may carry a fresh one."""
-    # Not model_dump_json: a config may hold half a character, which its plug-in is yet to refuse.
-    text = json.dumps(request.model_dump(mode="json"))
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    text = request.model_dump_json().encode()
+    return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))

@@ -6,6 +6,7 @@ A result is kept as the JSON that it will be sent as, dumped once.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from shared_schemas.rollouts import (
     EnvSpec,
@@ -23,9 +24,16 @@ from task_app.settings import Settings
 ENDED: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
 
 
+class Fingerprint(NamedTuple):
+    """A digest of a request, and how many bytes of JSON it is."""
+
+    digest: bytes
+    size: int
+
+
 @dataclass(slots=True, eq=False)
 class Record:
-    """One rollout. Of the request only a digest, the names and the environment remain: a key is never kept.
+    """One rollout. Of the request only a fingerprint, the names and the environment remain: never a key.
 
     `seed` is None where it began at a snapshot. `reason`, once it ended: the stop reason, or the failure.
     """
@@ -36,7 +44,7 @@ class Record:
     group_id: str
     sibling: int
     attempt: int
-    digest: bytes
+    fingerprint: Fingerprint
     env: EnvSpec
     seed: int | None
     reward_function: str | None = None
@@ -66,7 +74,11 @@ def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> l
 
 
 class Results:
-    """All records of this instance, by id; what ended also by run and sequence number."""
+    """All records of this instance, by id; what ended also by run and sequence number.
+
+    `held_bytes`: of the requests, queued or not, and of the results. The environment of a request, which may
+    hold a whole document, outlives its rollout.
+    """
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
@@ -92,7 +104,7 @@ class Results:
         """What ended of a run after this number, oldest first."""
         return (record for number, record in self._ended.get(run_id, {}).items() if number > sequence)
 
-    def add(self, request: RolloutRequest, digest: bytes) -> Record:
+    def add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
         record = Record(
             rollout_id=request.rollout_id,
             run_id=request.run_id,
@@ -100,12 +112,13 @@ class Results:
             group_id=request.group_id,
             sibling=request.sibling,
             attempt=request.attempt,
-            digest=digest,
+            fingerprint=fingerprint,
             env=request.env,
             seed=request.start.seed,
             reward_function=request.reward_function,
         )
         self._records[record.rollout_id] = record
+        self.held_bytes += fingerprint.size
         return record
 
     def end(self, record: Record, status: RolloutStatus, ended_json: bytes, *, now_s: float) -> None:
@@ -120,7 +133,7 @@ class Results:
         """Drop an ended record."""
         assert record.has_ended, "only what has ended can be forgotten"
         del self._records[record.rollout_id]
-        self.held_bytes -= len(record.ended_json)
+        self.held_bytes -= record.fingerprint.size + len(record.ended_json)
         ended = self._ended[record.run_id]
         del ended[record.sequence]
         if not ended:
@@ -139,14 +152,15 @@ class Results:
         return RolloutAcked(acked=tuple(acked), unknown=tuple(unknown))
 
     def check_room(self, new: int, settings: Settings) -> None:
-        """Raises CapacityReached when `new` more rollouts, or any more results, would be too many."""
+        """Raises CapacityReached when `new` more rollouts, or any more bytes, would be too many."""
         hint = "acknowledge finished rollouts (POST /rollouts/ack) or delete some"
         free = settings.max_rollouts_held - len(self)
         if new > free:
             raise CapacityReached(f"{new} new rollouts, but only {max(0, free)} more can be held", hint=hint)
         if self.held_bytes >= settings.max_held_bytes:
             raise CapacityReached(
-                f"{self.held_bytes} bytes of results are held, of {settings.max_held_bytes}", hint=hint
+                f"{self.held_bytes} bytes of requests and results are held, of {settings.max_held_bytes}",
+                hint=hint,
             )
 
     def expire(self, *, before_s: float) -> int:

@@ -15,12 +15,12 @@ import structlog
 from shared_schemas.rollouts import RolloutBatch, RolloutRequest, RolloutsAccepted, RolloutStatus
 from task_app import endings
 from task_app.assembly import Assembly
-from task_app.batches import digest_of, new_and_known
+from task_app.batches import fingerprint_of, new_and_known
 from task_app.episode import RLRolloutWorker
 from task_app.errors import InvalidRequest, ShuttingDown, TaskAppError, boundary
 from task_app.interactions.service import Interactions
 from task_app.plugins import PlugBoards, PolicyContext
-from task_app.results import Record, Results, page_json, page_of, rollout_json
+from task_app.results import Fingerprint, Record, Results, page_json, page_of, rollout_json
 from task_app.reward_functions.pool import RewardFunctions
 from task_app.runs import RunLife, Runs
 from task_app.settings import Settings
@@ -93,8 +93,8 @@ class RolloutRunner:
             self._assembly.worker(request, self._make_context(request), where=f"rollouts.{index}.")
             for index, request, _ in new
         ]
-        for (_, request, digest), worker in zip(new, workers, strict=True):
-            self._enqueue(request, digest, worker)
+        for (_, request, fingerprint), worker in zip(new, workers, strict=True):
+            self._enqueue(request, fingerprint, worker)
         self._start_queued()
         return RolloutsAccepted(
             accepted=tuple(request.rollout_id for _, request, _ in new),
@@ -142,7 +142,7 @@ class RolloutRunner:
         self._check_open()
         self.runs.check_not_aborted(request.run_id, where="run_id")
         self.results.check_room(1, self._settings)
-        record = self._enqueue(request, digest_of(request), worker)
+        record = self._enqueue(request, fingerprint_of(request), worker)
         played = self._played[record.rollout_id] = asyncio.get_running_loop().create_future()
         self._start_queued()
         try:
@@ -228,8 +228,8 @@ class RolloutRunner:
         if self._draining:
             raise ShuttingDown("this task app is stopping and takes no more rollouts")
 
-    def _enqueue(self, request: RolloutRequest, digest: bytes, worker: RLRolloutWorker) -> Record:
-        record = self.results.add(request, digest)
+    def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: RLRolloutWorker) -> Record:
+        record = self.results.add(request, fingerprint)
         self.runs.started(request.run_id)
         # The context too: what it does to sessions is due to its own request, whoever makes room for it.
         self._queue[request.rollout_id] = (record, worker, copy_context())

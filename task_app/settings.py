@@ -73,7 +73,10 @@ class Settings(Body):
         default=8_192, ge=1, le=1_000_000, description="queued, running and finished but not acknowledged"
     )
     max_held_bytes: int = Field(
-        default=1 << 30, ge=1, le=1 << 40, description="of results; above it nothing new is accepted"
+        default=1 << 30,
+        ge=1,
+        le=1 << 40,
+        description="of rollout requests and results; above it nothing new is accepted",
     )
     max_concurrent_rollouts: int = Field(default=64, ge=1, le=10_000)
     max_page_rollouts: int = Field(default=256, ge=1, le=10_000)

@@ -71,7 +71,9 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
         "turnwise_rollouts_held", "Rollouts held: not ended, or not acknowledged.", len(runner.results)
     )
     yield GaugeMetricFamily(
-        "turnwise_held_bytes", "Bytes of results that wait to be acknowledged.", runner.results.held_bytes
+        "turnwise_held_bytes",
+        "Bytes of rollout requests and results that are not acknowledged.",
+        runner.results.held_bytes,
     )
     yield GaugeMetricFamily("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
 

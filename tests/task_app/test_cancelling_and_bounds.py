@@ -55,6 +55,26 @@ async def test_held_results_are_bounded_in_bytes_until_they_are_acknowledged():
         assert (await accept(client, rollout("b"))).status_code == 202
 
 
+async def test_what_is_queued_counts_in_bytes_until_it_is_acknowledged_or_ended():
+    policies, plug_boards = waiting_boards(3)
+    # Two requests of some 10 kB: the second one fills what may be held.
+    long = {"ground_truth": "x" * 10_000, **WAITING}
+    bounds = {"max_held_bytes": 20_000, "max_concurrent_rollouts": 1}
+    async with running_app(plug_boards, **bounds) as client:
+        for name in ("a", "b"):
+            assert (await accept(client, rollout(name, **long))).status_code == 202
+        full = await accept(client, rollout("c", **long))
+        assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
+        await client.delete("/rollouts/b")
+        await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["b"]})
+        assert (await accept(client, rollout("c", **long))).status_code == 202
+        for policy in policies:
+            policy.go.set()
+        await all_of(client, 2)
+        await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "c"]})
+        assert client._transport.app.state.services.runner.results.held_bytes == 0
+
+
 async def test_a_page_is_bounded_in_bytes_but_holds_one_rollout_at_least():
     async def sizes(**settings):
         async with running_app(**settings) as client:
