@@ -1,6 +1,7 @@
 """The base classes of all wire data, and what refuses a number, shows a value, suggests a spelling."""
 
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
+# C0 but tab and line feed, DEL, C1, and what changes the direction of writing.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _LISTS = frozenset({"list", "tuple", "set", "frozenset"})
 # Parts of a schema that are data, or how it is written.
 _NO_SCHEMA = frozenset({"default", "metadata", "serialization"})
@@ -67,6 +70,12 @@ def shown(value: Any) -> str:
     """A value with its type, short enough for a sentence."""
     text = repr(value)
     return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
+
+
+def visible(text: str) -> str:
+    """The text with every control character as an escape (`\\x1b`): stored text moves no cursor, sets no
+    title and turns no line around where a person reads it. Tabs and line breaks stay."""
+    return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

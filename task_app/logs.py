@@ -11,6 +11,8 @@ from typing import Literal
 import structlog
 from structlog.typing import Processor
 
+from shared_schemas.base import visible
+
 
 def configure_logs(level: str, *, form: Literal["text", "json"] = "text") -> None:
     """Send events of `level` ("debug" to "critical") and above to stderr.
@@ -39,7 +41,9 @@ _RENDERERS: dict[str, list[Processor]] = {
             pad_event_to=0,
             pad_level=False,
             exception_formatter=structlog.dev.plain_traceback,
-        )
+        ),
+        # What a caller or a model wrote commands no terminal on which the log is read.
+        lambda _logger, _method, line: visible(str(line)),
     ],
     "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
 }

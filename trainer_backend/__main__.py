@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from trainer_backend.errors import TrainerError
@@ -17,7 +16,7 @@ from trainer_backend.running.planned_runs import run_of_each_seed, single_run
 from trainer_backend.terminal import jobs_commands, service_commands
 from trainer_backend.terminal import shell_completion as completion
 from trainer_backend.terminal.options import JOB_HELP, JobPaths, Overrides
-from trainer_backend.terminal.telling import tell, warn
+from trainer_backend.terminal.telling import TextConsole, tell, warn
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
@@ -26,8 +25,8 @@ new = typer.Typer(no_args_is_help=True, help="Make something of your own from a 
 app.add_typer(new, name="new")
 app.add_typer(jobs_commands.jobs, name="jobs")
 service_commands.add_to(app)
-_out = Console()
-_err = Console(stderr=True)
+_out = TextConsole()
+_err = TextConsole(stderr=True)
 
 
 @app.command()

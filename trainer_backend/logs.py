@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import structlog
 from structlog.typing import Processor
 
-from shared_schemas.base import did_you_mean
+from shared_schemas.base import did_you_mean, visible
 from trainer_backend.api.key import SettingsError
 
 LEVEL_VARIABLE = "TURNWISE_LOG_LEVEL"
@@ -21,7 +21,9 @@ _RENDERERS: dict[str, list[Processor]] = {
             pad_event_to=0,
             pad_level=False,
             exception_formatter=structlog.dev.plain_traceback,
-        )
+        ),
+        # What a caller or a model wrote commands no terminal on which the log is read.
+        lambda _logger, _method, line: visible(str(line)),
     ],
     "json": [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()],
 }

@@ -16,19 +16,18 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from trainer_backend.errors import TrainerError
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.running.exit_codes import DONE, ERROR, FAILED, REFUSED, STOPPED, is_final
 from trainer_backend.running.planned_runs import Planned
 from trainer_backend.running.train_command import train_one
+from trainer_backend.terminal.telling import TextConsole
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train; how it ended, as an exit code."""
     # Wide: these lines are read in a log, and a table of one row a line is broken nowhere.
-    console = Console(width=200, force_terminal=False)
+    console = TextConsole(width=200, force_terminal=False)
     try:
         directory = open_run(Path(arguments[0]))
         loaded = directory.changed_job(())

@@ -4,21 +4,20 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.sending import text_to_send
 from trainer_backend.terminal.options import JobPaths, Overrides
-from trainer_backend.terminal.telling import line_of, tell
+from trainer_backend.terminal.telling import TextConsole, line_of, tell, write
 
 if TYPE_CHECKING:  # at run time only where it is asked for: every other command starts without it
     from trainer_backend.terminal.jobs_client import JobsClient
 
 jobs = typer.Typer(no_args_is_help=True, help="Ask a trainer service: submit, list, show, pause, cancel.")
-_out = Console()
-_err = Console(stderr=True)
+_out = TextConsole()
+_err = TextConsole(stderr=True)
 
 Url = Annotated[
     str | None,
@@ -54,7 +53,7 @@ def submit(
     for warning in found["warnings"]:
         tell(_err, f"warning: {warning}")
     if dry_run:
-        print(found["toml"], end="")
+        write(found["toml"])
         return
     tell(_out, f"{found['id']}  {found['state']}  {found['name']}")
     if follow:
@@ -94,7 +93,7 @@ def show(
     """One job: its state, how far it is, where its run lies."""
     client = _client(url)
     if config:
-        print(client.text(f"/jobs/{job}/config"), end="")
+        write(client.text(f"/jobs/{job}/config"))
         return
     found = client.get(f"/jobs/{job}")
     if as_json:

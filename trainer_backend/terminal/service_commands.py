@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from trainer_backend.terminal import shell_completion as completion
 from trainer_backend.terminal import trainer_options as options
 from trainer_backend.terminal.options import Overrides
-from trainer_backend.terminal.telling import tell, warn
+from trainer_backend.terminal.telling import TextConsole, tell, warn
 
-_out = Console()
-_err = Console(stderr=True)
+_out = TextConsole()
+_err = TextConsole(stderr=True)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,0 +1,79 @@
+"""Stored text on a terminal: shown, never obeyed."""
+
+import io
+
+import pytest
+import structlog
+from rich.table import Table
+from rich.text import Text
+from typer.testing import CliRunner
+
+import task_app.logs
+import trainer_backend.logs
+from shared_schemas.base import visible
+from tests.conftest import tiny_job
+from tests.trainer_backend.dialogues import dialogue, finished
+from tests.trainer_backend.report.hand_made import empty_run
+from trainer_backend.__main__ import app
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.terminal.telling import TextConsole, tell
+
+# Clears the screen, sets the title, C1's CSI, and turns the line around.
+COMMANDS = "\x1b[2J\x1b]0;title\x07 \x9b31m \u202eemit"
+SHOWN = r"\x1b[2J\x1b]0;title"
+
+
+def test_every_control_character_but_tab_and_line_break_is_shown():
+    assert visible("a\tb\n\x1b[0m\r\x7f\x9b\u202e é😀") == "a\tb\n\\x1b[0m\\r\\x7f\\x9b\\u202e é😀"
+
+
+def test_a_console_shows_what_would_command_it_and_its_tables_keep_their_width():
+    out = io.StringIO()
+    console = TextConsole(file=out, force_terminal=True, width=60)
+    table = Table(box=None, pad_edge=False)
+    table.add_column(Text("name"))
+    table.add_column(Text("state"))
+    table.add_row(Text(COMMANDS), Text("x"))
+    table.add_row(Text("other"), Text("y"))
+    tell(console, COMMANDS)
+    console.print(table)
+    told = out.getvalue()
+    for command in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"):
+        assert command not in told
+    assert told.count(SHOWN) == 2
+
+
+def test_inspect_shows_the_commands_that_a_model_wrote(tmp_path):
+    run = empty_run(tiny_job(), tmp_path / "run")
+    episode = dialogue(1.0)
+    (step,) = episode.steps
+    said = step.model_copy(
+        update={"raw_policy_output": COMMANDS, "action_taken": {"type": "text", "content": COMMANDS}}
+    )
+    history = [one.model_copy(update={"content": COMMANDS}) for one in episode.full_history]
+    episode = episode.model_copy(update={"steps": (said,), "full_history": tuple(history)})
+    played = finished(episode, 1)
+    write_rollouts(run.rollouts_file("iteration_1"), [played])
+    arguments = ["inspect", played.rollout_id, "--run", str(run.path)]
+    told = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    assert SHOWN in told
+    assert "\x1b" not in told
+
+
+@pytest.mark.parametrize("service", ["task app", "trainer"])
+def test_a_log_for_people_shows_them_too(service, capsys):
+    before = structlog.get_config()
+    try:
+        if service == "task app":
+            task_app.logs.configure_logs("info")
+        else:
+            trainer_backend.logs.configure_logs({})
+        try:
+            raise ValueError(COMMANDS)
+        except ValueError:
+            structlog.get_logger("x").exception("boundary", what=COMMANDS)
+    finally:
+        structlog.configure(**before)
+    told = capsys.readouterr().err
+    assert told.count(SHOWN) == 2
+    assert "\x1b" not in told
