@@ -23,7 +23,16 @@ KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 ALIASES_VARIABLE = "ENVIRONMENT_API_KEY_ALIASES"
 
 _LISTS = ("allowed_inference_hosts", "open_routes", "reward_variables")
-Host = Annotated[str, Field(min_length=1, max_length=300, pattern=r"^[^/@\s]+$")]
+# A name or an IPv4 address, or an IPv6 one in brackets, with or without a port; or an IPv6 address alone.
+# What only begins like one ([::1]evil.example) would never match, or match another than it seems to name.
+Host = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=300,
+        pattern=r"^((\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:[0-9]{1,5})?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$",
+    ),
+]
 
 
 def _no_key_of_ours(name: str) -> str:

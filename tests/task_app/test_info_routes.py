@@ -109,3 +109,13 @@ async def test_an_environment_name_is_looked_up_in_the_boards_of_this_service():
     async with running_app(boards()) as client:
         answer = await client.get("/task_info", params={"env_name": "crafter"})
     assert "known: counting" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("host", ["[::1]evil.example", "[::1", "a@b", "a/b", "x:99999999", "a\\b"])
+async def test_a_host_header_that_names_none_is_not_repeated(host):
+    async with running_app() as client:
+        for path in ("/info", "/health", "/openenv/counting/openapi.json"):
+            answer = await client.get(path, headers={"Host": host})
+            assert answer.status_code == 200, answer.text
+            assert host not in answer.text
+        assert (await client.get("/nope", headers={"Host": host})).status_code == 404

@@ -69,5 +69,8 @@ def test_a_bad_value_names_its_variable(variable, value):
 def test_more_hosts_may_be_called_beside_those_of_the_environment():
     settings = settings_from_environ({"TURNWISE_ALLOWED_INFERENCE_HOSTS": "a,b:1"})
     assert settings.with_hosts(["c:2", "[::2]:3"]).allowed_inference_hosts == ("a", "b:1", "c:2", "[::2]:3")
+    for odd in ("[::1]evil.example", "[::1", "::1]", "a:b", "a b", "a:1:2x", "user@a"):
+        with pytest.raises(SettingsError, match="is no inference host"):
+            settings.with_hosts([odd])
     with pytest.raises(SettingsError, match=r"'http://c/' is no inference host; expected host or host:port"):
         settings.with_hosts(["http://c/"])
