@@ -155,7 +155,7 @@ class MultiTurn(Body):
         default=None, ge=1, description="tokens that the policy samples in an episode, all decisions together"
     )
     context_length_penalty: float = Field(
-        default=0.0,
+        default=-1.0,
         le=0.0,
         description="of the last decision, where the next prompt does not fit",
     )

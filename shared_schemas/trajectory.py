@@ -41,6 +41,22 @@ def is_cut_short(reason: StopReason, *, truncated: bool) -> bool:
     return truncated and reason in _CUTS
 
 
+class AgentState(StrEnum):
+    """What the loop of an episode is at: the states of the diagrams of sources 3 and 5.
+
+    PENDING renders a view anew (the first one, one after an edit), GENERATING asks the policy,
+    PROCESSING_TOOLS carries out its calls, INTERACTING lets the user answer its words. An episode is over as
+    COMPLETED where the user had the last word, as TERMINATED otherwise.
+    """
+
+    PENDING = "PENDING"
+    GENERATING = "GENERATING"
+    PROCESSING_TOOLS = "PROCESSING_TOOLS"
+    INTERACTING = "INTERACTING"
+    TERMINATED = "TERMINATED"
+    COMPLETED = "COMPLETED"
+
+
 class Sampling(Body):
     """How the tokens of a decision were drawn: needed to recompute the log-probs that they had."""
 
@@ -305,6 +321,22 @@ class StepData(Body):
         return self.turn - 1
 
     @property
+    def states(self) -> tuple[AgentState, ...]:
+        """What the loop went through for this decision, in order."""
+        seen = self.observation_data
+        found = [AgentState.PENDING] if not seen.messages_reused or seen.changed else []
+        found.append(AgentState.GENERATING)
+        answered = self.action_taken.get("type") == "text" and self.step_info.invalid_reason is None
+        if self.tool_calls:
+            found.append(AgentState.PROCESSING_TOOLS)
+        elif answered:
+            found.append(AgentState.INTERACTING)
+        if self.is_done:
+            over = AgentState.COMPLETED if found[-1] is AgentState.INTERACTING else AgentState.TERMINATED
+            found.append(over)
+        return tuple(found)
+
+    @property
     def assistant_turn_index(self) -> int:
         """Which of the conversation's answers is this step's, from 0: what a `StepOutput` names.
 
@@ -420,3 +452,8 @@ class Trajectory(Body):
     def cut_short(self) -> bool:
         """Whether a limit outside of the task ended it while its policy could have gone on."""
         return is_cut_short(self.stop_reason, truncated=self.truncated)
+
+    @property
+    def states(self) -> tuple[AgentState, ...]:
+        """What the loop of the episode went through, decision by decision (sources 3 and 5)."""
+        return tuple(state for step in self.steps for state in step.states)

@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+import structlog
+
 from shared_schemas.messages import Message
 from shared_schemas.rewards import RewardPart
 from shared_schemas.rollouts import MultiTurn
@@ -21,6 +23,8 @@ from task_app.history import Change, History
 from task_app.interactions.replies import InteractionReply
 from task_app.prompts import Carried, Execute, Prompt, opened_with
 from task_app.protocols import ConversationalEnvironment, DecisionOutcome, Observation, PastDecision
+
+log = structlog.get_logger("task_app")
 
 NOT_RUN = "error: not carried out: the episode had ended before"
 LAST_SCORE = "last turn score: of the last answer, by the interaction"
@@ -58,6 +62,7 @@ class Conversation:
         self._opening = opening
         self._clock = clock
         self._multi_turn = multi_turn
+        self.context_length_penalty = multi_turn.context_length_penalty
         self._binding = interaction
         self._interaction: Answering | None = None
         self._context_tools = multi_turn.context_tools if multi_turn.statelm_enabled else ()
@@ -131,15 +136,20 @@ class Conversation:
         invalid_reason = outcome.invalid_reason
         ended_by = _ended_by(results) if outcome.terminated or outcome.truncated else None
         for index, (call, request) in enumerate(zip(read.tool_calls, read.requests, strict=True)):
+            fields = None
             if index in results:
                 text = results[index]
             elif ended_by is not None and index > ended_by:
                 text = NOT_RUN
             else:
                 applied = apply(self.history, request, budget=budget)
-                self.history, text = applied.history, applied.text
+                self.history, text, fields = applied.history, applied.text, applied.fields
                 invalid_reason = invalid_reason or applied.refused
-            self.history = self.history.with_result(call, text)
+                if applied.edited:
+                    log.info(
+                        "context_edited", tool=request.name, result=text, masked_tokens=budget.used_tokens
+                    )
+            self.history = self.history.with_result(call, text, fields=fields)
             texts.append(text)
         return replace(outcome, invalid_reason=invalid_reason, results=tuple(texts))
 

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
+import structlog
+
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
@@ -49,6 +51,8 @@ from task_app.records import Decided, ended, finite, policy_logprobs, step_data
 from task_app.snapshots.starts import EpisodeStart, world_of
 from task_app.state_keys import EpisodeStateKeys
 from task_app.termination import EpisodeFacts, stop_reason, termination_signal
+
+log = structlog.get_logger("task_app")
 
 # What is kept of the environment before the next decision, if anything (task_app.snapshots.episodes).
 Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Awaitable[str | None]]
@@ -225,9 +229,11 @@ class RLRolloutWorker:
         try:
             left_s = self._limits.timeout_s - self._elapsed_s()
             asked = await ask(self._policy, observation, self._tools, timeout_s=left_s)
-        except ContextLengthExceeded:
+        except ContextLengthExceeded as exc:
             if not self._steps:
                 raise
+            penalty = self._prompts.context_length_penalty
+            log.warning("context_length_exceeded", turn=len(self._steps), penalty=penalty, reason=exc.detail)
             return self._facts(context_exceeded=True)
         if asked is None:
             return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
@@ -337,7 +343,7 @@ class RLRolloutWorker:
             self._steps[-1],
             reason,
             environment_truncated=self._environment_truncated,
-            penalty=self._multi_turn.context_length_penalty,
+            penalty=self._prompts.context_length_penalty,
         )
         self._steps[-1] = last
         self._stop_reason = reason

@@ -102,8 +102,11 @@ class History:
         """After a message of the system, the user or the assistant, as it was said."""
         return self._appended(Entry(self._length, message, message))
 
-    def with_result(self, call: ToolCall, text: str) -> "History":
+    def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
         """After the answer to a call of the last assistant message.
+
+        Args:
+            fields: what the text says, where that is an object: shown beside the ids, not as text in text.
 
         Raises:
             ValueError: no assistant message has spoken.
@@ -114,7 +117,7 @@ class History:
         text = encodable(text)
         message = Message(role="tool", content=text, tool_call_id=call.id)
         entry = Entry(self._length, message, message, invoking, call.function.name)
-        return self._appended(replace(entry, shown=self.shown_as(entry, text)))
+        return self._appended(replace(entry, shown=self._shown(entry, text, fields or {"message": text})))
 
     def with_edit(self, changes: Mapping[int, Change]) -> "History":
         """After one edit; an empty one changes nothing. What was undone before can then not be redone."""
@@ -192,9 +195,12 @@ class History:
 
     def shown_as(self, entry: Entry, text: str) -> Message:
         """A message of this history with another text, as the view shows it: ids stay, a result stays one."""
+        return self._shown(entry, text, {"message": text})
+
+    def _shown(self, entry: Entry, text: str, fields: Mapping[str, Any]) -> Message:
         if entry.tool_name is None or not self.shows_ids:
             return entry.message.model_copy(update={"content": text})
-        told = {MSG_ID: entry.msg_id, INVOKING: entry.invoking, "message": text}
+        told = {MSG_ID: entry.msg_id, INVOKING: entry.invoking, **fields}
         return entry.message.model_copy(update={"content": _json(told)})
 
     def stub(self, msg_id: int, summary: str | None = None) -> Message:

@@ -63,9 +63,11 @@ class Prompts(Protocol):
     Attributes:
         tools: what the policy may call.
         past: the last decisions, for environments that show them.
+        context_length_penalty: of the last decision, where the next prompt does not fit.
     """
 
     tools: tuple[ToolSpec, ...]
+    context_length_penalty: float
 
     def opened(self) -> AbstractAsyncContextManager[None]:
         """Around the whole episode: whoever answers in it is there until its end, whatever that is."""
@@ -127,6 +129,9 @@ class FreshPrompts:
         environment: renders.
         opening: messages of the task, which stand before the environment's in every prompt.
     """
+
+    # No decision is to blame for a prompt that does not fit: none grew out of the one before.
+    context_length_penalty = 0.0
 
     def __init__(self, environment: Environment, opening: Sequence[Message] = ()) -> None:
         self._environment = environment

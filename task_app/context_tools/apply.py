@@ -1,8 +1,9 @@
 """Pure: a history and a call of a context tool -> the next history, and the result text of the call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from shared_schemas.context_tools import CONTEXT_TOOLS as CONTEXT_TOOLS
 from shared_schemas.context_tools import PUBLISHED
@@ -20,6 +21,7 @@ class Applied:
     Attributes:
         history: with the edit, or the one that was given. The result is not in it yet.
         text: the result of the call.
+        fields: the same key by key, where it is an object; a history that shows ids puts them beside these.
         edited: whether the view changed; where it did not, the next prompt continues the one before.
         refused: why the call itself could not be read. An id that is refused is no such reason.
     """
@@ -28,6 +30,7 @@ class Applied:
     text: str
     edited: bool
     refused: str | None = None
+    fields: Mapping[str, Any] | None = None
 
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
@@ -44,7 +47,8 @@ def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) 
     """
     editor = ContextEditor(history, budget or Budget())
     answer = _toolbox(editor).answer(call)
-    return Applied(editor.history, answer.text, editor.history is not history, answer.refused)
+    edited = editor.history is not history
+    return Applied(editor.history, answer.text, edited, answer.refused, editor.fields)
 
 
 def _toolbox(editor: ContextEditor) -> Toolbox:

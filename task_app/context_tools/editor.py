@@ -1,5 +1,6 @@
 """The context tools: every method whose name a model may call gives its result text."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -35,10 +36,14 @@ class Budget:
 
 
 class ContextEditor:
-    """One call on one history: `history` is the edited one afterwards, or the one that was given."""
+    """One call on one history: `history` is the edited one afterwards, or the one that was given.
+
+    `fields`, of a call that answers with more than a text: what its result says, key by key.
+    """
 
     def __init__(self, history: History, budget: Budget) -> None:
         self.history = history
+        self.fields: dict[str, Any] | None = None
         self._budget = budget
 
     def deleteContext(
@@ -51,7 +56,14 @@ class ContextEditor:
         ids = self._sorted_out(message_ids or (), msg_id)
         changes = {i: Change("deleted", self.history.stub(i)) for i in ids.accepted}
         self.history = self.history.with_edit(changes)
-        return f"deleted {_listed(ids.accepted) or 'nothing'}{ids.complaints}"
+        # As published: a status, and the ids. The message has what was refused of it.
+        self.fields = {
+            "status": "success" if ids.accepted else "error",
+            "deleted_msg_ids": list(ids.accepted),
+        }
+        if ids.refused:
+            self.fields |= {"message": ids.complaints.removeprefix("; ")}
+        return json.dumps(self.fields, ensure_ascii=False)
 
     def summarizeContext(
         self,

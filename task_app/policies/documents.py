@@ -48,8 +48,8 @@ class Shown:
     @classmethod
     def of(cls, content: str) -> "Shown":
         match json_object(content):
-            case {"message": str(text), history.MSG_ID: int(own), history.INVOKING: int(invoking)}:
-                return cls(text, own, invoking)
+            case {history.MSG_ID: int(own), history.INVOKING: int(invoking), **told}:
+                return cls(str(told.get("message", "")), own, invoking)
         return cls(content)
 
     @property

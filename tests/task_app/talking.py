@@ -44,7 +44,7 @@ def asked(history: History, tool: str, **arguments: Any) -> tuple[History, Appli
     message = assistant(len(history), (tool, arguments))
     assert message.tool_calls is not None
     applied = apply(history.with_message(message), ToolRequest(tool, arguments))
-    return applied.history.with_result(message.tool_calls[0], applied.text), applied
+    return applied.history.with_result(message.tool_calls[0], applied.text, fields=applied.fields), applied
 
 
 def edit(history: History, tool: str, **arguments: Any) -> History:

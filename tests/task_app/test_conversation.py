@@ -8,12 +8,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
+from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import Trajectory, prompts
+from task_app.episode import RLRolloutWorker
+from task_app.errors import ContextLengthExceeded
 from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
 from task_app.plugins import default_plug_boards
-from tests.task_app.counting import running_app
+from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, running_app
 from tests.task_app.fake_inference import completion, fake_inference, status
 from tests.task_app.rollout_client import accept, all_of
 
@@ -146,6 +150,8 @@ async def test_a_conversation_grows_and_the_wire_with_it_and_not_with_its_square
         (m["role"], m["content"], number) for number, m in enumerate(said)
     ]
     assert RIGHT not in str(episode.full_history), "feedback that nobody answers is not shown"
+    again_and_over = ["GENERATING", "INTERACTING"] * 2 + ["COMPLETED"]
+    assert list(episode.states) == ["PENDING", "GENERATING", "INTERACTING", *again_and_over]
     assert Trajectory.model_validate_json(episode.model_dump_json()) == episode
 
 
@@ -263,10 +269,22 @@ async def test_a_document_is_read_by_calls_and_a_delete_leaves_stubs():
         calls(("deleteContext", {"message_ids": [0]})),
         calls(("finish", {"answer": "red"})),
     ]
-    async with playing(*script) as (client, request, fake, _):
-        [rollout] = await played(client, documents(request, statelm_enabled=True))
+    with capture_logs() as logs:
+        async with playing(*script) as (client, request, fake, _):
+            [rollout] = await played(client, documents(request, statelm_enabled=True))
     episode = rollout.trajectory
     assert (episode.stop_reason, episode.outcome_reward) == ("environment_done", 1.0)
+    assert [" ".join(step.states) for step in episode.steps] == [
+        "PENDING GENERATING PROCESSING_TOOLS",
+        "GENERATING PROCESSING_TOOLS",
+        "GENERATING PROCESSING_TOOLS",
+        "PENDING GENERATING PROCESSING_TOOLS",
+        "GENERATING PROCESSING_TOOLS TERMINATED",
+    ]
+    (edit,) = [line for line in logs if line["event"] == "context_edited"]
+    used = episode.steps[2].step_info
+    assert edit["masked_tokens"] == used.prompt_tokens + used.completion_tokens
+    assert json.loads(edit["result"]) == {"status": "success", "deleted_msg_ids": [5]}
     assert {"deleteContext", "checkBudget"} <= {tool.function.name for tool in episode.tools}
     assert episode.deleted_msg_ids == (5,) and episode.had_delete_operation
     shown = [body["messages"] for body in fake.bodies]
@@ -314,8 +332,24 @@ async def test_words_where_a_tool_is_due_are_answered_with_what_is_wrong():
 
 async def test_a_context_that_is_full_costs_the_last_decision_its_penalty():
     full = status(400, {"error": {"code": "context_length_exceeded", "message": "too long"}})
-    async with playing(calls(("buildIndex", {})), full) as (client, request, _, _events):
-        [rollout] = await played(client, documents(request, context_length_penalty=-1.0))
+    with capture_logs() as logs:
+        async with playing(calls(("buildIndex", {})), full) as (client, request, _, _events):
+            [rollout] = await played(client, documents(request))
     [step] = rollout.trajectory.steps
     assert rollout.trajectory.stop_reason == "context_length" and rollout.trajectory.truncated
-    assert [(part.source, part.value) for part in step.reward_parts] == [("penalty", -1.0)]
+    assert [(part.source, part.value) for part in step.reward_parts] == [("penalty", -1.0)], "by default"
+    assert step.states == ("PENDING", "GENERATING", "PROCESSING_TOOLS", "TERMINATED")
+    (warning,) = [line for line in logs if line["event"] == "context_length_exceeded"]
+    assert (warning["log_level"], warning["turn"], warning["penalty"]) == ("warning", 1, -1.0)
+
+
+async def test_a_prompt_that_is_fresh_each_time_is_nobodys_fault_when_it_does_not_fit():
+    policy = PlannedPolicy(add("a"), ContextLengthExceeded("too long"))
+    worker = RLRolloutWorker(
+        task_definition=TaskDefinitionModel(resource_type="counting"),
+        environment=CountingEnvironment(),
+        agent_policy=policy,
+        seed=1,
+    )
+    [step], _, _ = await worker.run_episode()
+    assert (worker.stop_reason, step.reward_parts) == ("context_length", ())

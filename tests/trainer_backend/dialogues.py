@@ -64,7 +64,10 @@ def reader():
     calls_1 = Message(role="assistant", content="", tool_calls=(read,))
     calls_2 = Message(role="assistant", content="", tool_calls=(cut,))
     chunk = tool_result("readChunk", "the whole chunk")
-    deleted = tool_result("deleteContext", "deleted 2; refused 0 (the task stays)")
+    deleted = tool_result(
+        "deleteContext",
+        '{"status": "success", "deleted_msg_ids": [2], "message": "refused 0 (the task stays)"}',
+    )
     stub = Message(role="tool", content="[deleted]", tool_call_id="c")
     steps = [
         decision(1, [TASK], reused=0, calls=[read], prompt_tokens=5),

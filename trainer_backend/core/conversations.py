@@ -15,7 +15,7 @@ from trainer_backend.core.segments import Segment
 DEADLINE, FAILED = "interaction_deadline", "interaction_failed"
 # The context tools that refuse ids one by one, in their result, and what they then say (DESIGN.md 4.12).
 _EDITS = frozenset({"deleteContext", "deletePart", "summarizeContext"})
-_REFUSED = re.compile(r"^(error: |deleted nothing|summarized nothing)|; refused ")
+_REFUSED = re.compile(r'^(error: |deleted nothing|summarized nothing)|; refused |"message": "refused ')
 
 
 def conversations_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

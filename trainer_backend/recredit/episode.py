@@ -10,8 +10,8 @@ from rich.text import Text
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData, Trajectory, UserReward
-from trainer_backend.core.emission_views import EmissionView, emission_views
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
+from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.report.seen import (
     did,
@@ -97,7 +97,9 @@ def _parts(
     for warning in episode.warnings:
         yield Text(f"warning: {warning}")
     seen = _seen(episode, full=full)
-    views = _views(rollout.rollout_id, episode) if tokens else {}
+    lines = _token_lines(rollout.rollout_id, episode, full=full) if tokens else {}
+    if tokens and episode.full_history:
+        yield Text(_context(episode))
     for step, shown in zip(episode.steps, seen, strict=True):
         yield ""
         yield Text(f"decision {step.turn}", style="bold")
@@ -107,7 +109,7 @@ def _parts(
         for told in user_told(step):
             yield Text(f"answer  {told}")
         if tokens:
-            yield Text(_tokens(views.get(step.turn), full=full))
+            yield Text("\n".join(lines[step.turn]))
         if step.turn <= len(credits):
             yield _credit(credits[step.turn - 1])
     if rest := last_words(episode):
@@ -131,21 +133,60 @@ def _seen(episode: Trajectory, *, full: bool) -> list[str]:
     return [last_seen(step) for step in episode.steps]
 
 
-def _views(rollout_id: str, episode: Trajectory) -> dict[int, EmissionView]:
-    """By turn.
+def _context(episode: Trajectory) -> str:
+    """What source 3 keeps of a conversation, by its names."""
+    ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
+    count = len(episode.full_history)
+    return (
+        f"full_history  {count} messages (msg_id_counter {count}); deleted_msg_ids  {ids}; "
+        f"had_delete_operation  {str(episode.had_delete_operation).lower()}"
+    )
+
+
+def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
+    """By turn, what the loop went through and where its tokens stand, by the names of source 3.
 
     Raises:
         SegmentError: the episode was played without token ids, or greedily.
     """
-    return {view.turn: view for view in emission_views(segments_of(episode.steps, rollout_id=rollout_id))}
+    segments = segments_of(episode.steps, rollout_id=rollout_id)
+    views = {view.turn: view for view in emission_views(segments)}
+    found, snapshots, before = {}, 0, 0
+    for step in episode.steps:
+        found[step.turn] = [f"states  {' '.join(step.states)}"]
+        view = views.get(step.turn)
+        if view is None:
+            found[step.turn].append("tokens  none sampled")
+            continue
+        if view.segment > before and step.observation_data.changed:
+            closed = _snapshot(view.segment - 1, segments[view.segment - 1])
+            found[step.turn].append(f"trajectory_snapshots[{snapshots}]  {closed}")
+            snapshots += 1
+        before = view.segment
+        found[step.turn] += _view_lines(view, full=full)
+    return found
 
 
-def _tokens(view: EmissionView | None, *, full: bool) -> str:
-    if view is None:
-        return "tokens  none sampled"
-    told = f"tokens  segment {view.segment + 1}: prompt 0 to {view.start}, answer {view.start} to {view.end}"
+def _snapshot(number: int, segment: Segment) -> str:
+    """What an edit closed: the tokens before its first answer, and those from there on."""
+    first = segment.sampled_positions[0]
+    trained = ", ".join(f"{start} to {end}" for _, start, end in assistant_turn_boundaries(segment))
+    return (
+        f"segment {number + 1}: prompt_ids 0 to {first}, response_ids {first} to {len(segment)}, "
+        f"response_mask 1 from {trained}"
+    )
+
+
+def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
+    """`t` is the index of both published lists; positions are those of the segment."""
+    t = view.turn - 1
     prompt, answer = (" ".join(map(str, ids)) for ids in (view.prompt_ids, view.answer_ids))
-    return f"{told}\nprompt  {prompt}\nanswer  {answer}" if full else f"{told}\nanswer  {answer}"
+    return [
+        f"emission_views[{t}]  segment {view.segment + 1}: prompt_ids 0 to {view.start}",
+        f"assistant_turn_boundaries[{t}]  {view.start} to {view.end}: response_mask 1",
+        *([f"prompt_ids  {prompt}"] if full else []),
+        f"response_ids  {answer}",
+    ]
 
 
 def _done(step: StepData) -> str:

@@ -39,7 +39,8 @@ def test_a_bad_id_is_refused_and_nothing_changes(arguments, reason):
     history = started()
     after, applied = asked(history, "deleteContext", **arguments)
     assert not applied.edited and applied.refused is None
-    assert reason in applied.text and applied.text.startswith("deleted nothing; ")
+    assert (applied.fields["status"], applied.fields["deleted_msg_ids"]) == ("error", [])
+    assert reason in applied.fields["message"]
     assert after.changes() == history.changes()
     assert after.view()[: len(history)] == history.view()
 
@@ -67,14 +68,29 @@ def test_a_call_that_names_no_list_of_ids_is_refused_as_a_call(arguments, reason
 
 def test_good_ids_are_deleted_and_each_bad_one_beside_them_has_its_reason():
     history, applied = asked(started(), "deleteContext", message_ids=[5, 0, 5, 2], msg_id=4)
-    assert applied.text == "deleted 5, 2, 4; refused 0 (the system message stays), 5 (named twice)"
+    assert (
+        json.loads(applied.text)
+        == applied.fields
+        == {
+            "status": "success",
+            "deleted_msg_ids": [5, 2, 4],
+            "message": "refused 0 (the system message stays), 5 (named twice)",
+        }
+    )
+    # What the model reads: the ids beside it, and no text in a text.
+    assert json.loads(contents(history)[-1]) == {
+        "msg_id": 9,
+        "msg_id(invoking_assistant)": 8,
+        **applied.fields,
+    }
     assert history.deleted_msg_ids == (2, 3, 4, 5)
     assert history.undone().deleted_msg_ids == (3,), "one call is one edit"
 
 
 def test_of_many_bad_ids_the_first_twenty_have_their_reason():
     _, applied = asked(started(), "deleteContext", message_ids=[0] * 50)
-    assert applied.text.count("the system message stays") == 20 and applied.text.endswith(" and 30 more")
+    assert applied.text.count("the system message stays") == 20
+    assert applied.fields["message"].endswith(" and 30 more")
 
 
 def test_a_later_answer_of_the_user_may_be_deleted():
@@ -88,7 +104,7 @@ def test_results_of_the_same_turn_are_not_deleted_before_they_were_read():
     # turn 8 calls readChunk, answered as 9, and deleteContext of that 9
     history = read(started(), "green")
     applied = apply(history, ToolRequest("deleteContext", {"message_ids": [9]}))
-    assert applied.text == "deleted nothing; refused 9 (it belongs to this very turn)"
+    assert applied.fields["message"] == "refused 9 (it belongs to this very turn)"
 
 
 def test_the_budget_tells_what_is_known():

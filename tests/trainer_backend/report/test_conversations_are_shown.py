@@ -9,6 +9,7 @@ from rich.console import Console
 
 from shared_schemas.trajectory import UserAnswer
 from tests.conftest import tiny_job
+from tests.trainer_backend.core.test_segments import step
 from tests.trainer_backend.dialogues import DEFINITION, dialogue, finished, reader
 from tests.trainer_backend.report.hand_made import empty_run, small_run
 from tests.trainer_backend.report.test_report import no_frames, told
@@ -66,7 +67,7 @@ def test_a_decision_shows_what_is_new_and_what_was_edited():
     assert news(steps[1]) == ["tool: the whole chunk"]
     assert news(steps[2]) == [
         "message 2 is now tool: [deleted]",
-        "tool: deleted 2; refused 0 (the task stays)",
+        'tool: {"status": "success", "deleted_msg_ids": [2], "message": "refused 0 (the task stays)"}',
     ]
 
 
@@ -83,6 +84,34 @@ def test_an_episode_is_inspected_message_by_message_and_whole_where_asked():
     assert (new.count("2 + 2?"), whole.count("2 + 2?")) == (1, 3)
     assert 'deleteContext {"message_ids": [0, 2]}' in new
     assert "interaction +1" in shown(RIGHT[0], full=False)
+
+
+def test_tokens_states_and_context_are_shown_by_the_names_of_source_3():
+    # 1 2 | 3 4 and 5 | 6 continue each other; the delete keeps 1 2, and 9 | 8 follows
+    sampled = [step(1, 0, [1, 2], [3, 4]), step(2, 4, [5], [6]), step(3, 2, [9], [8])]
+    episode = reader()
+    steps = [
+        one.model_copy(update={"policy_logprobs": ids.policy_logprobs, "sampling": ids.sampling})
+        for one, ids in zip(episode.steps, sampled, strict=True)
+    ]
+    steps[-1] = steps[-1].model_copy(update={"is_done": True})
+    told = shown(finished(episode.model_copy(update={"steps": tuple(steps)})), full=True, tokens=True)
+    lines = [" ".join(line.split()) for line in told.splitlines()]
+    assert "full_history 6 messages (msg_id_counter 6); deleted_msg_ids 2; had_delete_operation true" in lines
+    assert [line for line in lines if line.startswith("states")] == [
+        "states PENDING GENERATING PROCESSING_TOOLS",
+        "states GENERATING PROCESSING_TOOLS",
+        "states PENDING GENERATING INTERACTING COMPLETED",
+    ]
+    third = lines[lines.index("decision 3") :]
+    names = ("trajectory_snapshots[", "emission_views[", "assistant_turn_boundaries[")
+    assert [line for line in third if line.startswith(names)] == [
+        "trajectory_snapshots[0] segment 1: prompt_ids 0 to 2, response_ids 2 to 6, "
+        "response_mask 1 from 2 to 4, 5 to 6",
+        "emission_views[2] segment 2: prompt_ids 0 to 3",
+        "assistant_turn_boundaries[2] 3 to 4: response_mask 1",
+    ]
+    assert {"prompt_ids 1 2 9", "response_ids 8"} <= set(third)
 
 
 def test_what_a_user_told_that_no_prompt_shows_is_inspected_with_its_decision():
