@@ -121,7 +121,7 @@ def _taken(tables: dict[str, Any], dotted: str) -> Any:
 def _refuse_other_strategies(tables: dict[str, Any]) -> None:
     for place in ("training.step_rewards_strategy", "rollout.env_config.step_rewards.strategy"):
         strategy = _taken(tables, place)
-        if strategy is not None and strategy not in STRATEGIES:
+        if strategy is not None and not (isinstance(strategy, str) and strategy in STRATEGIES):
             raise JobError(
                 f"{place} is {strategy!r:.80}, and the trainer pays each unlocked achievement the same; "
                 f"known: {', '.join(sorted(STRATEGIES))}",

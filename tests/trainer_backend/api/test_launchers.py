@@ -167,6 +167,11 @@ def test_published_keys_stand_where_ours_do():
             "step_rewards_strategy is 'per_achievement'",
         ),
         (
+            {"job_type": "rl", "data": {"config": {"training": {"step_rewards_strategy": ["simple"]}}}},
+            400,
+            "step_rewards_strategy is ['simple']",
+        ),
+        (
             {"job_type": "rl", "data": {"config": {"lora": {"r": 8, "rank": 16}}}},
             400,
             "lora.r is 8, but lora.rank is 16",
