@@ -9,7 +9,6 @@ reads every answer as it does for the actor.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -45,6 +44,8 @@ _SHOWN = 300
 _ROUNDED = 1e-3
 # vLLM says -9999 where it means -inf, which JSON has no word for. No softmax makes as little as this.
 _IMPOSSIBLE = -1_000.0
+# Beyond it lies what is no number of ours: infinities, and integers that no float holds.
+_HUGE = 1e9
 _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 
 
@@ -160,9 +161,8 @@ class RemoteEngine:
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         if self._processed:
-            body["processed_logprobs"] = (
-                True  # of a gateway like ours; others know it by how they were started
-            )
+            # Of a gateway like ours; others know it by how they were started.
+            body["processed_logprobs"] = True
         status, text = await self._post(json.dumps(body).encode())
         if status == 200:
             return _first_choice(text)
@@ -211,7 +211,7 @@ class RemoteEngine:
         logprobs = entries.get("token_logprobs") if isinstance(entries, dict) else None
         if not isinstance(logprobs, list):
             raise _missing("logprobs.token_logprobs")
-        if not all(type(value) in (int, float) and math.isfinite(value) for value in logprobs):
+        if not all(type(value) in (int, float) and -_HUGE < value < _HUGE for value in logprobs):
             raise RemoteRefused("a log-prob of the server's is no finite number")
         if len(token_ids) != len(logprobs) or not 1 <= len(token_ids) <= sampling.max_tokens:
             raise RemoteRefused(
@@ -230,7 +230,7 @@ class RemoteEngine:
                 f"a log-prob of the server's is {min(logprobs):g}: the token cannot have been drawn from "
                 "what the log-probs are of"
             )
-        return token_ids, logprobs
+        return token_ids, [float(value) for value in logprobs]
 
     def _end(
         self, token_ids: Sequence[int], choice: Mapping[str, Any], extras: Extras

@@ -100,6 +100,13 @@ REFUSED: Mapping[str, tuple[Response, type[InferenceError], str]] = {
     "nothing": (reply_of([]), RemoteRefused, "told 0 token ids"),
     "unknown id": (reply_of([100]), RemoteRefused, "sampled the id 100, and the actor knows 100 ids"),
     "null": (reply_of([END], logprobs={"token_logprobs": [None]}), RemoteRefused, "no finite number"),
+    "NaN": (
+        Response(b'{"choices": [{"prompt_token_ids": [1, 2, 3], "token_ids": [9], "logprobs": '
+                 b'{"token_logprobs": [NaN]}}]}'), RemoteRefused, "no finite number"
+    ),
+    "a number too large": (
+        reply_of([END], logprobs={"token_logprobs": [-(10**400)]}), RemoteRefused, "no finite number"
+    ),
     "above 0": (reply_of([END], logprobs={"token_logprobs": [0.5]}), RemoteRefused, "is above 0: 0.5"),
     "impossible": (
         reply_of([END], logprobs={"token_logprobs": [-9999.0]}), RemoteRefused, "-9999: the token cannot have"
