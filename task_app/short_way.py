@@ -39,17 +39,15 @@ class ShortWay:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        value = scope.pop(JSON_BODY, None)
-        if not _may_be_plain(scope):
-            await self._app(scope, receive, send)
-            return
         try:
-            body = self._answer(value)
+            body = self._answer(scope.pop(JSON_BODY, None)) if _may_be_plain(scope) else None
         except TaskAppError as error:
             scope["route"] = ROUTE
             await problem_response(error)(scope, receive, send)
             return
         if body is None:
+            # The route reads the body for itself: a large one need not be there twice.
+            scope.pop(JSON_BODY, None)
             await self._app(scope, receive, send)
             return
         scope["route"] = ROUTE

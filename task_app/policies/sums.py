@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from pydantic import Field
@@ -12,8 +13,11 @@ from task_app.protocols import PolicyAnswer
 
 # A sentence, the sign of its calculation, and the number beside what there was.
 _SENTENCES = re.compile(
-    r"has (?P<has>\d+)|finds (?P<more>\d+) more|gives away (?P<fewer>\d+)|(?P<times>doubles|triples) them"
+    r"has (?P<has>\d{1,15})\b|finds (?P<more>\d{1,15}) more|gives away (?P<fewer>\d{1,15})\b"
+    r"|(?P<times>doubles|triples) them"
 )
+# Numbers double with each sentence; a text of a caller's may have ten thousands of them.
+_MOST_SENTENCES = 100
 _SIGNS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "more": ("+", lambda have, count: have + count),
     "fewer": ("-", lambda have, count: have - count),
@@ -56,10 +60,10 @@ class SumsTeacher(ByChance):
 def worked_out(question: str, *, slip: int = 0) -> str:
     """The answer in GSM8K's form; its last step is off by `slip`, but never below 0.
 
-    A question without a number that it knows gets `#### 0`.
+    A question without a number that it knows gets `#### 0`; of a long one the beginning is worked out.
     """
     have, lines = 0, []
-    found = list(_SENTENCES.finditer(question))
+    found = list(islice(_SENTENCES.finditer(question), _MOST_SENTENCES))
     for place, sentence in enumerate(found, start=1):
         kind = sentence.lastgroup or ""
         text = sentence[kind]

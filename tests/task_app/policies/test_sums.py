@@ -42,3 +42,9 @@ async def test_it_is_right_as_often_as_it_is_asked_to_be_and_the_same_for_a_seed
     assert right == pytest.approx(0.7, abs=0.07)
     numbers = {int(re.findall(r"#### (\d+)", text)[0]) for text in found}
     assert numbers == {5, 6, 7, 8, 9}
+
+
+def test_a_text_that_doubles_ten_thousands_of_times_is_worked_out_from_its_beginning():
+    lines = worked_out("Ada has 1 plum. " + "Ada doubles them. " * 50_000).splitlines()
+    assert (lines[0], lines[-1]) == ("1 * 2 = 2", f"#### {2**99}")
+    assert worked_out("Ada has " + "9" * 5_000 + " plums.") == "#### 0"
