@@ -5,9 +5,9 @@ NaN, 1e999, nesting of hundreds of levels. Whoever writes it out later fails, fa
 refused where it enters.
 """
 
-import math
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic_core import from_json
@@ -17,8 +17,10 @@ MAX_DEPTH = 201
 # Every unknown key of an object is an error of its own to pydantic, and may be compared with the known ones.
 MAX_MEMBERS = 10_000
 NUL = "U+0000, which no database holds"
-# What the reader lets through, as it may be spelt: most texts hold none of it, and are not walked.
-_SUSPECT = re.compile(rb"\\u0000|[0-9][eE]\+?[0-9]{3}|[0-9]{300}")
+# What the reader lets through, as it may be spelt: most texts hold none of it, and are not walked. Where an
+# exponent has two digits, the number has 200 others; they are counted from the first one, in one pass.
+_SUSPECT = re.compile(rb"\\u0000|[0-9][eE]\+?[0-9]{3}|(?<![0-9])[0-9]{200}")
+_LARGEST = sys.float_info.max
 _HALVES = ("hex escape", "surrogate", "unicode code point")
 
 
@@ -36,7 +38,9 @@ def read_json(text: bytes | str) -> Any:
     except ValueError as exc:
         raise ValueError(_reason(str(exc))) from exc
     if _SUSPECT.search(raw) or raw.count(b":") > MAX_MEMBERS:
-        for place, fault in _faults(value, ""):
+        found = _fault(value)
+        if found is not None:
+            place, fault = found
             raise ValueError(f"{place.lstrip('.') or 'the value'} holds {fault}")
     return value
 
@@ -50,25 +54,23 @@ def _reason(told: str) -> str:
     return f"no JSON: {reason} at {place}"
 
 
-def _faults(value: Any, place: str) -> Iterator[tuple[str, str]]:
+def _fault(value: Any) -> tuple[str, str] | None:
+    """Where the first fault stands, below this value, and what it is."""
+    parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, str):
-        if "\0" in value:
-            yield place, NUL
+        return ("", NUL) if "\0" in value else None
+    if isinstance(value, int | float):
+        return None if -_LARGEST <= value <= _LARGEST else ("", "a number beyond 1.8e308")
+    if isinstance(value, list):
+        parts = enumerate(value)
     elif isinstance(value, dict):
         if len(value) > MAX_MEMBERS:
-            yield place, f"{len(value)} keys; at most {MAX_MEMBERS} are read"
-        for name, one in value.items():
-            yield from _faults(name, f"{place}: a key")
-            yield from _faults(one, f"{place}.{name[:80]}")
-    elif isinstance(value, list):
-        for index, one in enumerate(value):
-            yield from _faults(one, f"{place}.{index}")
-    elif isinstance(value, int | float) and not _fits_a_float(value):
-        yield place, "a number beyond 1.8e308"
-
-
-def _fits_a_float(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
+            return "", f"{len(value)} keys; at most {MAX_MEMBERS} are read"
+        if "\0" in "".join(value):
+            return "", f"a key with {NUL}"
+        parts = value.items()
+    for name, one in parts:
+        found = _fault(one)
+        if found is not None:
+            return f".{str(name)[:80]}{found[0]}", found[1]
+    return None

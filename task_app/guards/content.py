@@ -46,7 +46,7 @@ async def whole_body(receive: Receive) -> bytes:
     Raises:
         BodyTooLarge, TooSlow, InvalidRequest: it did not come.
     """
-    parts: list[bytes] = []
+    body = bytearray()
     while True:
         try:
             message = await receive()
@@ -55,9 +55,9 @@ async def whole_body(receive: Receive) -> bytes:
         if message["type"] == "http.disconnect":
             # A body that was cut short by its sender: nobody is there to answer, nothing was done.
             raise InvalidRequest("the connection closed before the body was complete", where="body")
-        parts.append(message.get("body", b""))
+        body += message.get("body", b"")
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return bytes(body)
 
 
 def given(body: bytes, receive: Receive) -> Receive:
