@@ -65,7 +65,7 @@ async def test_a_body_without_a_length_is_counted():
 
 
 async def test_an_error_inside_shows_nothing_of_the_inside():
-    async with running_app(boards(broken=lambda: PlannedPolicy(KeyError("hidden detail")))) as client:
+    async with running_app(boards(broken=lambda: PlannedPolicy(RuntimeError("hidden detail")))) as client:
         made = await client.post("/policy/create", json={"policy_name": "broken"})
         step = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}}
         one = problem(await client.post("/policy/step", json=step))

@@ -147,7 +147,7 @@ async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_eve
             taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
             gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
             services = JOB.services.model_copy(
-                update={"task_url": (gone, one.url), "task_api_key": KEY, "request_timeout_s": 1.0}
+                update={"task_url": (gone, one.url), "task_api_key": KEY, "request_timeout_s": 5.0}
             )
             job = JOB.model_copy(update={"services": services})
             async with task_apps(job, tmp_path / "log") as apps:
