@@ -131,9 +131,9 @@ async def _answering_for(session: PolicySession) -> AsyncIterator[None]:
         if session.bound_env_id is not None or not isinstance(exc.__cause__, _UNREADABLE):
             raise
         raise InvalidRequest(
-            exc.detail,
+            "the policy, or the environment that words its prompts, cannot read this observation",
             where="observation",
-            hint="give text and data as the environment's observations have them",
+            hint="give text and data as the environment's observations have them; the log has the reason",
         ) from exc
 
 

@@ -65,12 +65,16 @@ async def test_a_body_without_a_length_is_counted():
 
 
 async def test_an_error_inside_shows_nothing_of_the_inside():
-    async with running_app(boards(broken=lambda: PlannedPolicy(RuntimeError("hidden detail")))) as client:
-        made = await client.post("/policy/create", json={"policy_name": "broken"})
-        step = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}}
-        one = problem(await client.post("/policy/step", json=step))
-    assert (one.status, one.code) == (500, "critical_error")
-    assert "hidden" not in one.model_dump_json()
+    async with running_app(boards(broken=lambda: PlannedPolicy(KeyError("hidden detail")))) as client:
+        env_id = (await client.post("/env/create", json={"env_name": "counting"})).json()["env_id"]
+        told = []
+        for body in ({"bound_env_id": env_id}, {}):
+            made = await client.post("/policy/create", json={"policy_name": "broken", **body})
+            step = {"policy_id": made.json()["policy_id"], "observation": {"text": "x"}}
+            told.append(problem(await client.post("/policy/step", json=step)))
+    # Of the second the observation is the caller's.
+    assert [(one.status, one.code) for one in told] == [(500, "critical_error"), (422, "invalid_request")]
+    assert "hidden" not in str(told)
 
 
 async def test_an_error_that_nobody_foresaw_is_a_problem_too():

@@ -202,7 +202,7 @@ async def test_an_observation_that_cannot_be_read_is_the_callers_mistake(env):
         answer = await asked(client, policy_id, observation=observation)
     told = answer.json()
     assert (answer.status_code, told["where"]) == (422, "observation"), told
-    assert "raised" in told["detail"]
+    assert "cannot read this observation" in told["detail"]
 
 
 async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
