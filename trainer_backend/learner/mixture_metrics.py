@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -26,30 +27,20 @@ def mismatch(scored: Sequence[Scored], *, limit: float) -> dict[str, float]:
     Raises:
         SamplerMismatch: one is further away than `limit` (nats).
     """
-    gaps = [
-        abs(own - item.segment.logprobs[position])
-        for item in scored
-        if item.policy == ACTOR
-        for position, own in zip(item.segment.sampled_positions, item.proximal, strict=True)
-    ]
-    if not gaps:
-        return {}
-    if (largest := max(gaps)) > limit:
-        raise _other_than_sampled(scored, limit)
-    return {"mismatch/logprob_max": largest, "mismatch/logprob_mean": sum(gaps) / len(gaps)}
-
-
-def _other_than_sampled(scored: Sequence[Scored], limit: float) -> SamplerMismatch:
-    """Names the token that lies furthest away, and how many lie beyond the limit."""
     tokens = [
         (abs(own - item.segment.logprobs[position]), own, item.segment, position)
         for item in scored
         if item.policy == ACTOR
         for position, own in zip(item.segment.sampled_positions, item.proximal, strict=True)
     ]
-    gap, own, segment, position = max(tokens, key=lambda token: token[0])
+    if not tokens:
+        return {}
+    gap, own, segment, position = max(tokens, key=itemgetter(0))
+    if gap <= limit:
+        mean = sum(token[0] for token in tokens) / len(tokens)
+        return {"mismatch/logprob_max": gap, "mismatch/logprob_mean": mean}
     beyond = sum(token[0] > limit for token in tokens)
-    return SamplerMismatch(
+    raise SamplerMismatch(
         f"token {segment.token_ids[position]} was sampled with log-prob {segment.logprobs[position]:.6g}, "
         f"and the learner finds {own:.6g} with the same weights: {gap:.3g} nats apart, more than {limit:g} "
         f"(training.mismatch_limit; beyond it: {beyond} of {len(tokens)} tokens)",
