@@ -47,7 +47,6 @@ class ChatRequest(SamplingRequest):
         "web_search_options": (None,),
         "reasoning_effort": (None, "none"),
         "verbosity": (None,),
-        "chat_template_kwargs": (None, {}),
         "add_generation_prompt": (None, True),
         "continue_final_message": (None, False),
     }
@@ -66,6 +65,7 @@ class ChatRequest(SamplingRequest):
     stream_options: StreamOptions | None = None
     logprobs: Annotated[bool, null_is(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20), null_is(0)] = 0
+    chat_template_kwargs: Annotated[dict[str, Any], null_is({})] = Field(default_factory=dict)
     max_model_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
 
     @property

@@ -176,6 +176,7 @@ class ChatEndpoint:
                 hint=f"Leave n out, or leave the header {ROLLOUT_HEADER} out.",
             )
         policy = policy_named(request.model, self._policies)
+        policy.renderer.refuse_other_settings(request.chat_template_kwargs)
         limit = _Limit.of(request, policy.engine)
         prompt = self._conversations.prompt(
             rollout_id,

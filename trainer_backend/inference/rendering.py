@@ -84,6 +84,21 @@ class ChatRenderer:
             ) from error
         return str(text)
 
+    def refuse_other_settings(self, asked: JsonObject) -> None:
+        """A template is told what its model folder says, the same for every prompt of a policy.
+
+        Raises:
+            BadChatRequest: a request asks for something else, which would be ignored.
+        """
+        for name, value in asked.items():
+            if name not in self._template_kwargs or self._template_kwargs[name] != value:
+                raise BadChatRequest(
+                    f"{name[:80]} = {value!r:.80} is not what this model's template is told, which is "
+                    f"{self._template_kwargs}",
+                    where="chat_template_kwargs",
+                    hint="Set model.chat_template_kwargs of the job.",
+                )
+
     @cached_property
     def asked(self) -> str:
         """The prompt with ASKED alone. Raises BadChatRequest as `prompt_text`."""

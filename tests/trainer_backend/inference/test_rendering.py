@@ -1,3 +1,4 @@
+import copy
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.tool_formats.turnwise import parse_turnwise
 from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY
 
 USER = {"role": "user", "content": "wood 2 tree"}
 
@@ -107,6 +109,21 @@ def test_what_a_template_refuses_is_the_callers_mistake(tokenizer: PreTrainedTok
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(BadChatRequest, match="roles must alternate"):
         ChatRenderer(strict).prompt_text([USER], [])
+
+
+def test_settings_of_a_template_are_the_models_and_only_those_may_be_asked_for(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    own = copy.deepcopy(tokenizer)
+    own.init_kwargs[CHAT_TEMPLATE_KWARGS_KEY] = {"enable_thinking": False}
+    renderer = ChatRenderer(own)
+    renderer.refuse_other_settings({})
+    renderer.refuse_other_settings({"enable_thinking": False})
+    for other in ({"enable_thinking": True}, {"enable_thinking": False, "thinking_budget": 5}):
+        with pytest.raises(
+            BadChatRequest, match=r"is not what this model's template is told, which is \{'ena"
+        ):
+            renderer.refuse_other_settings(other)
 
 
 def test_a_tokenizer_without_a_template_cannot_be_served(tokenizer: PreTrainedTokenizerFast):
