@@ -1,6 +1,6 @@
 """What a fixed policy at somebody else's server adds to the time that its server takes.
 
-    python bench/remote_latency.py [--latency-ms 100] [--episodes 16] [--decisions 20] [--limit 0.2]
+    python bench/remote_latency.py [--latency-ms 100] [--episodes 16] [--decisions 20] [--limit 0.1]
 
 A stand-in for that server continues token ids in vLLM's words, and tells ids and log-probs, after half to one
 and a half of the latency, so that answers do not come in step. Everything else is a job's own: its plan, its
@@ -38,7 +38,7 @@ from trainer_backend.services.fixed_policies import fixed_inferences
 from trainer_backend.services.task_apps import task_apps
 
 JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_mixture.toml"
-LIMIT = 0.2
+LIMIT = 0.1
 CALL = "<|call|> do noop<|end|>"
 WORDS = "wood stone coal iron tree grass sand water cow zombie hp food drink rest 0 1 2 3 4 5 6 7 8 9"
 

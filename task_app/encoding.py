@@ -1,7 +1,8 @@
-"""Pure: whatever a model or a caller wrote -> the same without lone surrogates, so that UTF-8 can hold it.
+"""Pure: whatever a model, an environment or an interaction wrote -> the same without lone surrogates.
 
 JSON lets half a character through as an escape (`"\\ud83d"`), and then no record, reply or prompt can be
-written with it. What comes in is cleaned where it comes in: everybody sees the same text.
+written with it. A model's text is cleaned where it comes in, so that everybody sees the same one; a caller's
+is refused at the edge (`shared_schemas.json_text`).
 """
 
 from typing import Any

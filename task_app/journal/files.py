@@ -20,7 +20,7 @@ import structlog
 
 from task_app.errors import JournalDamaged
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".journal"
 
 log = structlog.get_logger("task_app")

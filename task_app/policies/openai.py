@@ -273,7 +273,7 @@ class OpenAIAgentPolicy:
             "finish_reason": reply.finish_reason,
             **known,
             "sampling": sampling if told else None,
-            "model": self.config.known_as or reply.model or self.config.model,
+            "model": reply.model or self.config.model,
             "prompt_tokens": reply.prompt_tokens,
             "completion_tokens": reply.completion_tokens,
         }

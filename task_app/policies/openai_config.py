@@ -65,11 +65,6 @@ class OpenAIConfig(Body):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="sent where there are any, for servers that tell their template"
     )
-    known_as: str | None = Field(
-        default=None,
-        max_length=500,
-        description="what the record calls the model; absent: as the server does",
-    )
     max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = Field(
         default="max_tokens", description="what the server calls it; OpenAI's reasoning models, the latter"
     )

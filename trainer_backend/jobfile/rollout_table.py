@@ -25,8 +25,7 @@ SET_BY_THE_JOB = {
     "seed": "job.seed",
     "model": "job.name",
     "inference_url": "services.gateway_host and services.gateway_port",
-    "known_as": "job.name",
-    "exact_tokens": "inference_url of [rollout_only]",
+    "exact_tokens": "nothing: the gateway tells them",
     "processed_logprobs": "logprobs of [rollout_only]",
     "chat_template_kwargs": "model.chat_template_kwargs",
 }

@@ -258,6 +258,9 @@ def read_values(path: Path) -> dict[str, OfEpisode]:
 def read_values_after(path: Path) -> dict[str, float] | None:
     """By rollout id, the critic's value of the state that a limit left an episode in; None where the file has
     none."""
+    with _reading(path):
+        if "value_after" not in pq.read_schema(path).names:
+            return None  # of an earlier version
     rows = finished_rows(path, ["rollout_id", "value_after"])
     return {row["rollout_id"]: row["value_after"] for row in rows if row["value_after"] is not None} or None
 

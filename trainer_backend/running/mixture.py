@@ -18,7 +18,7 @@ from trainer_backend.sampled_by import policy_by
 
 # What a task app calls a model that does not answer, or no more as it must: without log-probs, say.
 _UNASKED = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
-# Of the decisions of a policy: what is nearly all of them, and from how many on that says something.
+# A policy of whose decisions at least this share is invalid is refused, once it has made this many.
 _NEARLY_ALL = 0.95
 _ENOUGH = 20
 
