@@ -123,7 +123,7 @@ def test_a_damaged_file_is_put_aside_and_gives_what_came_before_the_damage(state
 
 
 def test_a_file_of_another_kind_is_put_aside(state):
-    JournalFile(state.folder / "answers.journal").replace([{"format": 1, "kind": "env"}])
+    JournalFile(state.folder / "answers.journal").replace([{"format": 2, "kind": "env"}])
     opened(state, Clock())
     assert not (state.folder / "answers.journal").exists()
 

@@ -88,7 +88,7 @@ async def test_a_torn_last_line_is_cut_off_and_logged(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda data: data.replace(b'"format":1', b'"format":2', 1), "line 1 was changed"),
+        (lambda data: data.replace(b'"format":2', b'"format":3', 1), "line 1 was changed"),
         (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], "line 1 was changed"),
         (lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:], "was changed after it was written"),
         (lambda data: b"", "it holds no whole line"),
@@ -123,7 +123,7 @@ async def test_a_file_of_another_version_is_refused_by_name_and_stays(tmp_path):
             await step(client, "env_0123456789abcdef", status=404)
     (refused,) = [event for event in logs if event["event"] == "journal_refused"]
     assert refused["file"] == "env_0123456789abcdef.journal"
-    assert refused["reason"] == "it has format 99; this task app reads 1"
+    assert refused["reason"] == "it has format 99; this task app reads 2"
     assert (left / "env_0123456789abcdef.journal").exists()
 
 
