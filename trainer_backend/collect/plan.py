@@ -47,6 +47,10 @@ class Planner:
         """G siblings a group: same origin, own sampling seeds; who samples them says the job's schedule."""
         return self._groups("train", iteration, self._trained_on(iteration))
 
+    def first_training(self) -> RolloutRequest:
+        """The first request of the first iteration, made alone: a larger job costs no more."""
+        return self._groups("train", 1, self._source.training("train", range(1), 1), siblings=1)[0]
+
     def refill(
         self, iteration: int, round_number: int, groups: int, *, refilled: int = 0
     ) -> list[RolloutRequest]:
@@ -77,8 +81,12 @@ class Planner:
             for sibling in range(self.job.algorithm.branch_rollouts)
         ]
 
-    def warmup(self, key: SecretStr | None = None) -> list[RolloutRequest]:
-        """The teacher's episodes, an origin each; `key` is for the server that its config names."""
+    def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
+        """The teacher's episodes, an origin each; `key` is for the server that its config names.
+
+        Args:
+            most: make only so many, the first ones; absent: all.
+        """
         table = self.job.warmup
         if table is None:
             return []
@@ -91,7 +99,7 @@ class Planner:
                     inference_key=key,
                 ),
             )
-            for group, origin in enumerate(self._source.training("warmup", range(table.episodes), 0))
+            for group, origin in enumerate(self._source.training("warmup", range(table.episodes)[:most], 0))
         ]  # fmt: skip
 
     def prompts(self, episodes: int) -> list[RolloutRequest]:
@@ -105,12 +113,21 @@ class Planner:
         ]  # fmt: skip
 
     def evaluation(
-        self, label: str, *, policy_name: str | None = None, policy_config: Mapping[str, Any] | None = None
+        self,
+        label: str,
+        *,
+        policy_name: str | None = None,
+        policy_config: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[RolloutRequest]:
-        """One episode on each held-out origin; the sampling seeds are those of every other evaluation."""
+        """One episode on each held-out origin; the sampling seeds are those of every other evaluation.
+
+        Args:
+            most: make only so many, the first ones; absent: all.
+        """
         name = policy_name or self.job.rollout.policy_name
         requests = []
-        for group, origin in enumerate(self._source.evaluation()):
+        for group, origin in enumerate(self._source.evaluation(most)):
             config: dict[str, Any] = {"seed": derived_seed(self.job.job.seed, "evaluation", group)}
             if policy_name is None:
                 seed = derived_seed(self.job.job.seed, "evaluation", 0, group, 0)
@@ -137,15 +154,18 @@ class Planner:
 
     def largest(self) -> RolloutRequest:
         """One of the row that takes the most room, of all that are trained or evaluated on."""
-        return self._groups("train", 1, [largest_origin(self.job, self.data)])[0]
+        return self._groups("train", 1, [largest_origin(self.job, self.data)], siblings=1)[0]
 
     @property
     def _groups_per_iteration(self) -> int:
         return self.job.rollout.episodes_per_batch // self.job.training.group_size
 
-    def _groups(self, stage: str, iteration: int, origins: Sequence[Origin]) -> list[RolloutRequest]:
+    def _groups(
+        self, stage: str, iteration: int, origins: Sequence[Origin], *, siblings: int | None = None
+    ) -> list[RolloutRequest]:
+        """A group on each origin; `siblings`: only so many of each, the first ones."""
         requests = []
-        chosen = samplers(self.job, self.history, stage, iteration, groups=len(origins))
+        chosen = samplers(self.job, self.history, stage, iteration, groups=len(origins), siblings=siblings)
         for group, origin in enumerate(origins):
             for sibling, policy in enumerate(chosen[group]):
                 requests.append(

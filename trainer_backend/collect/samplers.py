@@ -83,13 +83,22 @@ def looks_back(job: JobConfig) -> bool:
 
 
 def samplers(
-    job: JobConfig, history: Sequence[Past], stage: str, iteration: int, *, groups: int
+    job: JobConfig,
+    history: Sequence[Past],
+    stage: str,
+    iteration: int,
+    *,
+    groups: int,
+    siblings: int | None = None,
 ) -> list[list[str]]:
     """[groups][siblings] who samples each rollout of a stage of an iteration, by the job's mixing unit.
 
     All of an iteration includes its refills; otherwise each group, or rollout, of a refill draws for itself.
+
+    Args:
+        siblings: the first ones of each group; absent: all.
     """
-    size, table = job.training.group_size, job.rollout_allocation_schedule
+    size, table = siblings or job.training.group_size, job.rollout_allocation_schedule
     schedule = schedule_of(job, history)
     if schedule is None or table is None:
         return [[ACTOR] * size for _ in range(groups)]

@@ -56,8 +56,8 @@ class Source(Protocol):
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
         """Further origins of an iteration, as little as possible of what it has played."""
 
-    def evaluation(self) -> list[Origin]:
-        """The held-out ones: the same for every job."""
+    def evaluation(self, most: int | None = None) -> list[Origin]:
+        """The held-out ones, the first `most` of them: the same for every job."""
 
     def of_group(self, group_id: str, seed: int) -> Origin:
         """Where a group that was played has started."""
@@ -96,8 +96,8 @@ class Worlds:
         others = other_worlds(self.job.job.seed, seeds, iteration=iteration, played=known)
         return [Origin(others[number % len(others)]) for number in numbers]
 
-    def evaluation(self) -> list[Origin]:
-        return [Origin(seed) for seed in self._held_out()]
+    def evaluation(self, most: int | None = None) -> list[Origin]:
+        return [Origin(seed) for seed in self._held_out()[:most]]
 
     def of_group(self, group_id: str, seed: int) -> Origin:
         return Origin(seed)
@@ -131,8 +131,8 @@ class Rows:
         others = other_worlds(self.job.job.seed, ids, iteration=iteration, played=known)
         return [self.origin(self.data.by_id[others[number % len(others)]]) for number in numbers]
 
-    def evaluation(self) -> list[Origin]:
-        return [self.origin(row) for row in self.data.evaluation]
+    def evaluation(self, most: int | None = None) -> list[Origin]:
+        return [self.origin(row) for row in self.data.evaluation[:most]]
 
     def of_group(self, group_id: str, seed: int) -> Origin:
         row_id = row_of(group_id)
@@ -170,7 +170,7 @@ def interaction_names(job: JobConfig, data: DataSet) -> frozenset[str | None]:
 def largest_origin(job: JobConfig, data: DataSet | None) -> Origin:
     """That of the row whose request is the longest, held-out ones too; without a data set all are alike."""
     if data is None:
-        return Worlds(job).evaluation()[0]
+        return Worlds(job).evaluation(most=1)[0]
     source = Rows(job, data)
     return max(map(source.origin, (*data.training, *data.evaluation)), key=bytes_of)
 

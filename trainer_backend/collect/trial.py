@@ -70,7 +70,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
         TaskAppError: none of the task apps can be reached any more, or one fails.
     """
     policies = _policies(planner, from_scratch=from_scratch)
-    first = planner.training(1)[0]
+    first = planner.first_training()
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
     asked = interaction_names(planner.job, planner.data) if planner.data is not None else frozenset()
     largest = planner.largest()
@@ -116,7 +116,7 @@ def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
     own = {} if job.evaluation.temperature is None else {"temperature": "evaluation.temperature"}
     found = [
         _StagePolicy(planner.sampled_by(ACTOR, "train", 1, 0, 0), *trained, SET_BY_THE_JOB),
-        _StagePolicy(planner.evaluation("0")[0].policy, *trained, {**SET_BY_THE_JOB, **own}),
+        _StagePolicy(planner.evaluation("0", most=1)[0].policy, *trained, {**SET_BY_THE_JOB, **own}),
         *(
             _StagePolicy(planner.sampled_by(table.name, "train", 1, 0, 0), *trained, _keys_of(planner, table))
             for table in job.fixed_policies
@@ -126,7 +126,7 @@ def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
         return found
     if job.warmup is not None:
         teacher = ("warmup.policy_name", "warmup.policy_config", job.warmup.policy_config)
-        found.append(_StagePolicy(planner.warmup()[0].policy, *teacher, _SEED_KEY))
+        found.append(_StagePolicy(planner.warmup(most=1)[0].policy, *teacher, _SEED_KEY))
     elif job.model.preset is not None:
         key = "model.preset without [warmup], whose tokenizer is trained on random play"
         found.append(_StagePolicy(planner.prompts(1)[0].policy, key, key, {}, _SEED_KEY))

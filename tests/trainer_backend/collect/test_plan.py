@@ -1,6 +1,8 @@
 """What a job asks for: pure, the same every time, and never a held-out world in training."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
+from trainer_backend.collect import plan as plan_module
 from trainer_backend.collect.plan import Inference, Planner, retried
+from trainer_backend.collect.trial import try_job
 from trainer_backend.core.seeds import (
     HELD_OUT_FROM,
     cycled_worlds,
@@ -46,6 +50,35 @@ def test_the_same_job_plans_the_same_and_another_iteration_does_not():
     assert {r.start.seed for r in planner().training(3)} & {
         r.start.seed for r in planner().training(4)
     } == set()
+
+
+@pytest.mark.parametrize("seeds", [(), (7, 8, 9)])
+def test_the_first_requests_are_the_same_whether_made_alone_or_with_their_stage(seeds: tuple[int, ...]):
+    plan = planner(rollout={"episodes_per_batch": 6, "seeds": seeds})
+    assert plan.first_training() == plan.training(1)[0]
+    assert plan.evaluation("0", most=1) == plan.evaluation("0")[:1]
+    assert plan.warmup(most=1) == plan.warmup()[:1]
+
+
+async def test_a_trial_makes_as_few_requests_of_the_largest_job_as_of_a_small_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made: list[str] = []
+
+    def counted(**fields: Any) -> RolloutRequest:
+        made.append(fields["rollout_id"])
+        return RolloutRequest(**fields)
+
+    monkeypatch.setattr(plan_module, "RolloutRequest", counted)
+    plan = planner(
+        rollout={"episodes_per_batch": 1_000_000},
+        training={"group_size": 100_000},
+        warmup={"episodes": 1_000_000},
+        evaluation={"instances": 1_000_000},
+    )
+    nobody: Any = SimpleNamespace(members=(), refuse_if_none_answers=lambda: None)
+    await try_job(plan, nobody, from_scratch=True)
+    assert len(made) == 4
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(0, 1000), st.integers(0, 1000))

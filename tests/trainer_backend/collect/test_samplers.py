@@ -49,6 +49,12 @@ def chosen(requests: list[RolloutRequest]) -> list[list[str]]:
     return list(groups.values())
 
 
+@pytest.mark.parametrize("unit", ["iteration", "group", "rollout"])
+def test_who_samples_the_first_rollout_is_the_same_when_it_is_made_alone(unit: str):
+    plan = plan_of(constant(0.5, unit=unit))
+    assert plan.first_training() == plan.training(1)[0]
+
+
 def test_by_the_iteration_one_policy_samples_all_of_it_and_what_is_refilled():
     plan = plan_of(constant(0.5))
     found = set()
