@@ -83,10 +83,10 @@ async def submit(
         if before is not None:
             return before, False, await _warnings_again(service, sent)
     found = await resolution(service, sent)
+    doubts = await trial(found.toml)  # takes seconds: what is posted meanwhile is counted below
     waiting = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
     if waiting >= service.settings.max_queued:
         raise QueueFull(f"{waiting} jobs wait for their turn, the most that this service takes")
-    doubts = await trial(found.toml)
     new = NewJob(
         name=found.name,
         config=found.toml,

@@ -9,6 +9,8 @@ import tomli
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.api.served import document, serving, settings_for
+from trainer_backend.api.errors import QueueFull
+from trainer_backend.api.submitting import submission_of, submit
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import locked
 
@@ -255,3 +257,20 @@ async def test_a_queue_that_is_full_says_so(tmp_path):
         await served.post("waiting")
         answer = await served.client.post("/jobs", content=TOML)
         assert (answer.status_code, answer.json()["code"]) == (503, "queue_full")
+
+
+async def test_what_is_posted_while_a_job_is_tried_counts_against_the_queue(tmp_path):
+    from dataclasses import replace
+
+    settings = replace(settings_for(tmp_path), max_queued=1)
+    async with serving(settings) as served:
+        running = await served.post("waiting")
+        await served.until(running, "running")
+
+        async def trial(toml: str) -> tuple[str, ...]:
+            await served.post("waiting")
+            return ()
+
+        sent = submission_of(TOML.encode(), "application/toml")
+        with pytest.raises(QueueFull):
+            await submit(served.service, sent, None, trial)
