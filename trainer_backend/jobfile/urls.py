@@ -15,7 +15,7 @@ def http_parts(url: str) -> SplitResult:
     """
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in PORTS and bool(parts.hostname) and parts.port != 0
+        usable = parts.scheme in PORTS and bool(parts.hostname) and parts.port != 0 and _is_plain(parts)
     except ValueError:
         usable = False
     if "@" in (parts.netloc if usable else url):
@@ -25,6 +25,14 @@ def http_parts(url: str) -> SplitResult:
             f"is {shown(url)!r}, which is no http or https URL with a host, such as http://127.0.0.1:8000/v1"
         )
     return parts
+
+
+def _is_plain(parts: SplitResult) -> bool:
+    """Whether the address is what `hostname` and `port` say, and nothing that another parser reads otherwise:
+    of `[::1]evil.example` urlsplit says the host is ::1."""
+    host = parts.netloc.rpartition("@")[2].lower()
+    spelled = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return host in (spelled, f"{spelled}:", f"{spelled}:{parts.port}")
 
 
 def is_loopback(host: str) -> bool:

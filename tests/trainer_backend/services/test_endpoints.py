@@ -81,6 +81,12 @@ def test_the_host_is_told_with_its_port():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("url", ["http://[::1]evil.example/v1", "http://[::1]evil.example:80/v1"])
+def test_an_address_that_another_parser_reads_otherwise_is_refused(url):
+    with pytest.raises(JobError, match=r"url is .*evil.*, which is no http or https URL with a host"):
+        inference_host(url, where="url")
+
+
 def test_a_task_app_of_the_jobs_own_may_call_what_the_user_has_named():
     job = tiny_job(warmup__policy_config={"inference_url": "https://teacher/v1", "model": "m"})
     assert hosts_to_call(tiny_job()) == []
