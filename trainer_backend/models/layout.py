@@ -150,6 +150,12 @@ def _shards(folder: Path) -> list[Path]:
     files = set(map(str, shards.values())) if isinstance(shards, dict) else set()
     if not files:
         raise ModelFolderError("it names no files (weight_map)", where=str(folder / INDEX))
+    outside = sorted(name for name in files if not _is_a_name(name))
+    if outside:
+        raise ModelFolderError(
+            f"weight_map names {outside[0]!r}, which is no name of a file in this folder",
+            where=str(folder / INDEX),
+        )
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         raise ModelFolderError(
@@ -158,3 +164,8 @@ def _shards(folder: Path) -> list[Path]:
             hint="The copy or download was not finished.",
         )
     return [folder / name for name in sorted(files)]
+
+
+def _is_a_name(name: str) -> bool:
+    """Of something in a folder itself, whatever is there."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -63,6 +63,16 @@ def test_an_index_of_shards_that_is_none(text: str, says: str, copied):
     refused(folder, says)
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc/hostname", "sub/x", "x\0", "outside"])
+def test_an_index_that_names_what_is_outside_of_its_folder(name: str, copied, tmp_path: Path):
+    folder = copied("mistral")
+    (tmp_path / "x").touch()  # it is there: what is refused is its name
+    written = str(tmp_path / "x") if name == "outside" else name
+    index = json.dumps({"weight_map": {"lm_head.weight": written}})
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(folder, "which is no name of a file in this folder")
+
+
 @pytest.mark.parametrize(("text", "says"), [("{", "it cannot be read"), ("[]", "no JSON object")])
 def test_a_config_that_is_none(text: str, says: str, copied):
     folder = copied("qwen3")
