@@ -45,6 +45,12 @@ def read_json(text: bytes | str) -> Any:
     return value
 
 
+def says_json(content_type: bytes) -> bool:
+    """Whether FastAPI would read a body of this content type as JSON; which strips U+00A0 and U+0085 too."""
+    main, _, kind = content_type.decode("latin-1").partition(";")[0].strip().lower().partition("/")
+    return main == "application" and (kind == "json" or kind.endswith("+json"))
+
+
 def _is_suspect(raw: bytes) -> bool:
     # No expression: in every request this is a part of what a step costs.
     if b"\\u0000" in raw or raw.count(b":") > MAX_MEMBERS:

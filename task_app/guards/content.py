@@ -9,7 +9,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared_schemas.json_text import NUL, read_json
+from shared_schemas.json_text import NUL, read_json, says_json
 from task_app.errors import BodyTooLarge, InvalidRequest, TaskAppError, TooSlow
 from task_app.guards.gate import refuse
 
@@ -82,8 +82,7 @@ def _says_json(scope: Scope) -> bool:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
         if name == b"content-type":
-            main, _, kind = value.partition(b";")[0].strip().lower().partition(b"/")
-            return main == b"application" and (kind == b"json" or kind.endswith(b"+json"))
+            return says_json(value)
     return False
 
 

@@ -114,6 +114,16 @@ async def test_strange_bodies_are_the_callers_fault_and_not_ours(content):
     assert 400 <= problem(answer).status < 500, answer.text
 
 
+@pytest.mark.parametrize(
+    "kind", [b"application/json\xa0", b"\x85application/json", b"\xa0application/x+json"]
+)
+async def test_no_blank_in_the_content_type_hides_half_a_character(kind):
+    async with running_app() as client:
+        body = b'{"env_name": "counting", "rl_run_id": "\\ud800"}'
+        answer = await client.post("/env/create", content=body, headers={b"Content-Type": kind})
+    assert (problem(answer).status, "half a character" in answer.json()["detail"]) == (422, True)
+
+
 async def test_a_body_in_another_content_type_is_told_what_to_send():
     async with running_app() as client:
         one = problem(await client.post("/rollouts", content=json.dumps({"rollouts": []})))

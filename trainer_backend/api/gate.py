@@ -12,7 +12,7 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from shared_schemas.json_text import NUL, read_json
+from shared_schemas.json_text import NUL, read_json, says_json
 from trainer_backend.api.auth import Keys
 from trainer_backend.api.errors import ApiError, BodyTooLarge, Forbidden, Unauthorised
 from trainer_backend.api.origins import is_cross_site, names_this_machine
@@ -131,9 +131,7 @@ def _json_of(receive: Receive) -> Receive:
 
 def _says_json(scope: Scope) -> bool:
     """As FastAPI takes a content type, the first of several."""
-    said = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    kind: bytes = said.partition(b";")[0].strip().lower()
-    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+    return says_json(next((value for name, value in scope["headers"] if name == b"content-type"), b""))
 
 
 def _as_it_says(send: Send) -> Send:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.trainer_backend.api.served import document
 from trainer_backend.api.for_pages import JobsForPages
+from trainer_backend.api.gate import _says_json
 from trainer_backend.rundir.run_log import append_log
 from trainer_backend.rundir.state import RunState, write_state
 
@@ -29,12 +30,14 @@ NUL = "U+0000, which no database holds"
         ("/rl/jobs", {"job_type": HALF, "data": {}}, ANY_JSON, "half a character"),
         ("/jobs", json.dumps({"config": document("a")}).encode("utf-16"), JSON, "no JSON"),
         ("/jobs", b'{"toml": "\xed\xa0\xbd"}', JSON, "half a character"),
+        ("/jobs", {HALF: 1}, {b"Content-Type": b"application/json\xa0"}, "half a character"),
+        ("/rl/jobs", {HALF: 1}, {b"Content-Type": b"\x85application/json"}, "half a character"),
         ("/jobs", b'[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "\\u0000"', {}, f"'tags' holds {NUL}"),
         ("/jobs", b'[model]\npath = "a\\u0000"', {}, f"'model' holds {NUL}"),
         ("/jobs/check", b'[model]\npath = "\\ud83d"', {}, "not valid TOML"),
         ("/jobs/check", b'["a\\u0000"]\nx = 1', {}, f"holds {NUL}"),
     ],
-    ids=range(14),
+    ids=range(16),
 )  # fmt: skip
 async def test_a_body_is_refused_with_its_place(served, path, body, headers, told):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -84,3 +87,10 @@ async def test_half_a_character_that_a_run_wrote_down_is_shown_as_a_question_mar
     assert [job["progress"]["stage"] for job in listed] == ["?"]
     log = (await served.client.get(f"/jobs/{job_id}/log", params={"tail": 1})).json()
     assert log["lines"][0]["text"] == "no file ?"
+
+
+@pytest.mark.parametrize("blank", [b"\xa0", b"\x85", b" "])
+def test_the_gate_reads_a_content_type_without_the_blanks_that_fastapi_strips(blank):
+    for value in (blank + b"application/json", b"application/x+json" + blank + b"; charset=utf-8"):
+        assert _says_json({"headers": [(b"content-type", value), (b"content-type", b"text/plain")]})
+    assert not _says_json({"headers": []})
