@@ -54,12 +54,13 @@ class ForeignBody(OpenBody):
 
 
 class CreateBody(ForeignBody):
-    """Of requests that create something: the switches of decision rewards stand in `config` or `training`."""
+    """Of requests that create something: the switches of decision rewards stand in `config` or a table."""
 
     config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     training: TrainingSwitches | None = Field(
         default=None, description="the same switches, under their names in a job's [training]"
     )
+    rollout: Any = Field(default=None, description="a table that may hold them under these names too")
 
     @model_validator(mode="before")
     @classmethod

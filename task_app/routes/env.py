@@ -46,7 +46,13 @@ async def create(request: Request, body: EnvCreate) -> Response:
 async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
     """The environment as a session; the answer of /env/create."""
     env_id, session = await opened(
-        services, body.env_name, body.config, body.training, seed=body.seed, rl_run_id=body.rl_run_id
+        services,
+        body.env_name,
+        body.config,
+        body.training,
+        body.rollout,
+        seed=body.seed,
+        rl_run_id=body.rl_run_id,
     )
     tools = [tool.model_dump(mode="json") for tool in session.environment.tools()]
     conversation = isinstance(session.environment, ConversationalEnvironment)
@@ -69,6 +75,7 @@ async def opened(
     env_name: str,
     config: Mapping[str, Any],
     training: TrainingSwitches | None = None,
+    rollout: Any = None,
     *,
     seed: int,
     rl_run_id: str | None = None,
@@ -79,7 +86,7 @@ async def opened(
         CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: it cannot be had.
     """
     services.environments.check_capacity()
-    config, switches = take_step_rewards(config, where="config", training=training)
+    config, switches = take_step_rewards(config, where="config", training=training, rollout=rollout)
     agreed_step_rewards(switches)
     session = EnvironmentSession(
         environment=services.boards.environment(env_name, config),

@@ -49,7 +49,8 @@ async def initialize(request: Request, env_name: EnvName, body: NamedInitialize)
     config, warnings = dict(body.config), []
     if config.pop("difficulty", None) is not None or body.world_config is not None:
         warnings.append("the difficulty is ignored; worlds differ by their seed alone")
-    asked = EnvCreate(env_name=name, config=config, training=body.training, seed=body.seed)
+    tables = {"training": body.training, "rollout": body.rollout}
+    asked = EnvCreate(env_name=name, config=config, seed=body.seed, **tables)
     made = await created(services_of(request), asked)
     return ReplyJSON(_shown(made) | {"warnings": warnings})
 

@@ -62,11 +62,13 @@ class PolicyTerminate(ForeignBody):
 async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     """Make a policy. Bound to an environment, its training switches reach that environment too.
 
-    They stand in `config` or in `env.config`, as in a rollout request, or in `training`.
+    They stand in `config` or in `env.config`, as in a rollout request, or in `training` or `rollout`.
     """
     services = services_of(request)
     services.policies.check_capacity()
-    config, switches = take_step_rewards(body.config, where="config", training=body.training)
+    config, switches = take_step_rewards(
+        body.config, where="config", training=body.training, rollout=body.rollout
+    )
     env_config, of_env = take_step_rewards(body.env.config if body.env else {}, where="env.config")
     switches |= of_env
     context = services.policy_context(inference_key=body.inference_key)

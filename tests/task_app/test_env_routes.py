@@ -86,14 +86,33 @@ async def test_without_the_switches_a_step_has_no_decision_rewards(switches):
         ("/env/create", {"config": {"training": TRAINING}}),
         ("/env/create", {"training": TRAINING, "config": {"step_rewards": ON}}),
         ("/env/counting/initialize", {"training": TRAINING}),
+        ("/env/create", {"rollout": TRAINING}),
+        ("/env/create", {"rollout": {**TRAINING, "episodes": 2}, "training": TRAINING}),
+        ("/env/create", {"config": {"rollout": TRAINING}}),
+        ("/env/counting/initialize", {"rollout": TRAINING}),
     ],
 )
-async def test_the_published_switches_act_in_a_training_table(path, body):
+async def test_the_published_switches_act_in_a_training_or_a_rollout_table(path, body):
     async with running_app() as client:
         made = await client.post(path, json={"env_name": "counting", **body})
         assert made.status_code == 200, made.text
         answer = (await stepped(client, made.json()["env_id"], calls("a"))).json()
     assert answer["metadata"]["decision_rewards"]["unique"] == ["a"]
+
+
+@pytest.mark.parametrize("path", ["/env/create", "/policy/create"])
+async def test_a_rollout_table_must_agree_and_without_our_names_it_is_left_alone(path):
+    async with running_app() as client:
+        body = {"env_name": "counting", "policy_name": "planned"}
+        if path == "/env/create":
+            body.pop("policy_name")
+        differ = {"training": {"step_rewards_enabled": False}, "rollout": TRAINING}
+        other = await client.post(path, json=body | differ)
+        wrong = await client.post(path, json=body | {"rollout": {"step_rewards_mode": "x"}})
+        alone = await client.post(path, json=body | {"rollout": {"episodes": 2}})
+    assert (other.status_code, other.json()["where"]) == (422, "rollout")
+    assert (wrong.status_code, wrong.json()["where"]) == (422, "rollout.step_rewards_mode")
+    assert alone.status_code == 200, alone.text
 
 
 async def test_openai_tool_calls_are_taken_as_they_come():

@@ -69,11 +69,12 @@ async def test_without_the_switches_meta_has_no_decision_rewards():
         assert "decision_rewards" not in (await asked(client, policy_id)).json()["meta"]
 
 
-async def test_the_published_switches_of_a_policy_act_in_a_training_table():
+@pytest.mark.parametrize("table", ["training", "rollout"])
+async def test_the_published_switches_of_a_policy_act_in_a_table(table):
     training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
     async with running_app() as client:
         env_id = await env_id_of(client)
-        policy_id = await policy_id_of(client, bound_env_id=env_id, training=training)
+        policy_id = await policy_id_of(client, bound_env_id=env_id, **{table: training})
         await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
         assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
 
