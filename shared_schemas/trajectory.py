@@ -322,11 +322,13 @@ class StepData(Body):
 
     @property
     def states(self) -> tuple[AgentState, ...]:
-        """What the loop went through for this decision, in order."""
-        seen = self.observation_data
-        found = [AgentState.PENDING] if not seen.messages_reused or seen.changed else []
+        """What the loop went through for this decision, in order; what was seen as a list is a fresh view."""
+        seen, info = self.observation_data, self.step_info
+        reused = isinstance(seen, ObservationData) and seen.messages_reused and not seen.changed
+        found = [] if reused else [AgentState.PENDING]
         found.append(AgentState.GENERATING)
-        answered = self.action_taken.get("type") == "text" and self.step_info.invalid_reason is None
+        refused = isinstance(info, StepInfo) and info.invalid_reason is not None
+        answered = self.action_taken.get("type") == "text" and not refused
         if self.tool_calls:
             found.append(AgentState.PROCESSING_TOOLS)
         elif answered:

@@ -145,6 +145,12 @@ def test_a_published_step_has_what_it_was_given():
         StepData(system_step_index=0, observation_data=[])
 
 
+def test_a_published_step_tells_its_states_as_of_a_fresh_view():
+    assert published("2 + 2?").states == ("PENDING", "GENERATING", "INTERACTING", "COMPLETED")
+    opened = StepData(turn=1, observation_data=[], action_taken={"type": "terminate"})
+    assert opened.states == ("PENDING", "GENERATING")
+
+
 def test_groups_of_one_batch_are_compared_each_for_itself():
     low, high = [rollout("a", [1.0]), rollout("a", [0.0])], [rollout("a", [9.0]), rollout("a", [8.0])]
     keys = [1, {"world": 2}] * 2
