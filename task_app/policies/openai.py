@@ -29,6 +29,7 @@ from task_app.policies.replies import (
     protocol_error,
     read_reply,
     refusal,
+    without_missing_call,
 )
 from task_app.protocols import PolicyAnswer, PolicyObservation
 
@@ -112,7 +113,8 @@ class OpenAIAgentPolicy:
         reply = await self._complete(body)
         self._check_reuse(reply.tokens)
         self._last = messages, reply
-        return reply.action, reply.text, self._log_probs(reply, sampling), None
+        action = reply.action if available_tools_specs else without_missing_call(reply.action)
+        return action, reply.text, self._log_probs(reply, sampling), None
 
     @property
     def max_model_length(self) -> int | None:

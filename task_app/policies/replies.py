@@ -148,6 +148,12 @@ def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, 
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
 
 
+def without_missing_call(action: Mapping[str, Any]) -> dict[str, Any]:
+    """The action where no tool was offered: that none was called is nothing wrong."""
+    kept = action.get("invalid_reason") != NO_TOOL_CALL
+    return {name: value for name, value in action.items() if kept or name != "invalid_reason"}
+
+
 def _call(call: Any, index: int) -> dict[str, str]:
     """Whatever stands there becomes a call that an environment can carry out or refuse with a reason."""
     source = call if isinstance(call, dict) else {}

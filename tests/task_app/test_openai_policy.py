@@ -214,6 +214,17 @@ async def test_a_message_without_a_call_is_text_with_a_reason(message, text):
     assert raw_output == text
 
 
+@pytest.mark.parametrize("tools", [[], None])
+async def test_where_no_tool_is_offered_words_are_not_told_to_miss_a_call(tools):
+    async with asking(completion({"content": "four"})) as (_, policy):
+        action, _, _, _ = await policy.get_action(SEEN, tools)
+    assert action == {"type": "text", "content": "four"}
+    withheld = completion({"content": None}, choice={"finish_reason": "content_filter"})
+    async with asking(withheld) as (_, policy):
+        action, _, _, _ = await policy.get_action(SEEN, tools)
+    assert action["invalid_reason"] == FILTERED
+
+
 @pytest.mark.parametrize("raw_text", ["<call>add a</call>", ""])
 async def test_the_raw_text_of_our_gateway_is_what_the_model_wrote(raw_text):
     action, raw_output, _, _ = await answer_to(calling("a", choice={"raw_text": raw_text}))
