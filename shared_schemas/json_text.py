@@ -32,7 +32,8 @@ def read_json(text: bytes | str) -> Any:
             hold, more than MAX_DEPTH levels, or an object of more than MAX_MEMBERS; the message says which,
             and where.
     """
-    raw = text.encode() if isinstance(text, str) else text
+    # A lone surrogate of a str is passed on, for the reader to refuse with its place.
+    raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as exc:

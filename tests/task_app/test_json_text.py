@@ -28,6 +28,7 @@ def test_what_can_be_written_out_again_is_read_as_it_stands(value):
         (rb'{"tag": "\ud83d"}', "half a character"),
         (rb'{"\udc00": 1}', "half a character"),
         (b'"\xed\xa0\xbd"', "half a character"),
+        ('{"tag": "\ud83d"}', "no JSON: half a character .* at line 1 column 1"),
         (rb'{"a": [1, "x\u0000"]}', "a.1 holds U+0000"),
         (rb'{"a": {"\u0000": 1}}', "a holds a key with U+0000"),
         (b"[NaN]", "no JSON"),
