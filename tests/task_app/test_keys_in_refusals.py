@@ -57,5 +57,6 @@ async def test_a_key_that_fits_no_header_is_refused_and_not_shown(key):
             "inference_key": await client.post("/policy/create", json=policy),
         }
     for where, answer in answers.items():
-        assert (answer.status_code, answer.json()["where"]) == (422, where)
+        # U+0000 may stand nowhere in a body, and is refused before anybody reads what it belongs to.
+        assert (answer.status_code, answer.json()["where"]) == (422, "body" if "\0" in key else where)
         assert key not in answer.json()["detail"]
