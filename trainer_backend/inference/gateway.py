@@ -128,8 +128,8 @@ def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
     }
 
 
-class ChatEndpoint:
-    """POST /v1/chat/completions as an ASGI app of its own: no request object, no response object."""
+class _Endpoint:
+    """A route as an ASGI app of its own: no request object, no response object."""
 
     def __init__(
         self,
@@ -143,11 +143,21 @@ class ChatEndpoint:
         self._key = key
         self._limits = limits
         self._clock = clock
-        self._conversations = Conversations(most=limits.max_conversations)
         self._numbers = count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await boundary(self._answer, scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class ChatEndpoint(_Endpoint):
+    """POST /v1/chat/completions."""
+
+    def __init__(self, policies: Mapping[str, ServedPolicy], *, limits: GatewayLimits, **named: Any) -> None:
+        super().__init__(policies, limits=limits, **named)
+        self._conversations = Conversations(most=limits.max_conversations)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         authorize(scope, self._key)
@@ -238,25 +248,8 @@ class _Limit:
         return wanted
 
 
-class TextEndpoint:
-    """POST /v1/completions, likewise."""
-
-    def __init__(
-        self,
-        policies: Mapping[str, ServedPolicy],
-        *,
-        key: str,
-        limits: GatewayLimits,
-        clock: Callable[[], float],
-    ) -> None:
-        self._policies = policies
-        self._key = key
-        self._limits = limits
-        self._clock = clock
-        self._numbers = count(1)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await boundary(self._answer, scope, receive, send)
+class TextEndpoint(_Endpoint):
+    """POST /v1/completions."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         authorize(scope, self._key)
