@@ -53,15 +53,22 @@ class ReadAction:
 def read_action(action: Mapping[str, Any]) -> ReadAction:
     """Read the first element of `AgentPolicy.get_action`'s tuple.
 
-    A single call may stand in the action itself, as source 2 writes it; several are a list.
+    A single call may stand in the action itself, as source 2 writes it; several are a list. Where both
+    forms are there, the list holds the text of the arguments and the action says the same.
 
     Raises:
-        ValueError: `type` is none of the three that the protocol names; a fault of the policy's code.
+        ValueError: `type` is none of the three that the protocol names, or the two forms of a call differ;
+            a fault of the policy's code.
     """
     match action.get("type"):
         case "tool_call":
             named = action.get("tool_calls", [action])
             calls = tuple(_tool_call(call, index) for index, call in enumerate(named))
+            if "name" in action and not _one_call(calls, _tool_call(action, 0)):
+                raise ValueError(
+                    f"the action names a call of {action['name']!r} that its 'tool_calls' do not hold alone; "
+                    "change both, or leave one out"
+                )
             return ReadAction(tool_calls=calls, requests=tuple(tool_request(call) for call in calls))
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
@@ -72,6 +79,15 @@ def read_action(action: Mapping[str, Any]) -> ReadAction:
             return ReadAction(terminate=True)
         case other:
             raise ValueError(f"action type is {other!r}; allowed: 'tool_call', 'text', 'terminate'")
+
+
+def _one_call(calls: Sequence[ToolCall], named: ToolCall) -> bool:
+    """Whether `calls` are `named` alone; arguments are compared as what they spell."""
+    ours = [tool_request(call) for call in calls]
+    other = tool_request(named)
+    if len(ours) != 1 or ours[0].name != other.name or ours[0].arguments != other.arguments:
+        return False
+    return other.arguments is not None or ours[0].raw_arguments == other.raw_arguments
 
 
 def tool_request(call: ToolCall) -> ToolRequest:

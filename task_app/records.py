@@ -77,7 +77,7 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         turn=decided.turn,
         observation_data=observation_data(decided.before, decided),
         next_observation=observation_data(outcome.observation),
-        action_taken=encodable_json(choice.action),
+        action_taken=encodable_json(_action_taken(decided)),
         tool_calls=decided.read.tool_calls,
         snapshot=decided.snapshot,
         raw_policy_output=None if choice.raw_output is None else encodable(choice.raw_output),
@@ -95,6 +95,16 @@ def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) 
         ),
         step_info=_step_info(decided),
     )
+
+
+def _action_taken(decided: Decided) -> dict[str, Any]:
+    """The action without what the record has elsewhere, or what the environment did not hold against it."""
+    action, outcome = dict(decided.choice.action), decided.carried.outcome
+    if "name" in action:
+        action.pop("tool_calls", None)
+    if outcome.invalid_reason is None:
+        action.pop("invalid_reason", None)
+    return action
 
 
 def ended(

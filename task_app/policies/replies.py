@@ -6,7 +6,7 @@ not answer is a PolicyUnavailable with code `inference_protocol`: no choices, li
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 from shared_schemas.trajectory import PolicyLogprobs
-from task_app.actions import NO_TOOL_CALL
+from task_app.actions import NO_TOOL_CALL, json_object
 from task_app.errors import PolicyUnavailable, encodable
 
 PROTOCOL = "inference_protocol"
@@ -138,11 +138,15 @@ def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    """All calls of a message are one action; a message without one is text with a reason."""
+    """All calls of a message are one action; a message without one is text with a reason.
+
+    A single call also has source 2's form: `name` and `arguments`, an object where its text spells one.
+    The text itself stays in `tool_calls`, since the next prompt has to repeat it letter for letter.
+    """
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         named = [_call(call, index) for index, call in enumerate(calls)]
-        return {"type": "tool_call", "tool_calls": named, "content": _text(message)}
+        return {"type": "tool_call", **_published(named), "tool_calls": named, "content": _text(message)}
     withheld = FILTERED if finish_reason == "content_filter" else NO_TOOL_CALL
     reason = _string(message.get("tool_call_error")) or withheld
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
@@ -165,6 +169,14 @@ def _call(call: Any, index: int) -> dict[str, str]:
         "name": _string(function.get("name")) or "",
         "arguments": encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments),
     }
+
+
+def _published(calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    if len(calls) > 1:
+        return {}
+    text = calls[0]["arguments"]
+    arguments = json_object(text)
+    return {"name": calls[0]["name"], "arguments": text if arguments is None else arguments}
 
 
 def _raw_text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:

@@ -189,6 +189,7 @@ async def test_an_unknown_or_terminated_id_is_a_404():
         ({"training": TRAINING, "config": {"step_rewards": {}}}, "training"),
         ({"step_rewards_enabled": True}, "step_rewards_enabled"),
         ({"step_rewards": ON}, "step_rewards"),
+        ({"rollouts": TRAINING}, "rollouts"),
     ],
 )
 async def test_what_is_wrong_with_a_create_is_named(changes, where):

@@ -196,6 +196,20 @@ async def test_several_calls_of_a_message_are_one_action():
     assert raw_output == "ok"
 
 
+async def test_a_single_call_has_the_form_of_source_2_beside_the_text_that_was_sampled():
+    """Source 2, Task 2.2: {"type": "tool_call", "name": "tool_name", "arguments": {...}}."""
+    sampled = '{"names":  ["a"]}'  # the next prompt has to repeat these two spaces
+    call = {"id": "7", "type": "function", "function": {"name": "add", "arguments": sampled}}
+    answer = completion({"content": None, "tool_calls": [call]})
+    action, _, _, _ = await answer_to(answer)
+    assert (action["type"], action["name"], action["arguments"]) == ("tool_call", "add", {"names": ["a"]})
+    step = await recorded(answer)
+    assert step.action_taken == {
+        "type": "tool_call", "name": "add", "arguments": {"names": ["a"]}, "content": "",
+    }  # fmt: skip
+    assert (step.tool_calls[0].id, step.tool_calls[0].function.arguments) == ("7", sampled)
+
+
 @pytest.mark.parametrize(
     ("message", "text"),
     [

@@ -23,6 +23,25 @@ def test_the_single_form_of_source_2_is_one_call(arguments):
 
 
 @pytest.mark.parametrize(
+    ("change", "agrees"),
+    [
+        ({"arguments": {"n": 1}}, True),
+        ({"arguments": '{"n":1}'}, True),
+        ({"arguments": {"n": 2}}, False),
+        ({"name": "take", "arguments": {"n": 1}}, False),
+        ({"arguments": "{"}, False),
+    ],
+)
+def test_an_action_in_both_forms_says_the_same_in_both(change, agrees):
+    action = {"type": "tool_call", "name": "add", **change, "tool_calls": [call('{"n": 1}')]}
+    if agrees:
+        assert read_action(action).requests[0].raw_arguments == '{"n": 1}'
+        return
+    with pytest.raises(ValueError, match="change both, or leave one out"):
+        read_action(action)
+
+
+@pytest.mark.parametrize(
     "text", ["", "{", "[1]", "3", "null", "[" * 100_000, "NaN", '{"n": NaN}', '{"n": 1e999}']
 )
 def test_arguments_that_are_no_json_object_are_kept_as_text(text):

@@ -90,6 +90,7 @@ async def test_a_batch_has_a_size_limit():
 
 
 ON = {"enabled": True, "mode": "decision_stepwise"}
+TRAINING = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,8 @@ ON = {"enabled": True, "mode": "decision_stepwise"}
         {"env": {"env_name": "counting", "config": {"step_rewards": ON}}},
         {"policy": {"policy_name": "planned", "config": {"step_rewards": ON}}},
         {"policy": {"policy_name": "planned", "config": {"step_rewards": ON}}, "step_rewards": ON},
+        {"env": {"env_name": "counting", "config": {"rollout": {**TRAINING, "episodes": 2}}}},
+        {"policy": {"policy_name": "planned", "config": {"training": TRAINING}}},
     ],
 )
 async def test_the_switches_work_from_each_of_their_homes(changes):

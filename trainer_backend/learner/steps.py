@@ -48,15 +48,17 @@ def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterato
     A step of a few left-over decisions would move the weights as far as a full one: so no left-overs.
     """
     decisions = [sum(len(set(item.segment.decision) - {CONTEXT}) for item in items) for items in order]
-    count = max(1, round(sum(decisions) / batch_decisions))
-    share = sum(decisions) / count
+    left = sum(decisions)
+    steps = max(1, round(left / batch_decisions))
     step: list[Scored] = []
-    done = 0.0
+    done = 0
     for items, number in zip(order, decisions, strict=True):
         step.extend(items)
         done += number
-        if done >= share:
+        # The share is that of what is left: a unit larger than a step takes nothing from the later ones.
+        if done and steps > 1 and done * steps >= left:
             yield step
-            step, done = [], done - share
+            left, steps = left - done, steps - 1
+            step, done = [], 0
     if step:
         yield step

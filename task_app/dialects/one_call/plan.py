@@ -19,8 +19,7 @@ from task_app.plugins import PlugBoards
 from task_app.routes.bodies import MOST_UNKNOWN
 from task_app.settings import Settings
 from task_app.switches import KEY as STEP_REWARDS
-from task_app.switches import TABLE as TRAINING
-from task_app.switches import agreed_step_rewards, training_table
+from task_app.switches import agreed_step_rewards, take_step_rewards
 
 Warn = Callable[[str], None]
 
@@ -63,7 +62,7 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
     if name:
         own_policy = {**boards.policies[name].defaults(settings), **own_policy}
     max_calls = own_policy.pop("max_llm_calls", None)
-    stepwise = _stepwise(own_policy, own_env, warn)
+    stepwise = _stepwise(body, own_policy, own_env, warn)
     plan = LegacyPlan(
         env_name=_environment(body, boards),
         env_config={},
@@ -147,28 +146,39 @@ def _count(value: Any, default: int, *, where: str) -> int:
     return value
 
 
-def _stepwise(policy: dict[str, Any], env: dict[str, Any], warn: Warn) -> Stepwise | None:
-    """The policy's switches, or the environment's where the policy has none; both are taken out."""
-    of_policy, of_env = (
-        _take_stepwise(config, where=f"{part}.config") for part, config in (("policy", policy), ("env", env))
-    )
-    if of_policy is not None and of_env is not None and of_policy != of_env:
-        warn("env.config.step_rewards differs from policy.config.step_rewards, which holds")
-    return of_policy or of_env
+def _stepwise(
+    body: LegacyRollout, policy: dict[str, Any], env: dict[str, Any], warn: Warn
+) -> Stepwise | None:
+    """The switches of the policy's config, else of the environment's, else beside both; all are taken out."""
+    homes = {
+        "policy.config.step_rewards": _take_stepwise(policy, where="policy.config"),
+        "env.config.step_rewards": _take_stepwise(env, where="env.config"),
+        "training": _beside(body),
+    }
+    given = {place: stepwise for place, stepwise in homes.items() if stepwise is not None}
+    first, *others = list(given) or [""]
+    for place in others:
+        if given[place] != given[first]:
+            warn(f"{place} differs from {first}, which holds")
+    return given.get(first)
 
 
 def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
-    """The switches of one config: `step_rewards`, or a `training` table; given both, they agree."""
-    raw, table = config.pop(STEP_REWARDS, None), config.pop(TRAINING, None)
+    """The switches of one config: its `step_rewards`, or a table with a job's names; given both, they agree."""
+    raw = config.pop(STEP_REWARDS, None)
     stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
-    if table is None:
-        return stepwise
-    published = training_table(table, where=f"{where}.{TRAINING}")
+    rest, published = take_step_rewards(config, where=where)
+    for name in config.keys() - rest.keys():
+        del config[name]
     if stepwise is None:
-        return Stepwise(published)
-    places = {f"{where}.{STEP_REWARDS}": stepwise.switches, f"{where}.{TRAINING}": published}
-    agreed_step_rewards(places)
+        return Stepwise(agreed_step_rewards(published)) if published else None
+    agreed_step_rewards({f"{where}.{STEP_REWARDS}": stepwise.switches, **published})
     return stepwise
+
+
+def _beside(body: LegacyRollout) -> Stepwise | None:
+    _, published = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
+    return Stepwise(agreed_step_rewards(published)) if published else None
 
 
 def _environment(body: LegacyRollout, boards: PlugBoards) -> str:

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import Id, InferenceKey, Name, Seed
 from task_app.routes.bodies import EnvId, ForeignBody
 
@@ -59,6 +60,11 @@ class LegacyRollout(ForeignBody):
     )
     safety: LegacySafety = LegacySafety()
     branch: dict[str, Any] | None = Field(default=None, description="never executed, and a warning says so")
+    training: TrainingSwitches | None = Field(
+        default=None,
+        description="step_rewards by their names in a job's [training], where no config has them",
+    )
+    rollout: Any = Field(default=None, description="a table that may hold them under these names too")
     mode: Literal["rl", "eval"] | None = None
     training_session_id: str | None = Field(default=None, max_length=500)
     synth_base_url: str | None = Field(default=None, max_length=2_000)

@@ -124,6 +124,15 @@ def test_no_step_is_made_of_a_few_left_over_decisions(decisions: int, batch: int
     assert [len(step) for step in in_steps(order, batch)] == sizes
 
 
+def test_an_episode_larger_than_a_step_leaves_the_later_steps_equal():
+    def unit(number: int, decisions: int) -> list[Scored]:
+        return [Scored(segment(f"r{number}", [1], [2], [0.0]), [0.0], [1.0]) for _ in range(decisions)]
+
+    order = [unit(0, 10), *(unit(number, 1) for number in range(1, 11))]
+    assert [len(step) for step in in_steps(order, 4)] == [10, 3, 3, 2, 2]
+    assert [len(step) for step in in_steps(order[::-1], 4)] == [4, 4, 12]
+
+
 def test_a_checkpoint_restores_model_optimizer_and_progress(tokenizer, tmp_path: Path):
     learner = learner_of(tokenizer)
     episodes = episodes_of(learner, [1.0, -1.0])

@@ -126,18 +126,31 @@ def test_of_the_two_homes_of_the_step_rewards_the_policys_holds():
     assert planned(env_config={"step_rewards": on}, config={"step_rewards": on}).warnings == ()
 
 
+TABLE = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+
+
+@pytest.mark.parametrize("name", ["training", "rollout"])
 @pytest.mark.parametrize("part", ["config", "env_config"])
-def test_a_training_table_is_a_home_of_the_switches_too(part):
-    table = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+def test_a_table_of_a_config_is_a_home_of_the_switches_too(part, name):
     weighed = {"enabled": True, "mode": "decision_stepwise", "strategy": "complex"}
-    assert planned(**{part: {"training": table}}).stepwise.active
-    assert (
-        planned(**{part: {"training": table, "step_rewards": weighed}}).stepwise.strategy == "per_achievement"
-    )
-    with pytest.raises(InvalidRequest, match=r"config.training differs from .*config.step_rewards"):
-        planned(**{part: {"training": {**table, "step_rewards_beta": 1}, "step_rewards": weighed}})
-    with pytest.raises(InvalidRequest, match=r"config.training.step_rewards_kind: unknown key"):
-        planned(**{part: {"training": {"step_rewards_kind": "unique"}}})
+    assert planned(**{part: {name: TABLE}}).stepwise.active
+    assert planned(**{part: {name: TABLE, "step_rewards": weighed}}).stepwise.strategy == "per_achievement"
+    with pytest.raises(InvalidRequest, match=rf"config.{name} differs from .*config.step_rewards"):
+        planned(**{part: {name: {**TABLE, "step_rewards_beta": 1}, "step_rewards": weighed}})
+    with pytest.raises(InvalidRequest, match=rf"config.{name}.step_rewards_mode"):
+        planned(**{part: {name: {"step_rewards_mode": "unique"}}})
+
+
+@pytest.mark.parametrize("name", ["training", "rollout"])
+def test_a_table_beside_the_configs_acts_where_they_have_no_switches(name):
+    plan = planned(**{name: TABLE})
+    assert (plan.stepwise.active, plan.warnings) == (True, ())
+    weighed = {"enabled": True, "mode": "decision_stepwise", "step_beta": 1.0}
+    plan = planned(**{name: TABLE}, env_config={"step_rewards": weighed})
+    assert plan.stepwise.switches.step_beta == 1.0
+    assert plan.warnings == ("training differs from env.config.step_rewards, which holds",)
+    with pytest.raises(InvalidRequest, match="rollout differs from training"):
+        planned(training=TABLE, rollout={**TABLE, "step_rewards_beta": 1})
 
 
 def test_the_operators_server_is_asked_where_the_request_names_none():
