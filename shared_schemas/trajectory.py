@@ -45,8 +45,8 @@ class AgentState(StrEnum):
     """What the loop of an episode is at: the states of the diagrams of sources 3 and 5.
 
     PENDING renders a view anew (the first one, one after an edit), GENERATING asks the policy,
-    PROCESSING_TOOLS carries out its calls, INTERACTING lets the user answer its words. An episode is over as
-    COMPLETED where the user had the last word, as TERMINATED otherwise.
+    PROCESSING_TOOLS carries out its calls, INTERACTING lets the user answer its words. An episode ends as
+    COMPLETED after words that count as an answer, as TERMINATED otherwise.
     """
 
     PENDING = "PENDING"

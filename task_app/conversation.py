@@ -146,9 +146,7 @@ class Conversation:
                 self.history, text, fields = applied.history, applied.text, applied.fields
                 invalid_reason = invalid_reason or applied.refused
                 if applied.edited:
-                    log.info(
-                        "context_edited", tool=request.name, result=text, masked_tokens=budget.used_tokens
-                    )
+                    log.info("context_edited", tool=request.name, result=text, used_tokens=budget.used_tokens)
             self.history = self.history.with_result(call, text, fields=fields)
             texts.append(text)
         return replace(outcome, invalid_reason=invalid_reason, results=tuple(texts))

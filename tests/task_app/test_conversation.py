@@ -283,7 +283,7 @@ async def test_a_document_is_read_by_calls_and_a_delete_leaves_stubs():
     ]
     (edit,) = [line for line in logs if line["event"] == "context_edited"]
     used = episode.steps[2].step_info
-    assert edit["masked_tokens"] == used.prompt_tokens + used.completion_tokens
+    assert edit["used_tokens"] == used.prompt_tokens + used.completion_tokens
     assert json.loads(edit["result"]) == {"status": "success", "deleted_msg_ids": [5]}
     assert {"deleteContext", "checkBudget"} <= {tool.function.name for tool in episode.tools}
     assert episode.deleted_msg_ids == (5,) and episode.had_delete_operation

@@ -164,7 +164,7 @@ def _stepwise(
 
 
 def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
-    """The switches of one config: its `step_rewards`, or a table with a job's names; given both, they agree."""
+    """The switches of a config: its `step_rewards`, or a table with a job's names; given both, they agree."""
     raw = config.pop(STEP_REWARDS, None)
     stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
     rest, published = take_step_rewards(config, where=where)

@@ -280,7 +280,7 @@ class _Names:
 
 
 def _hashable(value: Any) -> Hashable:
-    """Equal for equal values of one type; of lists, dicts, sets, models and arrays by what is in them."""
+    """Equal for equal values (1, 1.0, True meet); lists, dicts, sets, models, arrays by type and content."""
     kind = type(value).__name__
     if isinstance(value, ObservationData):  # of a conversation its fields have only what is new
         return kind, _hashable(value.model_dump()), _hashable(value.prompt)

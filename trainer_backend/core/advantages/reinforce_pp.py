@@ -46,7 +46,7 @@ def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], config: AdvantageC
 
         A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over the siblings j
 
-    gamma is not used. All else as in `reinforce_pp`.
+    gamma is not used. All else as in `reinforce_pp`; so a lone episode, whose B is 0, gets -mean B / std B.
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, section 3.3 (REINFORCE++-baseline).
     """
