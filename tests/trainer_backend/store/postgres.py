@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,10 @@ class Postgres:
         self.start()
 
     def start(self) -> None:
-        self._server.ensure_postgres_running()
+        try:
+            self._server.ensure_postgres_running()
+        except subprocess.TimeoutExpired:  # of 10 s, which a busy machine may exceed
+            self._server.ensure_postgres_running()
 
     def kill(self) -> None:
         """SIGKILL to every process of the server, as a machine that goes down."""
