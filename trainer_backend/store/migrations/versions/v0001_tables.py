@@ -1,15 +1,12 @@
-"""The index of runs: metrics, rollouts, decisions, checkpoints, and what updates consumed.
-
-Down from here the jobs stay; up again, the next sync fills the index from the run directories.
-"""
+"""Jobs, and the index of runs: metrics, rollouts, decisions, checkpoints, and what updates consumed."""
 
 import sqlalchemy as sa
 from alembic import op
 
 from trainer_backend.store.column_types import UtcDateTime
 
-revision = "0002"
-down_revision = "0001"
+revision = "0001"
+down_revision = None
 
 
 def _of_job(*, primary_key: bool = False) -> sa.Column[int]:
@@ -18,9 +15,38 @@ def _of_job(*, primary_key: bool = False) -> sa.Column[int]:
 
 
 def upgrade() -> None:
+    _jobs()
     _metrics()
     _rollouts()
     _training()
+
+
+def _jobs() -> None:
+    op.create_table(
+        "jobs",
+        sa.Column("number", sa.Integer, primary_key=True),
+        sa.Column("id", sa.Text, nullable=False, unique=True),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("state", sa.Text, nullable=False, index=True),
+        sa.Column("wanted", sa.Text, nullable=False),
+        sa.Column("config", sa.Text, nullable=False),
+        sa.Column("run_dir", sa.Text, unique=True),
+        sa.Column("run_id", sa.Text),
+        sa.Column("origin", sa.Text, nullable=False),
+        sa.Column("home", sa.Text, nullable=False),
+        sa.Column("idempotency_key", sa.Text),
+        sa.Column("body_hash", sa.Text),
+        sa.Column("tags", sa.JSON, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("created", UtcDateTime, nullable=False),
+        sa.Column("started", UtcDateTime),
+        sa.Column("ended", UtcDateTime),
+        sa.Column("code", sa.Text),
+        sa.Column("detail", sa.Text),
+        sa.Column("version", sa.Integer, nullable=False),
+        sa.UniqueConstraint("home", "idempotency_key", name="uq_jobs_home_idempotency_key"),
+        sqlite_autoincrement=True,
+    )
 
 
 def _metrics() -> None:
@@ -91,6 +117,20 @@ def _rollouts() -> None:
         sa.Index(None, "job", "stage", "iteration"),
         sa.Index(None, "job", "outcome_reward"),
         sa.Index(None, "job", "group_id"),
+        sa.Index("ix_rollouts_job_number", "job", "number"),
+        sa.Index("ix_rollouts_job_reward", "job", "reward"),
+        sa.Index("ix_rollouts_job_unique_achievements", "job", "unique_achievements"),
+        sa.Index("ix_rollouts_job_decisions", "job", "decisions"),
+        sa.Index(
+            "ix_rollouts_facets",
+            "job",
+            "stage",
+            "policy",
+            "status",
+            "failure_code",
+            "stop_reason",
+            "iteration",
+        ),
     )
     op.create_table(
         "decisions",
@@ -131,7 +171,8 @@ def _training() -> None:
     op.create_table(
         "consumed",
         _of_job(primary_key=True),
-        sa.Column("rollout_id", sa.Text, primary_key=True),
+        sa.Column("planned", sa.Text, primary_key=True),
+        sa.Column("rollout_id", sa.Text, nullable=False),
         sa.Column("iteration", sa.Integer, nullable=False),
         sa.Index(None, "job", "iteration"),
     )
@@ -148,5 +189,6 @@ def downgrade() -> None:
         "metrics",
         "curves",
         "metric_rows",
+        "jobs",
     ):
         op.drop_table(table)
