@@ -1,6 +1,7 @@
 """One interaction of one episode: start, respond, score, and finalised exactly once, on every path."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,6 @@ import structlog
 from shared_schemas.messages import Message
 from task_app.errors import EpisodeFailed, InteractionFailed, TaskAppError, boundary
 from task_app.interactions.calls import Calls
-from task_app.interactions.loops import Loop
 from task_app.interactions.replies import InteractionReply
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class LiveInteraction:
     Args:
         name: of its entry.
         calls: of its object.
-        loop: where they run; stopped at the end.
+        loop: where they run: the service's, or `loop_in_thread`, which is stopped at the end.
         deadline_s: for each call.
         on_end: told when it is finalised, or given up because it `hangs`; then again, should that end.
     """
@@ -34,7 +34,7 @@ class LiveInteraction:
         self,
         name: str,
         calls: Calls,
-        loop: Loop,
+        loop: asyncio.AbstractEventLoop,
         *,
         deadline_s: float,
         on_end: Callable[["LiveInteraction"], None],
@@ -97,12 +97,20 @@ class LiveInteraction:
         """For who traces the flow; what was said stands in no line."""
         log.debug(event, interaction=self.name, instance_id=self._calls.instance_id, **facts)
 
+    def _begun(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+        """Begin it on its loop; to cancel what is returned cancels it there."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _stop_loop(self) -> None:
+        if self._loop is not asyncio.get_running_loop():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
     async def _call(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         where = f"interaction {self.name!r}: {what}"
         try:
             async with asyncio.timeout(self._deadline_s):
                 with boundary(where):
-                    return await self._loop.submit(work)
+                    return await self._begun(work)
         except TimeoutError as exc:
             told = f"{where} gave no answer within {self._deadline_s:g} s"
             raise InteractionFailed(told, code=DEADLINE) from exc
@@ -112,7 +120,7 @@ class LiveInteraction:
             raise InteractionFailed(exc.detail if named else f"{where}: {exc.detail}") from exc
 
     async def _end(self) -> None:
-        ending = self._loop.submit(self._calls.finalise(self._deadline_s))
+        ending = self._begun(self._calls.finalise(self._deadline_s))
         # Both waits in `finalise`, and a moment for the threads.
         await asyncio.wait({ending}, timeout=2 * self._deadline_s + 1.0)
         self.hangs = not ending.done()
@@ -122,14 +130,14 @@ class LiveInteraction:
             ending.add_done_callback(self._ended_late)
         else:
             self._tell_failure(ending)
-            self._loop.stop()
+            self._stop_loop()
             self._log("interaction_finalised")
         self._on_end(self)
 
     def _ended_late(self, ending: "asyncio.Future[None]") -> None:
         self.hangs = False
         self._tell_failure(ending)
-        self._loop.stop()
+        self._stop_loop()
         self._on_end(self)
 
     def _tell_failure(self, ending: "asyncio.Future[None]") -> None:
@@ -142,6 +150,35 @@ class LiveInteraction:
                 ending.result()
         except TaskAppError:
             pass  # in the log by now, with its traceback
+
+
+def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
+    """An event loop in a daemon thread of its own, which ends when the loop is stopped, or with the process.
+
+    One loop serves an interaction from start to finalise: what a class opens in one call (a client session, a
+    lock, a task) is bound to the loop that it was opened on.
+    """
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            loop.run_until_complete(_end_of(asyncio.all_tasks(loop)))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return loop
+
+
+async def _end_of(tasks: set[asyncio.Task[Any]]) -> None:
+    """What a class left running: told to end, and given a moment."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=1.0)
 
 
 def _published(message: Message) -> dict[str, Any]:

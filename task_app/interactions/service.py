@@ -9,8 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from task_app.errors import CapacityReached, InvalidRequest, UnknownName, boundary
 from task_app.interactions.calls import Calls
 from task_app.interactions.entry import InteractionEntry
-from task_app.interactions.live import LiveInteraction
-from task_app.interactions.loops import OwnLoop, ServiceLoop
+from task_app.interactions.live import LiveInteraction, loop_in_thread
 from task_app.plugins import PolicyContext
 from task_app.protocols import BaseInteraction
 from task_app.settings import Settings
@@ -121,7 +120,11 @@ class Interactions:
             at_most_bytes=self._settings.max_interaction_bytes,
         )
         with boundary(f"a thread for interaction {entry.name!r}"):  # out of threads, or of descriptors
-            loop = ServiceLoop() if entry.never_blocks else OwnLoop(f"interaction {entry.name}")
+            loop = (
+                asyncio.get_running_loop()
+                if entry.never_blocks
+                else loop_in_thread(f"interaction {entry.name}")
+            )
         live = LiveInteraction(
             entry.name, calls, loop, deadline_s=self._settings.interaction_deadline_s, on_end=self._ended
         )
