@@ -120,7 +120,7 @@ AGGREGATIONS: dict[str, AggregationPlug] = {
     "token_mean": AggregationPlug(token_mean),
     "decision_mean": AggregationPlug(decision_mean),
     "episode_equal": AggregationPlug(episode_equal, over="iteration"),
-    "constant": AggregationPlug(constant_aggregation, over="plan"),
+    "constant": AggregationPlug(constant_aggregation, over="plan", takes=frozenset({"constant_tokens"})),
 }
 # Their libraries are imported when a job opens them.
 SINKS: dict[str, OpenSink] = {"tensorboard": open_tensorboard, "wandb": open_wandb}
@@ -161,6 +161,38 @@ BOARDS: dict[str, Mapping[str, object]] = {
     "model.preset": PRESETS,
     "model.tool_call_format": TOOL_FORMATS,
 }
+
+_OF_CRITICS = frozenset({"value_coef", "value_clip", "value_learning_rate", "value_trunk_gradient"})
+
+
+def _keys(algorithm: frozenset[str] = frozenset(), training: frozenset[str] = frozenset()) -> frozenset[str]:
+    return frozenset({f"algorithm.{key}" for key in algorithm} | {f"training.{key}" for key in training})
+
+
+# For each name of a board the keys of the job that are read with it, in one place for `check` and the docs:
+# a key that none of the job's own names reads, and some other would, is refused where it is set.
+READS: dict[str, dict[str, frozenset[str]]] = {
+    "algorithm.advantage": {
+        name: _keys(plug.takes, _OF_CRITICS if plug.needs_values else frozenset())
+        for name, plug in ESTIMATORS.items()
+    },
+    "algorithm.loss": {name: _keys(training=plug.takes) for name, plug in LOSSES.items()},
+    "training.aggregation": {name: _keys(training=plug.takes) for name, plug in AGGREGATIONS.items()},
+    "training.learning_rate_schedule": {
+        name: _keys(training=frozenset() if fall is constant else frozenset({"learning_rate_final"}))
+        for name, fall in SCHEDULES.items()
+    },
+    "rollout_allocation_schedule.type": {
+        name: frozenset(f"rollout_allocation_schedule.{key}" for key in plug.needs | plug.takes)
+        for name, plug in ALLOCATIONS.items()
+    },
+}
+
+
+def not_read(board: str, name: str) -> dict[str, list[str]]:
+    """The keys that other names of the board read and this one does not, each with the names that do."""
+    others = frozenset[str]().union(*READS[board].values()) - READS[board][name]
+    return {key: [other for other, keys in READS[board].items() if key in keys] for key in sorted(others)}
 
 
 def refuse_unknown(key: str, name: str) -> None:

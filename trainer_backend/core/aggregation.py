@@ -24,10 +24,12 @@ class AggregationPlug:
         the number of steps that a pass is cut into, so that a step weighs about 1. Weights over the "plan"
         are divided by what was planned, which nothing that is sampled changes; those of the steps of a pass
         add up to those of the whole.
+    takes: the keys of `[training]` that it reads.
     """
 
     weights: Aggregation
     over: Literal["step", "iteration", "plan"] = "step"
+    takes: frozenset[str] = frozenset()
 
     @property
     def is_biased(self) -> bool:

@@ -4,7 +4,7 @@ from trainer_backend.core.selection import Weighted
 from trainer_backend.jobfile.mixture_table import AllocationTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import TrainingTable
-from trainer_backend.plugins import aggregation, allocation, estimator, policy_loss
+from trainer_backend.plugins import aggregation, allocation, estimator, not_read, policy_loss
 
 
 def advice(config: JobConfig) -> list[str]:
@@ -50,11 +50,12 @@ def advice(config: JobConfig) -> list[str]:
         )
     found += _unlike_the_paper(config)
     found += _of_a_mixture(config)
-    usual = TrainingTable.model_fields["learning_rate_final"].default
-    if training.learning_rate_schedule == "constant" and training.learning_rate_final != usual:
+    usual, fall = TrainingTable.model_fields["learning_rate_final"].default, training.learning_rate_schedule
+    unread = not_read("training.learning_rate_schedule", fall)
+    if "training.learning_rate_final" in unread and training.learning_rate_final != usual:
         found.append(
             f"training.learning_rate_final = {training.learning_rate_final} is never reached: with "
-            'learning_rate_schedule = "constant" the rate does not fall'
+            f'learning_rate_schedule = "{fall}" the rate does not fall'
         )
     return found
 

@@ -3,7 +3,7 @@
 A house test compares the file with what this prints, so no key is ever missing or told wrongly.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
@@ -11,9 +11,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
+from trainer_backend.core.allocation import AllocationPlug
+from trainer_backend.core.losses import LossPlug
 from trainer_backend.job import FOREIGN_TABLES
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.plugins import ALLOCATIONS, BOARDS, ESTIMATORS, LOSSES
+from trainer_backend.plugins import BOARDS, READS
 
 _HEAD = """\
 # The job TOML
@@ -45,21 +47,7 @@ def _lines() -> Iterator[str]:
     yield _HEAD
     for name, field in JobConfig.model_fields.items():
         yield from _table(name, table_model(field))
-    yield "## What estimators and losses read\n"
-    yield "Of `[algorithm]`, beside `gamma`, and of `[training]`; one that is set and not read is refused.\n"
-    for name, plug in ESTIMATORS.items():
-        yield f"- `{name}`{_reads(plug.takes)}"
-    for name, loss in LOSSES.items():
-        values = ", ".join(f"`{key} = {value}`" for key, value in loss.values.items())
-        told = f"; where the job has no value, those of its paper: {values}" if values else ""
-        yield f"- loss `{name}`{_reads(loss.takes)}{told}"
-    yield ""
-    yield "## What allocation schedules read\n"
-    yield "By `type`; keys in brackets may be left out, and one that is set and not read is refused.\n"
-    for name, allocation in ALLOCATIONS.items():
-        may = f" ({quoted(sorted(allocation.takes))})" if allocation.takes else ""
-        yield f"- `{name}`{_reads(allocation.needs)}{may}"
-    yield ""
+    yield from _what_is_read()
     yield "## State keys\n"
     yield "Names for `algorithm.state_hashing_function` and `rollout.state_keys`: which states are the same."
     yield "A plug-in's environment may have more."
@@ -73,9 +61,28 @@ def _lines() -> Iterator[str]:
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
 
 
-def _reads(keys: Iterable[str]) -> str:
-    named = ", ".join(f"`{key}`" for key in sorted(keys))
-    return f": {named}" if named else ""
+def _what_is_read() -> Iterator[str]:
+    yield "## What is read with which name\n"
+    yield (
+        "Beside `algorithm.gamma`, which belongs to the task. A key that the chosen name does not read is "
+        "refused where it is set; a clip range and `training.learning_rate_final` may stand in any job."
+    )
+    for board, reads in READS.items():
+        yield f"\n`{board}`:\n"
+        for name, keys in reads.items():
+            told = f": {quoted(sorted(keys))}" if keys else ""
+            yield f"- `{name}`{told}{_more(BOARDS[board][name])}"
+    yield ""
+
+
+def _more(plug: object) -> str:
+    """What else the job should know of a name."""
+    if isinstance(plug, LossPlug) and plug.values:
+        values = ", ".join(f"`{key} = {value}`" for key, value in plug.values.items())
+        return f"; where the job has no value, those of its paper: {values}"
+    if isinstance(plug, AllocationPlug):
+        return f"; required: {quoted(sorted(plug.needs))}"
+    return ""
 
 
 def _table(name: str, model: type[BaseModel]) -> Iterator[str]:

@@ -7,12 +7,11 @@ from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
 from trainer_backend.jobfile.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.urls import http_parts
-from trainer_backend.plugins import ALLOCATIONS, LOSSES, allocation, estimator, policy_loss
+from trainer_backend.plugins import LOSSES, allocation, estimator, policy_loss
 
 Finding = tuple[str, str]  # a key, and a sentence about it
 _SCHEDULE = "rollout_allocation_schedule"
 _WEIGHTS = [key for key in RolloutOnlyTable.model_fields if key.startswith("behaviour_weight_")]
-_OF_TYPES = sorted(frozenset().union(*(plug.needs | plug.takes for plug in ALLOCATIONS.values())))
 
 
 def mixture_findings(config: JobConfig) -> Iterator[Finding]:
@@ -49,14 +48,9 @@ def _not_active(config: JobConfig) -> str:
 
 
 def _keys_of_the_type(table: AllocationTable) -> Iterator[Finding]:
-    plug = allocation(table.type)
-    given = {key for key in _OF_TYPES if getattr(table, key) not in (None, ())}
-    for key in sorted(plug.needs - given):
-        yield f"{_SCHEDULE}.{key}", f"{_SCHEDULE}.{key} is required with type = {table.type!r}"
-    for key in sorted(given - plug.needs - plug.takes):
-        readers = ", ".join(name for name, other in ALLOCATIONS.items() if key in other.needs | other.takes)
-        told = f"{_SCHEDULE}.{key} is not read by type = {table.type!r}; known to: {readers}"
-        yield f"{_SCHEDULE}.{key}", told
+    for key in sorted(allocation(table.type).needs):
+        if getattr(table, key) in (None, ()):
+            yield f"{_SCHEDULE}.{key}", f"{_SCHEDULE}.{key} is required with type = {table.type!r}"
     yield from _bounds(table)
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from shared_schemas.base import did_you_mean
 from shared_schemas.state_keys import state_keys_of
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.plugins import ESTIMATORS, aggregation, estimator, policy_loss
+from trainer_backend.jobfile.training_table import TrainingTable
+from trainer_backend.plugins import READS, estimator, not_read
 
-_OF_CRITICS = ("value_coef", "value_clip", "value_learning_rate", "value_trunk_gradient")
-_OF_ESTIMATORS = sorted(frozenset().union(*(plug.takes for plug in ESTIMATORS.values())))
+# Told of (jobfile.advice), or in every job, so that jobs that differ in one name alone can be compared.
+_NEVER_REFUSED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
 
 def unknown_state_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
@@ -25,40 +25,14 @@ def unknown_state_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Key and sentence for each key that is set to other than its default and that nothing reads.
-
-    gamma belongs to the task, and a clip range stands in every job: so jobs that differ in one name alone
-    can be compared.
-    """
+    """Key and sentence for each key that is set to other than its default and that nothing reads."""
     algorithm, training = config.algorithm, config.training
-    plug = estimator(algorithm.advantage)
-    takes = plug.takes
-    for key in () if plug.needs_values else _OF_CRITICS:
-        if getattr(training, key) != TrainingTable.model_fields[key].default:
-            readers = ", ".join(name for name, other in ESTIMATORS.items() if other.needs_values)
-            told = f"needs a critic, which algorithm.advantage = {algorithm.advantage!r} has not; known"
-            yield f"training.{key}", f"training.{key} {told} to: {readers}"
-    for key in _OF_ESTIMATORS:
-        if key not in takes and getattr(algorithm, key) != AlgorithmTable.model_fields[key].default:
-            readers = ", ".join(name for name, plug in ESTIMATORS.items() if key in plug.takes)
-            told = f"is not read by algorithm.advantage = {algorithm.advantage!r}; known to: {readers}"
-            yield f"algorithm.{key}", f"algorithm.{key} {told}"
-    if config.rollout.reward_function is not None and plug.needs_branches:
+    yield from _not_read_with(config)
+    if config.rollout.reward_function is not None and estimator(algorithm.advantage).needs_branches:
         yield (
             "rollout.reward_function",
             "rollout.reward_function judges whole episodes, and algorithm.advantage = "
             f"{algorithm.advantage!r} compares what is played on from the middle of one",
-        )
-    if training.clip_dual is not None and "clip_dual" not in policy_loss(algorithm.loss).takes:
-        yield (
-            "training.clip_dual",
-            f"training.clip_dual is not read by algorithm.loss = {algorithm.loss!r}",
-        )
-    if training.constant_tokens is not None and aggregation(training.aggregation).over != "plan":
-        yield (
-            "training.constant_tokens",
-            f"training.constant_tokens is not read by training.aggregation = {training.aggregation!r}; known "
-            "to: constant",
         )
     modes = [table.behaviour_weight_mode for table in config.fixed_policies]
     if training.behaviour_weight_floor and "mask" not in (training.behaviour_weight_mode, *modes):
@@ -79,3 +53,27 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
             "algorithm.default_step_reward is for decisions without rewards of their own; "
             f"training.step_rewards_mode is {mode!r}",
         )
+
+
+def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """The keys of `plugins.READS` that the job's names do not read."""
+    for board in READS:
+        table, _, key_of_name = board.partition(".")
+        if getattr(config, table) is None:
+            continue
+        name = getattr(getattr(config, table), key_of_name)
+        for key, readers in not_read(board, name).items():
+            if key in _NEVER_REFUSED or not _is_set(config, key):
+                continue
+            chosen = f"{key_of_name if table not in ('algorithm', 'training') else board} = {name!r}"
+            told = f"is not read by {chosen}"
+            if key.startswith("training.value_"):
+                told = f"needs a critic, which {chosen} has not"
+            yield key, f"{key} {told}; known to: {', '.join(readers)}"
+
+
+def _is_set(config: JobConfig, dotted: str) -> bool:
+    """Whether the key has another value than its default."""
+    table, _, key = dotted.partition(".")
+    home = getattr(config, table)
+    return bool(getattr(home, key) != type(home).model_fields[key].get_default())
