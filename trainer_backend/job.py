@@ -1,7 +1,6 @@
 """From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,10 +12,17 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.advice import advice
-from trainer_backend.jobfile.layers import REWARD_HOMES, REWARD_KEYS, Files, anchor, read_layers
+from trainer_backend.jobfile.layers import (
+    REWARD_HOMES,
+    REWARD_KEYS,
+    Layer,
+    Places,
+    anchor,
+    merge,
+    read_layers,
+)
 from trainer_backend.jobfile.mixture_checks import mixture_findings
 from trainer_backend.jobfile.model_folders import refuse_no_file, refuse_no_model
-from trainer_backend.jobfile.overrides import Places, apply_override
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.unread_keys import unknown_state_keys, unread_keys
 from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
@@ -81,7 +87,7 @@ def refuse_what_is_missing(config: JobConfig, *, where: str) -> None:
         JobError: a folder that it names holds no model, a file of interactions or plug-ins is not there, or
             the library of a sink is not installed.
     """
-    places = Places(Files([where]))
+    places = Places([where])
     refuse_no_model(config, places)
     refuse_no_file(config, places)
     refuse_missing(config.sinks)
@@ -89,16 +95,14 @@ def refuse_what_is_missing(config: JobConfig, *, where: str) -> None:
 
 def _load(paths: Path | Sequence[Path], overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
     """The job, and where each of its keys comes from."""
-    document, files = read_layers([paths] if isinstance(paths, Path) else paths)
-    places = Places(files, [apply_override(document, override) for override in overrides])
+    document, places = merge(read_layers([paths] if isinstance(paths, Path) else paths), overrides)
     anchor(document, Path())
     return _parse(document, places), places
 
 
 def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = ()) -> LoadedJob:
     """Validate a parsed TOML document, with overrides as for `load_job`; `where` begins every error."""
-    own = deepcopy(dict(document))
-    return _parse(own, Places(Files([where]), [apply_override(own, override) for override in overrides]))
+    return _parse(*merge([Layer(where, document)], overrides))
 
 
 def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:

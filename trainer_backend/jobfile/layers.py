@@ -1,11 +1,12 @@
-"""Several TOML files as one job: later ones go over earlier ones, key by key, and each key knows its file.
+"""Several TOML files and `--set table.key=value` as one job: later ones go over earlier ones, key by key, and
+each value knows its place.
 
 A relative path in a file is one from the file's folder, where it leads somewhere; otherwise, as with --set,
 one from the working directory.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,34 +43,55 @@ PATHS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
-    """The files of a job, and which of them a key comes from.
+class Layer:
+    """The tables of a file, or of one `--set`, and the place that an error names for them.
 
-    Attributes:
-        names: in the order in which they were given.
-        owners: the file that a key's value stands in, by dotted key; not of tables.
+    A place holds no value of --set: it may be a key, and a place is shown.
     """
 
-    names: Sequence[str]
+    place: str
+    tables: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the keys of a job come from.
+
+    Attributes:
+        files: in the order in which they were given.
+        owners: the place of each value, by dotted key; of tables only the empty ones.
+    """
+
+    files: Sequence[str]
     owners: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, *dotted: str) -> str:
-        """The file or files of a key or table, joined by " + "; all of them where none has it."""
-        return self._named(key for key in self.owners if any(is_in(key, wanted) for wanted in dotted))
+    def of(self, *keys: str) -> str:
+        """The places of a key or table, or of the table that lacks the key; of nothing, all files."""
+        places: dict[str, None] = {}
+        while not places and any(keys):
+            places = dict.fromkeys(
+                place
+                for known, place in self.owners.items()
+                if any(_is_in(known, key) or _is_in(key, known) for key in keys)
+            )
+            keys = tuple(key.rpartition(".")[0] for key in keys)
+        return self._join(places or self.files)
 
     def of_sentence(self, sentence: str) -> str:
-        """The files of the keys that a sentence names."""
-        return self._named(key for key in self.owners if key in sentence)
+        """The places of the keys that a sentence names, which contradict each other; a file is among them."""
+        places = [place for key, place in self.owners.items() if key in sentence]
+        return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
-    def _named(self, keys: Iterator[str]) -> str:
-        found = {self.owners[key] for key in keys} or set(self.names)
-        return " + ".join(name for name in dict.fromkeys(self.names) if name in found)
+    def _join(self, places: Iterable[str]) -> str:
+        """The files in their order, then what was overridden."""
+        given = dict.fromkeys(places)
+        files = " + ".join(name for name in dict.fromkeys(self.files) if name in given)
+        overrides = " ".join(place for place in given if place not in self.files)
+        return " with ".join(filter(None, (files, overrides)))
 
 
-def read_layers(paths: Sequence[Path], *, anchored: bool = True) -> tuple[dict[str, Any], Files]:
-    """Read files left to right into one document.
-
-    Tables are joined key by key, to any depth; every other value, a list too, replaces the one before.
+def read_layers(paths: Sequence[Path], *, anchored: bool = True) -> list[Layer]:
+    """The files, a layer each.
 
     Args:
         anchored: paths in a file are seen from its folder; False leaves them as they are written.
@@ -79,33 +101,94 @@ def read_layers(paths: Sequence[Path], *, anchored: bool = True) -> tuple[dict[s
     """
     if not paths:
         raise JobError("a job needs at least one TOML file")
-    document: dict[str, Any] = {}
-    owners: dict[str, str] = {}
-    for path in paths:
-        layer = _read(path)
+    layers = [Layer(str(path), _read(path)) for path in paths]
+    for layer, path in zip(layers, paths, strict=True):
         if anchored:
-            anchor(layer, path.parent)
-        for gone in make_way(document, layer):
-            owners.pop(gone, None)
-        _lay_over(document, layer, owners, file=str(path), inside="")
-    return document, Files([str(path) for path in paths], owners)
+            anchor(layer.tables, path.parent)
+    return layers
 
 
-def make_way(document: dict[str, Any], layer: Mapping[str, Any]) -> list[str]:
-    """Take out of the document what a layer that is about to go over it gives alternatives of.
+def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Places]:
+    """Lay layers over one another, left to right, into one document.
 
-    Returns:
-        The keys that were there, dotted.
+    Tables are joined key by key, to any depth; every other value, a list too, replaces the one before. What
+    an override gives replaces a table too.
+
+    Args:
+        overrides: `table.key=value` each, the value in TOML; what is no TOML counts as a string.
+
+    Raises:
+        JobError: an override names no key in a table.
     """
-    gone = []
-    for keys in ALTERNATIVES:
-        given = {dotted for dotted in keys if _home_of(layer, dotted) is not None}
-        for dotted in keys if given else ():
-            home = None if dotted in given else _home_of(document, dotted)
+    document: dict[str, Any] = {}
+    layers = list(files)
+    for layer in layers:
+        document = _lay_over(document, layer.tables)
+    for override in overrides:
+        keys, value = _read_override(document, override)
+        home = _home_of(document, keys)
+        if home is not None:
+            del home[keys[-1]]
+        for key in reversed(keys):
+            value = {key: value}
+        layers.append(Layer(f"--set {'.'.join(keys)}=…", value))
+        document = _lay_over(document, value)
+    # Of one layer there is nothing to tell apart.
+    paths = _paths(document) if len(layers) > 1 else ()
+    owners = {
+        ".".join(path): next(layer.place for layer in reversed(layers) if _home_of(layer.tables, path))
+        for path in paths
+    }
+    return document, Places([layer.place for layer in files], owners)
+
+
+def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """A new document. What the layer gives alternatives of makes way."""
+    for alternatives in ALTERNATIVES:
+        paths = [dotted.split(".") for dotted in alternatives]
+        given = [path for path in paths if _home_of(layer, path) is not None]
+        for path in paths if given else ():
+            home = None if path in given else _home_of(document, path)
             if home is not None:
-                del home[dotted.rpartition(".")[2]]
-                gone.append(dotted)
-    return gone
+                del home[path[-1]]
+    return _merge_tables(document, layer)
+
+
+def _merge_tables(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
+    kept = below if isinstance(below, dict) else {}
+    given = {
+        key: _merge_tables(kept.get(key), value) if isinstance(value, dict) else value
+        for key, value in above.items()
+    }
+    return {**kept, **given}
+
+
+def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys of all values, and of tables that are empty."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _paths(value, (*inside, key))
+        else:
+            yield (*inside, key)
+
+
+def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str], Any]:
+    """The keys of `table.key=value`, and the value."""
+    dotted, equals, text = override.partition("=")  # in errors without its value, which may be a key
+    keys = dotted.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise JobError(f"--set {dotted!r}: expected table.key=value, such as training.group_size=4")
+    table: Any = document
+    for key in keys[:-1]:
+        table = table.get(key, {})
+        if not isinstance(table, dict):
+            several = isinstance(table, list) and table and isinstance(table[0], dict)
+            kind = "several tables, of which --set names none" if several else "a value, not a table"
+            raise JobError(f"--set {dotted!r}: {key} is {kind}")
+    try:
+        return keys, tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        return keys, text
 
 
 def anchor(document: Mapping[str, Any], folder: Path) -> None:
@@ -129,16 +212,15 @@ def _anchored(value: Any, folder: Path) -> Any:
     return os.path.abspath(folder / value)  # not resolved: a link may be moved to another model
 
 
-def _home_of(document: Mapping[str, Any], dotted: str) -> dict[str, Any] | None:
+def _home_of(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
     """The table that holds a key, if one does."""
-    *tables, key = dotted.split(".")
-    found: Any = document
-    for table in tables:
-        found = found.get(table) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) and key in found else None
+    table: Any = document
+    for name in path[:-1]:
+        table = table.get(name) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) and path[-1] in table else None
 
 
-def is_in(key: str, table: str) -> bool:
+def _is_in(key: str, table: str) -> bool:
     """Whether `key` is `table`, or stands below it."""
     return f"{key}.".startswith(f"{table}.")
 
@@ -152,17 +234,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise JobError(f"{path}: cannot be read: {error}") from error
     except tomli.TOMLDecodeError as error:
         raise JobError(f"{path}: not valid TOML: {error}") from error
-
-
-def _lay_over(
-    document: dict[str, Any], layer: Mapping[str, Any], owners: dict[str, str], *, file: str, inside: str
-) -> None:
-    for key, value in layer.items():
-        dotted = f"{inside}{key}"
-        if isinstance(value, dict) and isinstance(document.setdefault(key, {}), dict):
-            _lay_over(document[key], value, owners, file=file, inside=f"{dotted}.")
-            continue
-        for below in [known for known in owners if is_in(known, dotted)]:
-            del owners[below]
-        document[key] = value
-        owners[dotted] = file

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.jobfile.layers import Places
 from trainer_backend.jobfile.model_table import HUB_NAME
-from trainer_backend.jobfile.overrides import Places
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import model_in
 

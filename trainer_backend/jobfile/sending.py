@@ -9,15 +9,14 @@ from pathlib import Path
 import tomli_w
 
 from trainer_backend.errors import JobError
-from trainer_backend.jobfile.layers import read_layers
-from trainer_backend.jobfile.overrides import apply_override
+from trainer_backend.jobfile.layers import merge, read_layers
 
 
 def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> str:
     """The TOML to send. What it means is for the service to say, which knows its own version.
 
     Raises:
-        JobError: a file cannot be read, is no TOML where it has to be joined, or --set names no key.
+        JobError: a file cannot be read, is no TOML where it has to be merge, or --set names no key.
     """
     if len(paths) == 1 and not overrides:
         try:
@@ -26,7 +25,5 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> str:
             raise JobError(f"{paths[0]}: no such file") from error
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"{paths[0]}: cannot be read: {error}") from error
-    document, _ = read_layers(paths, anchored=False)
-    for override in overrides:
-        apply_override(document, override)
+    document, _ = merge(read_layers(paths, anchored=False), overrides)
     return tomli_w.dumps(document)

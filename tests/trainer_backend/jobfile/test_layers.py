@@ -76,6 +76,7 @@ def test_one_model_makes_way_for_another(layered):
         ('[algorithm]\nadvantage = "grop"', "a.toml: algorithm.advantage is 'grop'; "),
         ("[training]\ngroup_size = 7", "a.toml: rollout.episodes_per_batch (64) must be a multiple of "),
         ("[nonsense]\nx = 1", "a.toml: nonsense is not a key; "),
+        ("[data]\nshuffle = true", "a.toml: data.path is required"),
         ("[training\n", "a.toml: not valid TOML: "),
     ],
 )
