@@ -1,4 +1,4 @@
-"""The task apps of a job, over all its collections: which there are, which answer, how fast each is."""
+"""The task apps of a job, over all its collections: which there are, which answer, what each can take."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +17,8 @@ from trainer_backend.errors import TaskAppError
 
 log = structlog.get_logger("trainer")
 
-# Weight of a new measurement in the moving mean of an app's speed.
-_NEWEST = 0.1
 _MANY = 1_000_000
-_LEAST_TRUST = 1 / 64
+_LEAST_WEIGHT = 1 / 64
 # How often one is asked at the start, where it may just be starting too.
 _AT_THE_START = 6
 
@@ -40,8 +38,7 @@ class App:
         retired: its name does not lead to it any more; when it is lost, it is forgotten.
         instance_id: the process that answered last.
         at_most: rollouts that it runs at a time.
-        seconds_per_decision: moving mean, from being given a rollout to having its result.
-        trust: 1, halved by each rollout that fails there, doubled by each that finishes.
+        weight: how many unfinished rollouts it has beside those of the other apps.
     """
 
     def __init__(self, client: TaskAppClient, label: str = "") -> None:
@@ -51,19 +48,19 @@ class App:
         self.retired = False
         self.instance_id = ""
         self.at_most = _MANY
-        self.seconds_per_decision: float | None = None
-        self.trust = 1.0
+        self.weight = 1.0
 
-    def took(self, seconds: float, decisions: int) -> None:
-        """Note how long a rollout took that has finished."""
-        self.trust = min(2 * self.trust, 1.0)
-        measured = seconds / max(decisions, 1)
-        before = self.seconds_per_decision
-        self.seconds_per_decision = measured if before is None else before + _NEWEST * (measured - before)
+    def judge(self, *, finished: bool) -> None:
+        """Note that a rollout has ended here while the other apps had work too.
 
-    def failed(self) -> None:
-        """Note that a rollout failed."""
-        self.trust = max(self.trust / 2, _LEAST_TRUST)
+        The weight grows with each that finished, and so as fast as the app is. Each that failed halves it: an
+        app that fails whatever it gets has room all the time, and would take everything.
+        """
+        self.weight = self.weight + 1 if finished else max(self.weight / 2, _LEAST_WEIGHT)
+
+    def judge_anew(self) -> None:
+        """Let what comes count for more than what was, as a collection begins."""
+        self.weight = (self.weight + 1) / 2
 
     async def look(self, *, attempts: int = 1) -> None:
         """Ask who it is.

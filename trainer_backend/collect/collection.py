@@ -20,15 +20,22 @@ class AppFigures:
         finished: rollouts that it brought and that count.
         lost: rollouts that went with it, and were asked for again.
         outages: how often it stopped answering.
-        seconds_per_decision: the moving mean that work is shared out by; None before the first.
+        decisions: of the rollouts that it brought and that count.
+        wall_s: what those rollouts took, summed; they run beside each other.
         answers: whether it answered at the end.
     """
 
     finished: int
     lost: int
     outages: int
-    seconds_per_decision: float | None
+    decisions: int
+    wall_s: float
     answers: bool
+
+    @property
+    def seconds_per_decision(self) -> float | None:
+        """None where it brought no decision."""
+        return self.wall_s / self.decisions if self.decisions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,7 @@ def _added(before: AppFigures | None, after: AppFigures) -> AppFigures:
         before.finished + after.finished,
         before.lost + after.lost,
         before.outages + after.outages,
-        after.seconds_per_decision,
+        before.decisions + after.decisions,
+        before.wall_s + after.wall_s,
         after.answers,
     )

@@ -6,7 +6,6 @@ is infrastructure too: what it had goes to the others (work.py), and back again 
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -26,22 +25,17 @@ _LAST_WORD_S = 5.0
 
 
 class Collector:
-    """Asks the task apps in `apps`: the fast ones for more, each for whole groups where that can be.
+    """Has the task apps in `apps` take rollouts from one queue, each whole groups where that can be.
 
     Args:
         timeout_s: deadline of one collection.
         max_running: rollouts that may be submitted and unfinished at a time, over all task apps; None is all.
-        clock: seconds that only grow.
     """
 
-    def __init__(
-        self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    def __init__(self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None) -> None:
         if not apps.members:
             raise ValueError("a collector needs at least one task app")
-        self._apps, self._clock = apps, clock
-        self._timeout_s, self._max_running = timeout_s, max_running
+        self._apps, self._timeout_s, self._max_running = apps, timeout_s, max_running
 
     async def collect(
         self,
@@ -65,7 +59,7 @@ class Collector:
         if not requests:
             return Collection(())
         tally = Tally(len(requests), progress, keep)
-        work = Work(requests, places=self._max_running or len(requests), tally=tally, clock=self._clock)
+        work = Work(requests, places=self._max_running or len(requests), tally=tally)
         crew = _Crew(self._apps, work)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -121,6 +115,7 @@ class _Crew:
             async with asyncio.TaskGroup() as group:
 
                 def take_on(app: App) -> asyncio.Task[None]:
+                    app.judge_anew()
                     desk = Desk(app)
                     self._work.desks.append(desk)
                     self._lanes.append(Lane(self._apps, desk, self._work, self._changed))

@@ -34,7 +34,6 @@ class Lane:
         self._look_s = 0.0
         self._strikes = 0
         self._sent = asyncio.Event()
-        desk.open = self.answers
 
     async def run(self) -> None:
         """Serve until cancelled, or until the app is lost and its name leads elsewhere.
@@ -151,7 +150,7 @@ class Lane:
 
     def _lose(self, error: BaseException) -> None:
         """The app does not answer: whatever it has goes to the others, or waits."""
-        self._app.lost, self.desk.open = str(error), False
+        self._app.lost = str(error)
         self._strikes = 0
         self.desk.outages += 1
         self.desk.unwanted |= set(self.desk.asked)
@@ -185,7 +184,7 @@ class Lane:
             self._cursor = None
             self.desk.unwanted.clear()
         self._apps.tell(f"task app answers: {self._client.url}")
-        self._app.lost, self.desk.open = None, True
+        self._app.lost = None
         self._work.deal()
         return True
 

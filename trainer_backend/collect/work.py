@@ -1,19 +1,20 @@
-"""The rollouts of a collection: which wait, which task app has which, and what becomes of each. No I/O.
+"""The rollouts of a collection: one queue, which task app has which, and what becomes of each. No I/O.
+
+The task apps share the queue out by themselves. Each takes a group, then the next; one that finds the queue
+empty helps another app with its group. A faster app has room again sooner, and so takes more.
 
 Every rollout counts once, whichever task app brings it first. One that goes with its task app is asked for
 again, under the same id and seeds; one that fails is planned once more under a new id, with the same seeds.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.apps import App
-from trainer_backend.collect.balance import Load, choose, fair_shares
 from trainer_backend.collect.collection import AppFigures, Tally
 from trainer_backend.collect.plan import retried
 
@@ -29,7 +30,6 @@ class Planned:
     request: RolloutRequest
     desk: "Desk | None" = None
     failed_at: "Desk | None" = None
-    given_s: float = 0.0
     failures: int = 0
     losses: int = 0
 
@@ -43,7 +43,7 @@ class Desk:
     """What one task app has of a collection.
 
     Attributes:
-        open: whether it takes work.
+        group: what nobody has yet of the group that it took last.
         given: rollouts that it has, by id.
         unsent: of these, those that it is yet to be asked for.
         asked: of these, those that it was asked for, and the instance that accepted; "" before it has.
@@ -54,7 +54,7 @@ class Desk:
     """
 
     app: App
-    open: bool = False
+    group: deque[Planned] = field(default_factory=deque)
     given: dict[str, Planned] = field(default_factory=dict)
     unsent: list[Planned] = field(default_factory=list)
     asked: dict[str, str] = field(default_factory=dict)
@@ -65,6 +65,13 @@ class Desk:
     finished: int = 0
     lost: int = 0
     outages: int = 0
+    decisions: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes work."""
+        return self.app.lost is None and not self.app.retired
 
     def take_back(self, planned: Planned) -> bool:
         """It is not this app's any more; whether it may have been asked for it."""
@@ -76,8 +83,8 @@ class Desk:
         return False
 
     def figures(self) -> AppFigures:
-        seconds = self.app.seconds_per_decision
-        return AppFigures(self.finished, self.lost, self.outages, seconds, self.app.lost is None)
+        answers = self.app.lost is None
+        return AppFigures(self.finished, self.lost, self.outages, self.decisions, self.wall_s, answers)
 
 
 class Work:
@@ -86,42 +93,31 @@ class Work:
         requests: all of one run.
         places: how many may be with task apps at a time.
         tally: is told what ended.
-        clock: seconds that only grow.
     """
 
-    def __init__(
-        self, requests: Sequence[RolloutRequest], *, places: int, tally: Tally, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, requests: Sequence[RolloutRequest], *, places: int, tally: Tally) -> None:
         self.run_id = requests[0].run_id
         self.tally = tally
         self.desks: list[Desk] = []
         self.done = asyncio.Event()
-        self._places, self._clock = places, clock
-        self._waiting = deque(Planned(request) for request in requests)
-        self._open = {planned.rollout_id: planned for planned in self._waiting}
-        self._group_sizes = Counter(request.group_id for request in requests)
-        self._homes: dict[str, Desk] = {}
+        self._places = places
+        self._open = {request.rollout_id: Planned(request) for request in requests}
+        groups: dict[str, deque[Planned]] = {}
+        for planned in self._open.values():
+            groups.setdefault(planned.request.group_id, deque()).append(planned)
+        self._groups = deque(groups.values())
+        # What was lost or has failed is taken before anything new.
+        self._again: deque[Planned] = deque()
 
     def deal(self) -> None:
-        """Give what waits to the task apps that have room."""
-        desks = [desk for desk in self.desks if desk.open and not desk.app.retired]
+        """Let the task apps that have room take what waits, until none can or no place is free.
+
+        The app whose turn it is has the fewest unfinished rollouts for its weight. One that has none is
+        always next: it could not show otherwise that it has become fast, or that it is in order again.
+        """
         free = self._places - sum(len(desk.given) for desk in self.desks)
-        if not (self._waiting and desks and free > 0):
-            return
-        shares = self._shares(desks)
-        while self._waiting and free > 0:
-            first = self._waiting[0]
-            # Once more at the app where it failed only if there is no other. Shares are then without it, or
-            # others that have none beside it would leave the rollout waiting for ever.
-            others = [desk for desk in desks if desk is not first.failed_at] or desks
-            own = shares if len(others) == len(desks) else self._shares(others)
-            chosen = self._choose(first, others, own)
-            if chosen is None:
-                return
-            desk, count = chosen
-            count = min(count, free, 1 if first.failed_at else self._siblings_at_the_front())
-            self._give(desk, count)
-            free -= count
+        while free > 0 and self._take_one():
+            free -= 1
 
     def end(self, desk: Desk, rollout: Rollout) -> None:
         """A rollout has ended at a task app. It counts unless it has counted, or another app has it now."""
@@ -130,13 +126,15 @@ class Work:
         if planned is None or (planned.desk is not desk and rollout.status != "finished"):
             desk.settled.append(rollout.rollout_id)
             return
-        was_here = planned.desk is desk
+        # An app that stands idle for want of work is overtaken by slower ones: that would tell nothing.
+        if planned.desk is desk and all(other.given for other in self.desks if other.open):
+            desk.app.judge(finished=rollout.status == "finished")
         self._take_back(planned, but_from=desk)
         if rollout.status == "finished":
-            if was_here:
-                steps = rollout.trajectory.steps if rollout.trajectory else ()
-                desk.app.took(self._clock() - planned.given_s, len(steps))
             desk.finished += 1
+            if rollout.trajectory is not None:
+                desk.decisions += len(rollout.trajectory.steps)
+                desk.wall_s += rollout.trajectory.wall_s
             desk.unacked.append(rollout.rollout_id)
             self.tally.finished(rollout)
             self._close(planned)
@@ -151,51 +149,42 @@ class Work:
                 desk.lost += 1
                 self.tally.failed_once(TaskAppLost.code)
             if planned.losses < _MAX_LOSSES:
-                self._waiting.appendleft(planned)
+                self._again.appendleft(planned)
             else:
                 self.tally.failed_for_good(_lost(planned.request, desk.app.instance_id, why))
                 self._close(planned)
         self.deal()
 
-    def _shares(self, desks: Sequence[Desk]) -> list[int]:
-        return fair_shares(
-            self._places,
-            [desk.app.seconds_per_decision for desk in desks],
-            [desk.app.at_most for desk in desks],
-            [desk.app.trust for desk in desks],
-        )
+    def _take_one(self) -> bool:
+        """Whether a task app has taken a rollout."""
+        takers = [desk for desk in self.desks if desk.open and len(desk.given) < desk.app.at_most]
+        for desk in sorted(takers, key=lambda desk: len(desk.given) / desk.app.weight):
+            planned = self._next_for(desk)
+            if planned is not None:
+                planned.desk = desk
+                desk.given[planned.rollout_id] = planned
+                desk.unsent.append(planned)
+                desk.wake.set()
+                return True
+        return False
 
-    def _choose(
-        self, first: Planned, desks: Sequence[Desk], shares: Sequence[int]
-    ) -> tuple[Desk, int] | None:
-        group_id = first.request.group_id
-        home = self._homes.get(group_id)
-        loads = [
-            Load(len(desk.given), share, desk.app.at_most) for desk, share in zip(desks, shares, strict=True)
-        ]
-        chosen = choose(self._group_sizes[group_id], desks.index(home) if home in desks else None, loads)
-        if chosen is None:
-            return None
-        self._homes[group_id] = desks[chosen[0]]
-        return desks[chosen[0]], chosen[1]
-
-    def _siblings_at_the_front(self) -> int:
-        group_id = self._waiting[0].request.group_id
-        return sum(1 for _ in takewhile(lambda item: item.request.group_id == group_id, self._waiting))
-
-    def _give(self, desk: Desk, count: int) -> None:
-        for _ in range(count):
-            planned = self._waiting.popleft()
-            planned.desk, planned.given_s = desk, self._clock()
-            desk.given[planned.rollout_id] = planned
-            desk.unsent.append(planned)
-        desk.wake.set()
+    def _next_for(self, desk: Desk) -> Planned | None:
+        """Take it from the queue. Siblings stay together while there are other groups to take."""
+        alone = sum(other.open for other in self.desks) == 1
+        for planned in self._again:
+            if alone or planned.failed_at is not desk:  # where it failed only if there is no other app
+                self._again.remove(planned)
+                return planned
+        if not desk.group and self._groups:
+            desk.group = self._groups.popleft()
+        group = desk.group or max((other.group for other in self.desks), key=len)
+        return group.popleft() if group else None
 
     def _take_back(self, planned: Planned, *, but_from: Desk) -> None:
         """From whoever has it; an app that may be running it and has not brought it is told to stop."""
         desk = planned.desk
         if desk is None:
-            self._waiting.remove(planned)
+            self._again.remove(planned)
         elif desk.take_back(planned) and desk is not but_from:
             desk.unwanted.add(planned.rollout_id)
             desk.wake.set()
@@ -206,14 +195,13 @@ class Work:
         if rollout.status != "cancelled":
             planned.failures += 1
             planned.failed_at = desk
-            desk.app.failed()
         self.tally.failed_once(rollout.failure.code if rollout.failure else rollout.status)
         if planned.failures < _MAX_ATTEMPTS and planned.losses < _MAX_LOSSES:
             desk.settled.append(rollout.rollout_id)
             del self._open[rollout.rollout_id]
             planned.request = retried(planned.request)
             self._open[planned.rollout_id] = planned
-            self._waiting.appendleft(planned)
+            self._again.appendleft(planned)
         else:
             desk.unacked.append(rollout.rollout_id)
             self.tally.failed_for_good(rollout)

@@ -152,8 +152,8 @@ async def test_what_one_app_fails_another_one_plays_and_the_failing_one_gets_les
     assert not found.failed
     assert {item.instance_id for item in found.rollouts} == {"other"}
     assert found.failures == {"inference_unavailable": len(failing.ended)}
-    # 4 places, halved by each failure: from the third on it has one
-    assert apps.members[0].trust < 1 == apps.members[1].trust
+    # 4 places, and half as many after each failure: from the third on it has one
+    assert apps.members[0].weight < 1 < apps.members[1].weight
 
 
 async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_takes_new_work():

@@ -49,8 +49,7 @@ async def test_the_window_is_full_until_nothing_is_left_to_submit():
 async def test_task_apps_share_the_window():
     first, second = OneByOne(), OneByOne()
     async with served(first) as a, served(second) as b:
-        apps = TaskApps.of([a, b])  # and the clock stands still, so that none seems faster
-        await Collector(apps, timeout_s=30, max_running=3, clock=lambda: 0.0).collect(plan(10))
+        await Collector(TaskApps.of([a, b]), timeout_s=30, max_running=3).collect(plan(10))
     assert (max(first.running), max(second.running)) == (2, 1)
 
 
