@@ -107,8 +107,7 @@ class TaskApp(FastAPI):
 def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
     """What stands before the routes; the last one is the first one met."""
     settings, keys = services.settings, services.keys
-    write = services.book.write if services.book is not None else None
-    app = Once(app, answers=services.answers, write=write)
+    app = Once(app, database=services.database)
     app = Deadline(app, at_most_s=settings.request_deadline_s)
     app = ShortWay(app, services)
     app = Content(app)

@@ -228,7 +228,7 @@ class JournalFailed(TaskAppError):
 
 
 class JournalDamaged(TaskAppError):
-    """A file under --state-dir that no session can be brought back from; it is left where it is."""
+    """A session under --state-dir that cannot be brought back; it stays in the database."""
 
     code = "journal_damaged"
 

@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -12,15 +11,11 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from shared_schemas.rollouts import RolloutRequest
-from task_app.errors import JournalFailed
 from task_app.guards.auth import Keys
-from task_app.guards.idempotency import Answers
 from task_app.guards.threads import Threads
 from task_app.interactions.service import Interactions
 from task_app.interactions.sessions import InteractionSession
-from task_app.journal.answer_book import AnswerBook
-from task_app.journal.keeping import NotKept, StateDir, state_dir
-from task_app.journal.recovery import recover
+from task_app.journal.sessions import Database, SessionStore
 from task_app.observing.metrics import Metrics
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.registry import Sessions
@@ -49,12 +44,11 @@ class Services:
     policies: Sessions[PolicySession] = field(init=False)
     interactions: Interactions = field(init=False)
     interaction_sessions: Sessions[InteractionSession] = field(init=False)
-    answers: Answers = field(init=False)
+    database: Database = field(init=False)
+    store: SessionStore = field(init=False)
     snapshots: Held = field(init=False)
     metrics: Metrics = field(default_factory=Metrics)
     threads: Threads = field(init=False)
-    state: StateDir | None = field(init=False)
-    book: AnswerBook | None = field(init=False)
     draining: bool = False
     _session: aiohttp.ClientSession | None = None
 
@@ -76,18 +70,36 @@ class Services:
         self.threads = Threads(
             most=self.settings.max_plugin_threads, stuck_after_s=self.settings.plugin_stuck_after_s
         )
-        self.state = state_dir(self.settings, self.boards)
-        keep = self.state or NotKept()
+        settings = self.settings
+        self.database = Database(
+            settings.state_dir,
+            most=settings.max_idempotency_keys,
+            most_bytes=settings.max_idempotency_bytes,
+            most_s=settings.idempotency_s,
+        )
+        if settings.state_dir is not None:
+            # A folder that cannot be used is told before anything starts.
+            self.database.open()
+        self.store = SessionStore(
+            self.database,
+            self.boards,
+            snapshot_every=settings.journal_snapshot_every,
+            max_snapshot_bytes=settings.max_snapshot_bytes,
+        )
         self.environments = Sessions(
             "env",
             capacity=capacity,
             idle_s=idle_s,
             on_add=self._watch,
-            opened=keep.opened_environment,
-            closed=keep.closed,
+            opened=self.store.opened,
+            closed=self.store.closed,
         )
         self.policies = Sessions(
-            "policy", capacity=capacity, idle_s=idle_s, opened=keep.opened_policy, closed=keep.closed
+            "policy",
+            capacity=capacity,
+            idle_s=idle_s,
+            opened=self.store.opened,
+            closed=self.store.closed,
         )
         self.interaction_sessions = Sessions(
             "interaction",
@@ -99,12 +111,6 @@ class Services:
         self.snapshots = Held(
             at_most=self.settings.max_snapshots_held, at_most_bytes=self.settings.max_snapshots_bytes
         )
-        self.answers = Answers(
-            most=self.settings.max_idempotency_keys,
-            most_bytes=self.settings.max_idempotency_bytes,
-            most_s=self.settings.idempotency_s,
-        )
-        self.book = AnswerBook(self.state, self.answers) if self.state is not None else None
 
     def policy_context(
         self, *, inference_key: SecretStr | None, rollout_id: str | None = None
@@ -159,31 +165,26 @@ class Services:
 
     def start(self) -> None:
         """Open the one client session of the service; each running rollout has at most one call open."""
+        self.database.open()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=2 * self.settings.max_concurrent_rollouts),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def recover(self) -> None:
-        """Bring back what the state folder holds, before anybody is answered."""
-        if self.state is None or self.book is None:
+        """Bring back the sessions under --state-dir, before anybody is answered."""
+        if self.settings.state_dir is None:
             return
-        self.book.read()
-        found = await recover(
-            self.state, self.answers, self.threads, lambda: self.policy_context(inference_key=None)
+        environments, policies = await self.store.recover(
+            self.threads, lambda: self.policy_context(inference_key=None)
         )
-        for env_id, environment in found.environments.items():
+        for env_id, environment in environments.items():
             self.environments.adopt(env_id, environment)
-        for policy_id, policy in found.policies.items():
+        for policy_id, policy in policies.items():
             self.policies.adopt(policy_id, policy)
-        for claim in found.owing:
-            # Where that fails, the log says so, and whoever asks again is told.
-            with suppress(JournalFailed):
-                if claim.touched:
-                    self.book.write(claim)
         log.info(
             "sessions_recovered",
-            environments=len(found.environments), policies=len(found.policies), answers=len(self.answers),
+            environments=len(environments), policies=len(policies), answers=self.database.kept[0],
         )  # fmt: skip
 
     async def drain(self, *, within_s: float) -> None:
@@ -203,8 +204,7 @@ class Services:
         await self.runner.rewards.close()
         await self.interactions.close()
         await self.session.close()
-        if self.state is not None:
-            self.state.close()
+        self.database.close()
 
 
 def _finalise(_: str, session: InteractionSession) -> None:

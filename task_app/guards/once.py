@@ -3,14 +3,21 @@
 It stands inside the gate, so that only holders of a key reach it, and outside all that answers such a POST.
 """
 
-from collections.abc import Callable
+import hashlib
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from task_app.errors import AnswerLost, InvalidRequest, JournalFailed, TaskAppError
+from task_app.errors import (
+    AnswerLost,
+    CapacityReached,
+    IdempotencyConflict,
+    InvalidRequest,
+    JournalFailed,
+    TaskAppError,
+)
 from task_app.guards.content import given, whole_body
-from task_app.guards.idempotency import CLAIM, Answer, Answers, Claim, RawHeaders, request_digest
+from task_app.journal.sessions import CLAIM, Answer, Claim, Database, RawHeaders
 from task_app.routes.problems import problem_response
 
 HEADER = b"idempotency-key"
@@ -27,14 +34,13 @@ class Once:
 
     Args:
         app: what carries requests out.
-        answers: what was answered of late.
-        write: makes an answer survive the process; None where answers need not.
+        database: keeps the answers.
     """
 
-    def __init__(self, app: ASGIApp, *, answers: Answers, write: Callable[[Claim], None] | None) -> None:
+    def __init__(self, app: ASGIApp, *, database: Database) -> None:
         self._app = app
-        self._answers = answers
-        self._write = write
+        self._database = database
+        self._claims = database.claims
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -47,25 +53,44 @@ class Once:
         try:
             key, body = _key(found), await whole_body(receive)
             digest = request_digest(scope["method"], scope["raw_path"], scope["query_string"], body)
-            claim, is_new = await self._claim(key, digest, path=scope["path"])
+            earlier = await self._earlier(key, digest)
+            if earlier is None:
+                claim = self._claim(key, digest, path=scope["path"])
         except TaskAppError as error:
             await problem_response(error)(scope, receive, send)
             return
-        if is_new:
-            await self._carry_out(claim, scope, given(body, receive), send)
+        if earlier is not None:
+            await _send(earlier, send, extra=(REPLAYED,))
         else:
-            assert claim.answer is not None, "only what is answered is told again"
-            await self._tell(claim, claim.answer, send, extra=(REPLAYED,))
+            await self._carry_out(claim, scope, given(body, receive), send)
 
-    async def _claim(self, key: str, digest: str, *, path: str) -> tuple[Claim, bool]:
-        """The claim of this request, and whether it is to be carried out now; waits for one under way."""
-        while (claim := self._answers.find(key, digest)) is not None:
-            if claim.answer is not None:
-                return claim, False
-            await claim.settled.wait()
-        claim = self._answers.take(key, digest)
-        claim.written = self._write is None or path.startswith(OF_THIS_PROCESS)
-        return claim, True
+    async def _earlier(self, key: str, digest: str) -> Answer | None:
+        """The answer of this request if it came before, waited for if that is still carried out.
+
+        Raises:
+            IdempotencyConflict: the key came with another request.
+            JournalFailed: it was carried out, but the answer cannot be written.
+        """
+        while (claim := self._claims.get(key)) is not None:
+            _check_same(claim.digest, digest)
+            if claim.is_open:
+                await claim.settled.wait()
+            else:
+                self._database.write_answer(claim)
+        stored = self._database.answer(key)
+        if stored is None:
+            return None
+        _check_same(stored[0], digest)
+        return stored[1] or _lost("the task app was killed before it answered")
+
+    def _claim(self, key: str, digest: str, *, path: str) -> Claim:
+        """Claim a new key for a request that is carried out now; raises CapacityReached."""
+        most = self._database.most
+        if len(self._claims) >= most:
+            raise CapacityReached(f"{most} requests with an Idempotency-Key are being carried out")
+        claim = Claim(key=key, digest=digest, survives=not path.startswith(OF_THIS_PROCESS))
+        self._claims[key] = claim
+        return claim
 
     async def _carry_out(self, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
         kept = _Kept()
@@ -74,36 +99,33 @@ class Once:
             await self._app(scope, receive, kept)
         except BaseException:
             # How far it came is not known: to do it again would be the worse mistake.
-            self._answers.settle(claim, lost_answer("it failed inside the task app"))
             with suppress(JournalFailed):
-                self._make_durable(claim)
+                self._settle(claim, _lost("it failed inside the task app"))
             raise
         finally:
             CLAIM.reset(token)
         answer = kept.answer()
-        if answer.status in NOT_TAKEN and not claim.touched:
-            self._answers.release(claim)
+        if answer.status in NOT_TAKEN and not claim.has_done_something:
+            del self._claims[claim.key]
+            claim.settled.set()
             await _send(answer, send)
             return
         kept_answer = answer
         if answer.status in NOT_TAKEN:
-            kept_answer = lost_answer(f"it was cut short with {answer.status}")
-        elif answer.size > self._answers.most_bytes:
-            kept_answer = lost_answer("its answer was too large to keep")
-        self._answers.settle(claim, kept_answer)
-        await self._tell(claim, answer, send)
-
-    async def _tell(self, claim: Claim, answer: Answer, send: Send, *, extra: RawHeaders = ()) -> None:
-        """Send the answer, once that of the claim is written where it has to be."""
+            kept_answer = _lost(f"it was cut short with {answer.status}")
+        elif answer.size > self._database.most_bytes:
+            kept_answer = _lost("its answer was too large to keep")
         try:
-            self._make_durable(claim)
+            self._settle(claim, kept_answer)
         except JournalFailed as error:
-            answer, extra = answer_of(error), ()
-        await _send(answer, send, extra=extra)
+            answer = _answer_of(error)
+        await _send(answer, send)
 
-    def _make_durable(self, claim: Claim) -> None:
-        if self._write is not None and not claim.written:
-            self._write(claim)
+    def _settle(self, claim: Claim, answer: Answer) -> None:
+        """Keep the answer, and let those who wait for it go on; raises JournalFailed."""
+        claim.answer = answer
+        claim.settled.set()
+        self._database.write_answer(claim)
 
 
 class _Kept:
@@ -111,7 +133,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._status = 500
-        self._headers: tuple[tuple[bytes, bytes], ...] = ()
+        self._headers: RawHeaders = ()
         self._body = bytearray()
 
     async def __call__(self, message: Message) -> None:
@@ -125,6 +147,13 @@ class _Kept:
         return Answer(self._status, self._headers, bytes(self._body))
 
 
+def request_digest(method: str, raw_path: bytes, query: bytes, body: bytes) -> str:
+    """Of all that makes two requests the same; the lengths keep the parts apart."""
+    parts = (method.encode(), raw_path, query, body)
+    framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hashlib.blake2b(framed, digest_size=16).hexdigest()
+
+
 def _key(found: list[bytes]) -> str:
     key = found[0].decode("latin-1").strip()
     if len(found) > 1 or not 0 < len(key) <= LONGEST_KEY or not (key.isascii() and key.isprintable()):
@@ -136,9 +165,18 @@ def _key(found: list[bytes]) -> str:
     return key
 
 
-def lost_answer(reason: str) -> Answer:
+def _check_same(earlier: str, digest: str) -> None:
+    if earlier != digest:
+        raise IdempotencyConflict(
+            "this Idempotency-Key came with another request before",
+            where="header Idempotency-Key",
+            hint="a new request needs a new key; a retry repeats method, path and body byte for byte",
+        )
+
+
+def _lost(reason: str) -> Answer:
     """What a retry is told when its request may have been carried out, but the answer is not there."""
-    return answer_of(
+    return _answer_of(
         AnswerLost(
             f"the first request with this Idempotency-Key may have been carried out, but {reason}",
             where="header Idempotency-Key",
@@ -147,7 +185,7 @@ def lost_answer(reason: str) -> Answer:
     )
 
 
-def answer_of(error: TaskAppError) -> Answer:
+def _answer_of(error: TaskAppError) -> Answer:
     response = problem_response(error)
     return Answer(response.status_code, tuple(response.raw_headers), bytes(response.body))
 

@@ -1,221 +1,542 @@
-"""The file of one session under --state-dir, while the session lives (the format: task_app.journal.keeping).
+"""Sessions, and the answers that retries get, in one SQLite database; --state-dir keeps it on disk.
 
-What cannot be written is kept, and written before anything else happens to the session: a step that was taken
-is never missing from its file, and never there twice.
+    sessions   id | facts: JSON | snapshot: the whole session, or NULL: an environment, reset to facts.seed
+    steps      session, number | calls: [[tool, arguments as text]] | seen: digest of what the decision showed
+    answers    key | digest of the request | state: open, kept, process | at_s | size | status, headers, body:
+               NULL if they are lost
+
+A session is its row and its steps, which are played again at the start. A policy has no steps.
+
+What a request with an Idempotency-Key does is written with its answer, in one transaction: a kill before that
+undoes all of it, and its retry does it. When another request comes to one of its sessions first, what it has
+done so far is written before anything else happens there, and its key in the state `open`. It is not undone
+any more, and after a kill its retry is told that the answer is lost (409 answer_lost).
+
+What cannot be written is kept in memory, and written before anything else happens to the session.
 """
 
-import base64
+import asyncio
 import hashlib
 import json
+import os
+import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import structlog
 
-from task_app.errors import JournalFailed, TaskAppError
-from task_app.guards.idempotency import CLAIM, Claim
-from task_app.journal.files import FORMAT, JournalFile, read_records
-from task_app.plugins import PlugBoards
-from task_app.protocols import DecisionOutcome, RestorableEnvironment, ToolRequest
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import EnvSpec
+from task_app.actions import json_object
+from task_app.errors import JournalDamaged, JournalFailed, SettingsError, TaskAppError
+from task_app.guards.threads import Threads
+from task_app.plugins import PlugBoards, PolicyContext
+from task_app.protocols import DecisionOutcome, RestorableEnvironment, RestorablePolicy, ToolRequest
 from task_app.sessions import EnvironmentSession, PolicySession
-from task_app.snapshots.sessions import seal_environment, seal_policy, take_environment, take_policy
+from task_app.snapshots.sessions import (
+    environment_session,
+    open_environment,
+    open_policy,
+    policy_session,
+    seal_environment,
+    seal_policy,
+    take_environment,
+    take_policy,
+)
 
-Record = dict[str, Any]
-S = TypeVar("S", EnvironmentSession, PolicySession)
-
+FILE = "sessions.sqlite3"
+FORMAT = 3
+# "TWSN": what `file` and the next start know the database by.
+APPLICATION_ID = 0x5457534E
+# Pages between two moves of the log into the file, which wait for the disk: about a millisecond each.
+PAGES_A_CHECKPOINT = 200
 FREE_SPACE = "free space under the task app's --state-dir"
+SCHEMA = f"""
+BEGIN;
+CREATE TABLE sessions (id TEXT PRIMARY KEY, facts TEXT NOT NULL, snapshot BLOB);
+CREATE TABLE steps (session TEXT, number INTEGER, calls TEXT NOT NULL, seen TEXT NOT NULL,
+    PRIMARY KEY (session, number)) WITHOUT ROWID;
+CREATE TABLE answers (key TEXT PRIMARY KEY, digest TEXT NOT NULL, state TEXT NOT NULL, at_s REAL NOT NULL,
+    size INTEGER NOT NULL, status INTEGER, headers BLOB, body BLOB);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {FORMAT};
+COMMIT;
+"""
 
 log = structlog.get_logger("task_app")
 
-
-class Home(Protocol):
-    """What a journal needs of the state folder that it is in (task_app.journal.keeping.StateDir)."""
-
-    boards: PlugBoards
-    snapshot_every: int
-    max_snapshot_bytes: int
-
-    def file(self, name: str) -> JournalFile: ...
+Statement = tuple[str, tuple[Any, ...]]
+RawHeaders = tuple[tuple[bytes, bytes], ...]
+Session = EnvironmentSession | PolicySession
 
 
-class SessionJournal(Generic[S]):
-    """What environment and policy sessions have in common.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response, as it was sent."""
+
+    status: int
+    headers: RawHeaders
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + sum(len(name) + len(value) for name, value in self.headers)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """What a request did and the database does not hold yet: statements, by session."""
+
+    changes: dict[str, list[Statement]] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """It is not at its end; it is written then."""
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class Claim(Work):
+    """One Idempotency-Key while its request is carried out, and until the answer is in the database.
+
+    `survives`: the answer is of use to the next process. `begun`: the database holds a part of what it did.
+    """
+
+    key: str = field(kw_only=True)
+    digest: str = field(kw_only=True)
+    survives: bool = field(default=True, kw_only=True)
+    answer: Answer | None = None
+    begun: bool = False
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_open(self) -> bool:
+        return self.answer is None
+
+    @property
+    def has_done_something(self) -> bool:
+        return bool(self.changes) or self.begun
+
+
+# The claim of the request that is being carried out.
+CLAIM: ContextVar[Claim | None] = ContextVar("claim", default=None)
+
+
+class Database:
+    """The one connection to the database, which no other process may open meanwhile.
 
     Args:
-        home: the folder, and how often a session is written as a whole.
-        session_id: names the file.
-        since: decisions that the file holds.
-        owing: claims that it names, whose answers are yet to be written.
+        folder: made if it is not there; None: in memory, for this process.
+        most, most_bytes: answers that are kept, and their bytes together; the oldest goes first.
+        most_s: an answer is kept for so long.
+        clock: seconds that only grow. What the process before kept, is kept from the start of this one on.
     """
 
-    def __init__(self, home: Home, session_id: str, *, since: int = 0, owing: Iterable[Claim] = ()) -> None:
-        self._home = home
-        self._id = session_id
-        self._file = home.file(session_id)
-        self._since = since
-        self._unwritten: list[Record] = []
-        self._open: set[tuple[str, str]] = set()
-        self._removed = False
-        # Slow steps are written down in their threads, and answers told of on the event loop meanwhile.
-        self._lock = threading.Lock()
-        for claim in owing:
-            self._owe(claim)
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        most: int,
+        most_bytes: int,
+        most_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.most, self.most_bytes, self._most_s = most, most_bytes, most_s
+        self._clock = clock
+        # Requests that are carried out, or whose answer could not be written, by key.
+        self.claims: dict[str, Claim] = {}
+        self._connection: sqlite3.Connection | None = None
+        # What is not written of a session: all of it is of one request.
+        self._unwritten: dict[str, Work] = {}
+        # What could not be written.
+        self._failed: list[Work] = []
+        # Keys in the database, and the bytes of their answers.
+        self.kept = (0, 0)
+        # Slow steps end in threads, requests on the event loop.
+        self._lock = threading.RLock()
 
-    def begin(self, session: S) -> None:
-        """Write a new session, as it is now; raises JournalFailed."""
-        claim = _undone_with()
-        try:
-            self._file.replace([self._head(session), _due_to(claim, self._now(session))])
-        except OSError as exc:
-            raise failed("nothing was done:", exc, hint=f"{FREE_SPACE}, then send it again") from exc
-        self._owe(claim)
+    @property
+    def connection(self) -> sqlite3.Connection:
+        assert self._connection is not None, "the database is not open"
+        return self._connection
 
-    def ready(self, session: S) -> None:
-        """Before anything happens: the next record will follow the last one; raises JournalFailed."""
-        with self._lock:
-            try:
-                self._flush()
-                if self._since >= self._home.snapshot_every:
-                    self._compact(session)
-            except OSError as exc:
-                raise failed("nothing was done:", exc, hint=f"{FREE_SPACE}, then send it again") from exc
+    def open(self) -> None:
+        """Open it, if that is still to be done.
 
-    def catch_up(self) -> None:
-        """Write what could not be written when it happened; raises OSError."""
-        with self._lock:
-            if not self._removed:
-                self._flush()
-
-    def told(self, claim: Claim) -> None:
-        """The claim has been answered, which survives the process: what was done for it stays done."""
-        with self._lock:
-            self._open.discard(claim.due)
-            if self._removed:
-                return
-            self._unwritten.append({"op": "told", "claim": claim.due})
-            try:
-                self._flush()
-            except OSError as exc:
-                # The answer is written; this is needed only once that is forgotten.
-                log.error("journal_failed", file=self._file.path.name, reason=str(exc))
-
-    def remove(self) -> None:
-        """The session has ended."""
-        with self._lock:
-            self._removed = True
-            self._file.remove()
-        claim = CLAIM.get()
-        if claim is not None:
-            claim.touched.pop(self._id, None)
-
-    def _append(self, record: Record, *, done: str) -> None:
-        """Write down what was `done`. If that fails, whoever answers the keyed request will find out."""
-        claim = _undone_with()
-        with self._lock:
-            self._unwritten.append(_due_to(claim, record))
-            self._since += 1
-            self._owe(claim)
-            try:
-                self._flush()
-            except OSError as exc:
-                error = failed(done, exc, hint="do not send it again; the next request writes it first")
-                if claim is None:
-                    raise error from exc
-
-    def _flush(self) -> None:
-        if self._unwritten:
-            self._file.append(self._unwritten)
-            self._unwritten.clear()
-
-    def _owe(self, claim: Claim | None) -> None:
-        if claim is not None:
-            self._open.add(claim.due)
-            claim.touched[self._id] = self
-
-    def _compact(self, session: S) -> None:
-        """Let the file begin at the session as it is now; raises OSError."""
-        self._since = 0
-        try:
-            records = [self._head(session), *self._compacted(session)]
-        except TaskAppError as exc:
-            # What it holds is enough to play the session again; only longer.
-            log.error("journal_not_compacted", file=self._file.path.name, reason=exc.detail)
+        Raises:
+            SettingsError: the folder cannot be used, another task app uses it, or the database in it is
+                damaged or of another format.
+        """
+        if self._connection is not None:
             return
-        self._file.replace(records)
+        if self.folder is None:
+            self._connection = _connected(":memory:")
+            self._connection.executescript(SCHEMA)
+        else:
+            self._connection = _opened(self.folder)
+        self.connection.execute("DELETE FROM answers WHERE state = 'process'")
+        self.connection.execute("UPDATE answers SET state = 'kept', at_s = ?", (self._clock(),))
+        held = "SELECT count(*), coalesce(sum(size), 0) FROM answers"
+        self.kept = self.connection.execute(held).fetchone()
 
-    def _compacted(self, session: S) -> list[Record]:
-        """The session as it is now. What open claims did is a part of it, and cannot be undone any more."""
-        return [self._now(session) | self._still_open()]
+    def close(self) -> None:
+        """Let another process use the folder."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _still_open(self) -> Record:
-        return {"open": sorted(self._open)} if self._open else {}
+    def answer(self, key: str) -> tuple[str, Answer | None] | None:
+        """The digest of the request that a key came with, and its answer, or None for a lost one.
 
-    def _head(self, session: S) -> Record:
-        raise NotImplementedError
+        Raises:
+            JournalFailed: it cannot be read.
+        """
+        asked = "SELECT digest, status, headers, body FROM answers WHERE key = ? AND at_s >= ?"
+        try:
+            with self._lock:
+                row = self.connection.execute(asked, (key, self._clock() - self._most_s)).fetchone()
+        except sqlite3.Error as exc:
+            raise _nothing_done(exc) from exc
+        if row is None or row[1] is None:
+            return row and (row[0], None)
+        digest, status, headers, body = row
+        lines = (line.partition(b":") for line in headers.splitlines())
+        return digest, Answer(status, tuple((name, value) for name, _, value in lines), body)
 
-    def _now(self, session: S) -> Record:
-        raise NotImplementedError
+    def ready(self, session_id: str) -> None:
+        """Write what another request did to the session; raises sqlite3.Error."""
+        with self._lock:
+            work = self._unwritten.get(session_id)
+            if work is not None and work is not _open_claim():
+                self.write(work)
+
+    def record(self, session_id: str, statements: list[Statement], *, anew: bool) -> None:
+        """Keep what was done to a session for the answer of its keyed request; without a key, write it now.
+
+        Args:
+            session_id: whose it is.
+            statements: what was done.
+            anew: they say all of the session, so what was not written yet need not be.
+
+        Raises:
+            sqlite3.Error: it could not be written; the next write takes it along.
+        """
+        with self._lock:
+            claim = _open_claim()
+            work = self._unwritten.setdefault(session_id, claim or Work())
+            if anew:
+                work.changes.pop(session_id, None)
+            work.changes.setdefault(session_id, []).extend(statements)
+            if work is not claim:
+                self.write(work)
+
+    def discard(self, session_id: str) -> None:
+        """What could not be written of the session need not be."""
+        with self._lock:
+            work = self._unwritten.pop(session_id, None)
+            if work is not None:
+                del work.changes[session_id]
+
+    def write(self, work: Work) -> None:
+        """Write in one transaction what a request did, its answer, and what could not be written before.
+
+        Raises:
+            sqlite3.Error: nothing was written.
+        """
+        with self._lock:
+            works = list(dict.fromkeys([*self._failed, work]))
+            try:
+                self._commit(works)
+            except sqlite3.Error:
+                self._failed = [each for each in works if not each.is_open]
+                raise
+            self._failed = []
+            for each in works:
+                for session_id in each.changes:
+                    del self._unwritten[session_id]
+                each.changes.clear()
+                if isinstance(each, Claim):
+                    each.begun = True
+                    if not each.is_open:
+                        self.claims.pop(each.key, None)
+
+    def write_answer(self, claim: Claim) -> None:
+        """Write an answer with all that was done for it: nobody is told of it before.
+
+        Raises:
+            JournalFailed: it is kept, and can be written later.
+        """
+        try:
+            self.write(claim)
+        except sqlite3.Error as exc:
+            hint = f"{FREE_SPACE}, then send it again with this Idempotency-Key: it is not carried out twice"
+            raise _failed("this request was carried out, but", exc, hint=hint) from exc
+
+    def _commit(self, works: Sequence[Work]) -> None:
+        kept, connection = self.kept, self.connection
+        try:
+            connection.execute("BEGIN")
+            for work in works:
+                for statement in chain(*work.changes.values()):
+                    connection.execute(*statement)
+                if isinstance(work, Claim):
+                    self._put(work)
+            connection.execute("COMMIT")
+        except sqlite3.Error:
+            self.kept = kept
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+    def _put(self, claim: Claim) -> None:
+        """Write the row of a key as it is now; the oldest answers make room for it."""
+        answer, at_s = claim.answer, self._clock()
+        self._forget("key = ?", claim.key)
+        if answer is None:
+            row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
+        else:
+            headers = b"\n".join(name + b":" + value for name, value in answer.headers)
+            state = "kept" if claim.survives else "process"
+            row = (state, at_s, answer.size, answer.status, headers, answer.body)
+            self._make_room(answer.size, at_s)
+        self.connection.execute(
+            "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (claim.key, claim.digest, *row)
+        )
+        self.kept = (self.kept[0] + 1, self.kept[1] + row[2])
+
+    def _make_room(self, size: int, at_s: float) -> None:
+        """Forget the oldest answers until one more is within the bounds."""
+        oldest = "SELECT rowid, at_s FROM answers WHERE state != 'open' ORDER BY rowid LIMIT 1"
+        while (row := self.connection.execute(oldest).fetchone()) is not None:
+            fits = self.kept[0] < self.most and self.kept[1] + size <= self.most_bytes
+            if fits and row[1] >= at_s - self._most_s:
+                return
+            self._forget("rowid = ?", row[0])
+
+    def _forget(self, which: str, value: str | int) -> None:
+        row = self.connection.execute(f"SELECT rowid, size FROM answers WHERE {which}", (value,)).fetchone()
+        if row is not None:
+            self.connection.execute("DELETE FROM answers WHERE rowid = ?", row[:1])
+            self.kept = (self.kept[0] - 1, self.kept[1] - row[1])
 
 
-class EnvironmentJournal(SessionJournal[EnvironmentSession]):
-    """The file of an environment session (task_app.sessions.Journal).
+class SessionStore:
+    """Writes sessions down while they live, and brings them back.
 
-    An environment without snapshots is played again from its last reset, however long that takes.
+    Args:
+        database: one in memory is left as it is: nobody would read it.
+        boards: what sessions were built from.
+        snapshot_every: decisions between two snapshots of a session.
+        max_snapshot_bytes: of one.
     """
+
+    def __init__(
+        self, database: Database, boards: PlugBoards, *, snapshot_every: int, max_snapshot_bytes: int
+    ) -> None:
+        self.database = database
+        self.boards = boards
+        self.snapshot_every = snapshot_every
+        self.max_snapshot_bytes = max_snapshot_bytes
+
+    def opened(self, session_id: str, session: Session) -> None:
+        """Write a new session down, if it can be brought back at all; raises JournalFailed."""
+        for_good = isinstance(session, EnvironmentSession) or isinstance(session.policy, RestorablePolicy)
+        if for_good and self.database.folder is not None:
+            journal = SessionJournal(self, session_id)
+            journal.begin(session)
+            session.journal = journal
+
+    def closed(self, session_id: str, session: Session) -> None:
+        """The session was terminated, or has expired."""
+        journal, session.journal = session.journal, None
+        if journal is not None:
+            journal.remove()
+
+    async def recover(
+        self, threads: Threads, make_context: Callable[[], PolicyContext]
+    ) -> tuple[dict[str, EnvironmentSession], dict[str, PolicySession]]:
+        """The sessions of the process before. One that cannot be brought back is named in the log, and stays
+        in the database."""
+        policies: dict[str, PolicySession] = {}
+        for session_id, facts, snapshot in self._rows("policy"):
+            with _refusing(session_id):
+                policies[session_id] = self._policy(session_id, json.loads(facts), snapshot, make_context())
+        environments: dict[str, EnvironmentSession] = {}
+        for session_id, facts, snapshot in self._rows("env"):
+            with _refusing(session_id):
+                session = self._environment(json.loads(facts), snapshot)
+                session.threads = threads
+                for policy_id, policy in policies.items():
+                    if policy.bound_env_id == session_id and policy.switches is not None:
+                        session.switches[policy_id] = policy.switches
+                if snapshot is None:
+                    await session.reset(json.loads(facts)["seed"])
+                since = await self._played(session_id, session)
+                session.journal = SessionJournal(self, session_id, since=since)
+                environments[session_id] = session
+        return environments, policies
+
+    def _rows(self, kind: str) -> list[tuple[str, str, bytes | None]]:
+        asked = "SELECT id, facts, snapshot FROM sessions WHERE substr(id, 1, ?) = ?"
+        return self.database.connection.execute(asked, (len(kind) + 1, f"{kind}_")).fetchall()
+
+    def _policy(
+        self, session_id: str, facts: dict[str, Any], snapshot: bytes | None, context: PolicyContext
+    ) -> PolicySession:
+        found = open_policy(snapshot or b"", at_most_bytes=self.max_snapshot_bytes)
+        session = policy_session(found, self.boards, context)
+        session.bound_env_id, session.switches = found.bound_env_id, found.step_rewards
+        # The key is gone with the process that knew it.
+        session.key_lost = facts["had_key"]
+        session.journal = SessionJournal(self, session_id)
+        return session
+
+    def _environment(self, facts: dict[str, Any], snapshot: bytes | None) -> EnvironmentSession:
+        """The session before its steps; one without a snapshot is yet to be reset."""
+        if snapshot is not None:
+            taken = open_environment(snapshot, at_most_bytes=self.max_snapshot_bytes)
+            session = environment_session(taken, self.boards)
+        else:
+            spec = EnvSpec.model_validate(facts["env"])
+            environment = self.boards.environment(spec.env_name, spec.config)
+            session = EnvironmentSession(environment=environment, spec=spec)
+        session.rl_run_id = facts["rl_run_id"]
+        session.switches = {name: StepRewards.model_validate(one) for name, one in facts["switches"].items()}
+        return session
+
+    async def _played(self, session_id: str, session: EnvironmentSession) -> int:
+        """Take the steps of the session again; how many there are."""
+        asked = "SELECT calls, seen FROM steps WHERE session = ? ORDER BY number"
+        steps = self.database.connection.execute(asked, (session_id,)).fetchall()
+        for calls, digest in steps:
+            requests = tuple(ToolRequest(name, json_object(raw), raw) for name, raw in json.loads(calls))
+            _, outcome = await session.step(requests)
+            if seen(outcome) != digest:
+                raise JournalDamaged(
+                    f"decision {session.turn} played again shows something else: environment "
+                    f"{session.environment.name!r} is not reproducible, or not the same code any more"
+                )
+        return len(steps)
+
+
+class SessionJournal:
+    """Writes one session down while it lives (task_app.sessions.Journal and PolicyJournal).
+
+    What is done without an Idempotency-Key is in the database when these return, or they raise JournalFailed.
+
+    Args:
+        store: where it is written.
+        session_id: whose journal it is.
+        since: decisions since the session was last written as a whole.
+    """
+
+    def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
+        self._store = store
+        self._id = session_id
+        self._since = since
+        self._removed = False
+
+    def begin(self, session: Session) -> None:
+        """Write a new session, as it is now."""
+        try:
+            self._store.database.record(self._id, self._whole(session), anew=True)
+        except sqlite3.Error as exc:
+            self._store.database.discard(self._id)
+            raise _nothing_done(exc) from exc
+
+    def ready(self, session: Session) -> None:
+        """Before anything happens: what others did to the session is written."""
+        try:
+            self._store.database.ready(self._id)
+        except sqlite3.Error as exc:
+            raise _nothing_done(exc) from exc
 
     def reset(self, session: EnvironmentSession) -> None:
-        """It has been reset; raises JournalFailed to a request without a key."""
-        self._append({"op": "reset", "seed": session.seed}, done="the reset was done, but")
+        """The environment has been reset; what was before does not count any more."""
+        self._since = 0
+        self._write(self._row(_facts(session), None), anew=True, done="the reset was done, but")
 
     def stepped(self, session: EnvironmentSession, requests: Sequence[ToolRequest]) -> None:
-        """It has taken a decision; raises JournalFailed to a request without a key."""
+        """The environment has taken a decision. Without snapshots it is played again from its last reset."""
+        done = f"decision {session.turn} was taken, but"
+        self._since += 1
+        restorable = isinstance(session.environment, RestorableEnvironment)
+        if restorable and self._since >= self._store.snapshot_every and (whole := self._snapshot(session)):
+            self._write(whole, anew=True, done=done)
+            return
         # The text alone: it can be written whatever it says, and the arguments follow from it.
-        calls = [[call.name, call.raw_arguments] for call in requests]
-        record = {"op": "step", "calls": calls, "seen": seen(session.past[-1].outcome)}
-        self._append(record, done=f"decision {session.turn} was taken, but")
-
-    def _compacted(self, session: EnvironmentSession) -> list[Record]:
-        if isinstance(session.environment, RestorableEnvironment):
-            return super()._compacted(session)
-        return _from_last_reset(self._file.path, self._still_open())
-
-    def _head(self, session: EnvironmentSession) -> Record:
-        # What policies brought is in their own files.
-        own = {name: found for name, found in session.switches.items() if not name.startswith("policy_")}
-        return {
-            "format": FORMAT,
-            "kind": "env",
-            "id": self._id,
-            "env": session.spec.model_dump(mode="json"),
-            "switches": {name: found.model_dump(mode="json") for name, found in own.items()},
-            "rl_run_id": session.rl_run_id,
-        }
-
-    def _now(self, session: EnvironmentSession) -> Record:
-        if not isinstance(session.environment, RestorableEnvironment):
-            return {"op": "reset", "seed": session.seed}
-        taken = take_environment(session, self._home.boards, where="env_id")
-        data = seal_environment(taken, at_most_bytes=self._home.max_snapshot_bytes)
-        return {"op": "state", "snapshot": base64.b64encode(data).decode()}
-
-
-class PolicyJournal(SessionJournal[PolicySession]):
-    """The file of a policy session: its state after each decision. Its inference_key is in none of them."""
+        calls = json.dumps([[call.name, call.raw_arguments] for call in requests])
+        row = (self._id, session.turn, calls, seen(session.past[-1].outcome))
+        self._write([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], anew=False, done=done)
 
     def decided(self, session: PolicySession) -> None:
-        """It has decided; raises JournalFailed to a request without a key."""
-        self._append(self._now(session), done=f"decision {session.turn} was made, but")
+        """The policy has decided."""
+        self._write(self._whole(session), anew=True, done=f"decision {session.turn} was made, but")
 
-    def _head(self, session: PolicySession) -> Record:
-        return {"format": FORMAT, "kind": "policy", "id": self._id}
+    def remove(self) -> None:
+        """The session has ended. If that cannot be written now, the next write takes it along."""
+        ended = [
+            ("DELETE FROM steps WHERE session = ?", (self._id,)),
+            ("DELETE FROM sessions WHERE id = ?", (self._id,)),
+        ]
+        with suppress(JournalFailed):
+            self._write(ended, anew=True, done="a session has ended, but")
+        self._removed = True
 
-    def _now(self, session: PolicySession) -> Record:
-        taken = take_policy(session, where="policy_id")
-        data = seal_policy(taken, at_most_bytes=self._home.max_snapshot_bytes)
-        had_key = session.key_lost or session.spec.inference_key is not None
-        return {"op": "state", "snapshot": base64.b64encode(data).decode(), "had_key": had_key}
+    def _write(self, statements: list[Statement], *, anew: bool, done: str) -> None:
+        if self._removed:
+            return
+        try:
+            self._store.database.record(self._id, statements, anew=anew)
+        except sqlite3.Error as exc:
+            hint = "do not send it again; the next request writes it first"
+            raise _failed(done, exc, hint=hint) from exc
+
+    def _snapshot(self, session: EnvironmentSession) -> list[Statement] | None:
+        self._since = 0
+        try:
+            return self._whole(session)
+        except TaskAppError as exc:
+            # Its steps are enough to play it again; only longer.
+            log.error("journal_not_compacted", session=self._id, reason=exc.detail)
+            return None
+
+    def _whole(self, session: Session) -> list[Statement]:
+        """All of the session, as it is now."""
+        at_most = self._store.max_snapshot_bytes
+        if isinstance(session, PolicySession):
+            had_key = session.key_lost or session.spec.inference_key is not None
+            policy = take_policy(session, where="policy_id")
+            return self._row({"had_key": had_key}, seal_policy(policy, at_most_bytes=at_most))
+        if not isinstance(session.environment, RestorableEnvironment):
+            return self._row(_facts(session), None)
+        taken = take_environment(session, self._store.boards, where="env_id")
+        return self._row(_facts(session), seal_environment(taken, at_most_bytes=at_most))
+
+    def _row(self, facts: dict[str, Any], snapshot: bytes | None) -> list[Statement]:
+        return [
+            ("DELETE FROM steps WHERE session = ?", (self._id,)),
+            ("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", (self._id, json.dumps(facts), snapshot)),
+        ]
+
+
+def _facts(session: EnvironmentSession) -> dict[str, Any]:
+    # What policies brought is in their own rows.
+    own = {name: found for name, found in session.switches.items() if not name.startswith("policy_")}
+    return {
+        "env": session.spec.model_dump(mode="json"),
+        "seed": session.seed,
+        "switches": {name: found.model_dump(mode="json") for name, found in own.items()},
+        "rl_run_id": session.rl_run_id,
+    }
 
 
 def seen(outcome: DecisionOutcome) -> str:
@@ -224,26 +545,94 @@ def seen(outcome: DecisionOutcome) -> str:
     return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
 
 
-def failed(what: str, exc: OSError, *, hint: str) -> JournalFailed:
-    """`what` came of it, in words that end before "the journal cannot be written"; the log says where."""
-    reason = exc.strerror or str(exc)
-    log.error("journal_failed", file=Path(exc.filename).name if exc.filename else None, reason=reason)
-    return JournalFailed(f"{what} the journal cannot be written: {reason}", hint=hint)
+def _failed(what: str, exc: sqlite3.Error, *, hint: str) -> JournalFailed:
+    """`what` came of it, in words that end before "the journal cannot be written"."""
+    log.error("journal_failed", reason=str(exc))
+    return JournalFailed(f"{what} the journal cannot be written: {exc}", hint=hint)
 
 
-def _undone_with() -> Claim | None:
-    """The request that is being carried out, if it has a key: without its answer, what it does is undone."""
+def _nothing_done(exc: sqlite3.Error) -> JournalFailed:
+    return _failed("nothing was done:", exc, hint=f"{FREE_SPACE}, then send it again")
+
+
+def _open_claim() -> Claim | None:
+    """That of the request that is being carried out, if it has a key."""
     claim = CLAIM.get()
     # One that is answered already left something running that does not belong to its answer.
-    return claim if claim is not None and claim.answer is None else None
+    return claim if claim is not None and claim.is_open else None
 
 
-def _due_to(claim: Claim | None, record: Record) -> Record:
-    return record if claim is None else record | {"claim": claim.due}
+@contextmanager
+def _refusing(session_id: str) -> Iterator[None]:
+    """A session that cannot be brought back costs no other one."""
+    try:
+        yield
+    except TaskAppError as exc:
+        log.error("journal_refused", session=session_id, reason=exc.detail)
+    except (KeyError, TypeError, ValueError) as exc:
+        reason = f"it does not say what it should: {type(exc).__name__}: {exc}"[:300]
+        log.error("journal_refused", session=session_id, reason=reason)
 
 
-def _from_last_reset(path: Path, still_open: Record) -> list[Record]:
-    records = list(read_records(path, kind="env"))
-    last = max(index for index, record in enumerate(records) if record.get("op") == "reset")
-    reset = {name: value for name, value in records[last].items() if name not in ("claim", "open")}
-    return [reset | still_open, *records[last + 1 :]]
+def _opened(folder: Path) -> sqlite3.Connection:
+    """The database of a folder, which nobody else can open until this process ends, however it ends."""
+    path = folder / FILE
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        connection = _connected(str(path))
+    except (OSError, sqlite3.Error) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else str(exc)
+        raise SettingsError(f"{folder} cannot be used: {reason}", where="--state-dir") from exc
+    try:
+        _check(connection, path)
+    except sqlite3.Error as exc:
+        connection.close()
+        raise _refusal(folder, exc) from exc
+    except SettingsError:
+        connection.close()
+        raise
+    return connection
+
+
+def _connected(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+
+
+def _check(connection: sqlite3.Connection, path: Path) -> None:
+    """Make the tables of a new database, or see that another one is whole and of this format."""
+    for pragma in (
+        "locking_mode = EXCLUSIVE",
+        "journal_mode = WAL",
+        # A kill loses nothing that was committed; a power cut may lose the last seconds, and never the file.
+        "synchronous = NORMAL",
+        f"wal_autocheckpoint = {PAGES_A_CHECKPOINT}",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+    (application_id,), (version,), (tables,) = (
+        connection.execute(asked).fetchone()
+        for asked in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
+    )
+    if not tables:
+        connection.executescript(SCHEMA)
+    elif application_id != APPLICATION_ID:
+        raise SettingsError(f"{path} is a database, but not of a task app", where="--state-dir")
+    elif version != FORMAT:
+        raise SettingsError(
+            f"{path} has format {version}; this task app reads {FORMAT}",
+            where="--state-dir",
+            hint="name another folder; the sessions in this one need the version that wrote them",
+        )
+    elif (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        raise sqlite3.DatabaseError(found)
+
+
+def _refusal(folder: Path, exc: sqlite3.Error) -> SettingsError:
+    """Why the database cannot be opened, in words."""
+    if getattr(exc, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+        return SettingsError(f"{folder} is in use by another task app", where="--state-dir")
+    return SettingsError(
+        f"{folder / FILE} cannot be read, as if damaged: {exc}",
+        where="--state-dir",
+        hint="name another folder, or move this one away: the sessions in it are lost",
+    )

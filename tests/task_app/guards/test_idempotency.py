@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from task_app.errors import CapacityReached, IdempotencyConflict
-from task_app.guards.idempotency import Answer, Answers, request_digest
+from task_app.guards.once import request_digest
+from task_app.journal.sessions import Answer, Claim, Database
 from tests.task_app.counting import running_app
 from tests.task_app.slow import Gates, slow_boards
 
@@ -131,42 +131,101 @@ class Clock:
         return self.now_s
 
 
-def answered(answers, key, size=1):
-    answers.settle(answers.take(key, "digest"), Answer(200, (), b"x" * size))
+def opened(folder=None, clock=None, **bounds):
+    bounds = {"most": 1_000, "most_bytes": 1 << 20, "most_s": 60.0} | bounds
+    database = Database(folder, **bounds, clock=clock or Clock())
+    database.open()
+    return database
 
 
-def known(answers, *keys):
-    return [key for key in keys if answers.find(key, "digest") is not None]
+def answered(database, *keys, body=b"x", digest="digest", **more):
+    for key in keys:
+        database.write_answer(Claim(key=key, digest=digest, answer=Answer(200, (), body), **more))
+
+
+def known(database, keys):
+    return [key for key in keys if database.answer(key) is not None]
 
 
 def test_keys_are_forgotten_by_number_bytes_and_age_oldest_first():
     clock = Clock()
-    answers = Answers(most=3, most_bytes=10, most_s=60.0, clock=clock)
-    for key in "abcd":
-        answered(answers, key)
-    assert known(answers, *"abcd") == ["b", "c", "d"]
-    answered(answers, "large", size=9)
-    assert known(answers, "c", "d", "large") == ["d", "large"], "9 + 1 bytes fit, 9 + 1 + 1 do not"
+    database = opened(clock=clock, most=3, most_bytes=10)
+    answered(database, *"abcd")
+    assert known(database, "abcd") == ["b", "c", "d"]
+    answered(database, "l", body=b"x" * 9)
+    assert known(database, "cdl") == ["d", "l"], "9 + 1 bytes fit, 9 + 1 + 1 do not"
     clock.now_s = 61.0
-    assert known(answers, "d", "large") == []
-    assert (len(answers), answers.held_bytes) == (0, 0)
+    assert known(database, "dl") == []
+    answered(database, "n")
+    assert database.kept == (1, 1)
+    database.close()
+
+
+def test_a_key_that_is_used_again_after_its_time_counts_once():
+    clock = Clock()
+    database = opened(clock=clock)
+    answered(database, "k", body=b"first")
+    clock.now_s = 61.0
+    answered(database, "k", body=b"last", digest="another")
+    assert database.answer("k") == ("another", Answer(200, (), b"last"))
+    assert database.kept == (1, 4)
+    database.close()
 
 
 def test_what_is_being_carried_out_is_never_forgotten():
+    database = opened(most=1, most_bytes=10)
+    under_way = Claim(key="under way", digest="digest")
+    database.write(under_way)
+    answered(database, *"abc")
+    assert known(database, ["under way", *"abc"]) == ["under way", "c"]
+    under_way.answer = Answer(200, (), b"xy")
+    database.write_answer(under_way)
+    assert (known(database, ["under way", "c"]), database.kept) == (["under way"], (1, 2))
+    database.close()
+
+
+async def test_a_task_app_that_carries_out_as_many_keyed_requests_as_it_may_takes_no_more():
+    gates = Gates()
+    async with running_app(slow_boards(gates), max_idempotency_keys=1) as client, asyncio.timeout(20.0):
+        env_id, other = await made(client, "slow"), await made(client, "slow")
+        first = asyncio.create_task(stepped(client, env_id, "k"))
+        await asyncio.to_thread(gates.entered.wait, 10.0)
+        refused = await stepped(client, other, "another")
+        assert (refused.status_code, refused.json()["code"]) == (429, "capacity_reached")
+        gates.step.set()
+        assert (await first).status_code == 200
+        assert (await stepped(client, other, "another")).status_code == 200
+
+
+def test_the_next_process_has_the_answers_as_they_were_and_those_that_were_cut_short_as_lost(tmp_path):
+    database = opened(tmp_path)
+    headers = ((b"a", b"\xff: b"), (b"c", b""))
+    database.write_answer(Claim(key="k", digest="d", answer=Answer(200, headers, b"\x00\xff")))
+    answered(database, "of this process", survives=False)
+    database.write(Claim(key="cut short", digest="d"))
+    database.close()
+    again = opened(tmp_path)
+    assert again.answer("k") == ("d", Answer(200, headers, b"\x00\xff"))
+    assert again.answer("cut short") == ("d", None)
+    assert again.answer("of this process") is None
+    assert again.kept[0] == 2
+    again.close()
+
+
+def test_the_next_process_forgets_by_its_own_clock(tmp_path):
+    database = opened(tmp_path, Clock())
+    answered(database, "k")
+    database.close()
     clock = Clock()
-    answers = Answers(most=2, most_bytes=10, most_s=1.0, clock=clock)
-    first, _ = answers.take("first", "digest"), answers.take("second", "digest")
-    clock.now_s = 100.0
-    assert known(answers, "first", "second") == ["first", "second"]
-    with pytest.raises(CapacityReached):
-        answers.take("third", "digest")
-    answers.release(first)
-    answers.take("third", "digest")
+    clock.now_s = -1_000.0
+    again = opened(tmp_path, clock)
+    clock.now_s += 60.0
+    assert known(again, "k") == ["k"]
+    clock.now_s += 1.0
+    assert known(again, "k") == []
+    again.close()
 
 
 def test_the_digest_keeps_the_parts_of_a_request_apart():
     assert request_digest("POST", b"/a", b"bc", b"") != request_digest("POST", b"/ab", b"c", b"")
-    answers = Answers(most=2, most_bytes=10, most_s=1.0)
-    answers.take("k", request_digest("POST", b"/a", b"", b"1"))
-    with pytest.raises(IdempotencyConflict):
-        answers.find("k", request_digest("POST", b"/a", b"", b"2"))
+    assert request_digest("POST", b"/a", b"", b"1") != request_digest("POST", b"/a", b"", b"2")

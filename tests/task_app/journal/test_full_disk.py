@@ -1,25 +1,30 @@
 """--state-dir cannot be written: what was done is done once, and answered when it survives the process.
 
-The folder is moved away and back: every write fails meanwhile.
+No file may grow: every write of the database fails meanwhile.
 """
 
+import resource
 from contextlib import contextmanager
 
 import pytest
 
 from task_app.errors import JournalFailed
+from task_app.journal.sessions import FILE
 from tests.task_app.guards.test_idempotency import keyed
 from tests.task_app.journal.test_killed_requests import BOTH, SNAPSHOTS, created, living, many, turns
-from tests.task_app.journal.test_recovery import app_on, killed, post
+from tests.task_app.journal.test_recovery import app_on, killed, post, sessions_in
 from tests.task_app.rollout_client import waiting_boards
 
 
 @contextmanager
 def full(folder):
-    aside = folder.with_name("aside")
-    folder.rename(aside)
-    yield
-    aside.rename(folder)
+    largest = (folder / f"{FILE}-wal").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def refused(client, path, body, **headers):
@@ -92,25 +97,69 @@ async def test_a_batch_with_a_key_is_answered_as_it_was_once_it_is_written(tmp_p
         with full(folder):
             await refused(client, "/env/step_many", body, **keyed("k"))
         results = (await post(client, "/env/step_many", body, **keyed("k")))["results"]
-        assert [one["status"] for one in results] == [200, 507, 200]
-        assert results[1]["problem"]["detail"].startswith("nothing was done")
+        assert [one["status"] for one in results] == [200, 200, 200]
+        assert (await turns(client, first), await turns(client, second)) == ([3], [2])
+
+
+async def test_entries_of_a_batch_without_a_key_answer_for_themselves(tmp_path):
+    folder = tmp_path / "s"
+    async with app_on(folder, BOTH) as client:
+        first, second = await created(client, "crafter"), await created(client, "counting")
+        with full(folder):
+            body = {"steps": many(first, 2)["steps"] + many(second, 1)["steps"]}
+            results = (await post(client, "/env/step_many", body))["results"]
+        assert [one["status"] for one in results] == [507, 507, 507]
+        told = [one["problem"]["detail"].partition(": ")[0] for one in results]
+        cannot = "but the journal cannot be written"
+        assert told == [
+            f"decision 1 was taken, {cannot}",
+            "nothing was done",
+            f"decision 1 was taken, {cannot}",
+        ]
         assert (await turns(client, first), await turns(client, second)) == ([2], [2])
 
 
-@pytest.mark.parametrize("path", ["/env/create", "/policy/create"])
-async def test_a_session_that_could_not_be_written_was_not_made_and_its_key_is_free(tmp_path, path):
+MADE = pytest.mark.parametrize("path", ["/env/create", "/policy/create"])
+BODIES = {"/env/create": {"env_name": "crafter"}, "/policy/create": {"policy_name": "random"}}
+
+
+@MADE
+async def test_a_session_that_could_not_be_written_was_not_made(tmp_path, path):
     folder = tmp_path / "s"
-    body = {"env_name": "crafter"} if path == "/env/create" else {"policy_name": "random"}
     async with app_on(folder, max_sessions=1) as client:
         with full(folder):
-            detail, _ = await refused(client, path, body, **keyed("k"))
+            detail, _ = await refused(client, path, BODIES[path])
             assert detail.startswith("nothing was done")
-        made = await post(client, path, body, **keyed("k"))
-        assert await post(client, path, body, **keyed("k")) == made
+        made = await post(client, path, BODIES[path])
+    assert sessions_in(folder) == [made.get("env_id") or made["policy_id"]]
 
 
-async def test_a_branch_that_could_not_be_written_whole_was_not_made_and_its_key_is_free(tmp_path):
-    async with app_on(tmp_path / "s") as client:
+@MADE
+async def test_a_session_that_is_made_with_a_key_is_made_once_and_told_when_it_is_written(tmp_path, path):
+    folder = tmp_path / "s"
+    async with app_on(folder, max_sessions=1) as client:
+        with full(folder):
+            for _ in range(2):
+                detail, _ = await refused(client, path, BODIES[path], **keyed("k"))
+                assert detail.startswith("this request was carried out, but")
+        made = await post(client, path, BODIES[path], **keyed("k"))
+        assert await post(client, path, BODIES[path], **keyed("k")) == made
+    assert sessions_in(folder) == [made.get("env_id") or made["policy_id"]]
+
+
+async def test_a_session_that_ends_on_a_full_disk_is_forgotten_by_the_next_write(tmp_path):
+    folder = tmp_path / "s"
+    async with app_on(folder) as client:
+        ended, other = await created(client, "crafter"), await created(client, "crafter")
+        with full(folder):
+            await post(client, "/env/terminate", {"env_id": ended})
+        assert await turns(client, other) == [1]
+    assert sessions_in(folder) == [other]
+
+
+async def test_a_branch_that_could_not_be_written_whole_was_not_made(tmp_path):
+    folder = tmp_path / "s"
+    async with app_on(folder) as client:
         env_id = await created(client, "crafter")
         environments = client._transport.app.state.services.environments
         opened, told = environments._opened, []
@@ -123,10 +172,10 @@ async def test_a_branch_that_could_not_be_written_whole_was_not_made_and_its_key
 
         environments._opened = once_full
         body = {"env_ids": [env_id], "num_children": 3}
-        await refused(client, "/branch", body, **keyed("k"))
-        assert len(list((tmp_path / "s").glob("env_*"))) == len(environments) == 1
+        await refused(client, "/branch", body)
+        assert len(environments) == 1
         children = (await post(client, "/branch", body, **keyed("k")))["env_branches"][env_id]
-        assert len(list((tmp_path / "s").glob("env_*"))) == len(environments) == 1 + len(children) == 4
+    assert sessions_in(folder) == sorted([env_id, *children])
 
 
 async def test_a_policy_that_could_not_be_written_decides_no_more_until_it_is(tmp_path):
@@ -158,4 +207,5 @@ async def test_a_rollout_that_ends_on_a_full_disk_is_not_played_again_by_its_key
             await refused(client, "/rollout", body, **keyed("k"))
         again = await client.post("/rollout", json=body, headers=keyed("k"))
         assert again.headers["idempotency-replayed"] == "true"
-        assert await turns(client, env_id) == [2], "the first decision was taken, once"
+        assert again.json()["ops_executed"] == 6
+        assert await turns(client, env_id) == [4], "its three decisions were taken, once"

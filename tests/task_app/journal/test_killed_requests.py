@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from task_app.errors import SessionBusy
-from task_app.guards.idempotency import CLAIM, Answers, Claim, request_digest
-from task_app.guards.once import Once
+from task_app.guards.once import Once, request_digest
+from task_app.journal.sessions import CLAIM, Claim, Database
 from task_app.plugins import default_plug_boards
 from task_app.routes.problems import problem_response
 from tests.task_app.counting import boards, rollout
@@ -29,7 +29,7 @@ def unanswered(client, path, json, key="k"):
     """What is done within is due to this request, which the kill will leave without an answer."""
     sent = client.build_request("POST", path, json=json)
     digest = request_digest("POST", path.encode(), b"", sent.content)
-    token = CLAIM.set(Claim(key, digest, taken_s=0.0))
+    token = CLAIM.set(Claim(key=key, digest=digest))
     yield
     CLAIM.reset(token)
 
@@ -71,25 +71,24 @@ async def test_a_batch_is_undone_whole_and_done_by_its_retry(tmp_path, env_name)
         assert await turns(client, env_id) == [6]
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 6])
-async def test_a_batch_that_a_snapshot_holds_in_part_is_not_done_again(tmp_path, count):
-    """A snapshot every 2 decisions: before the third, and before the fifth."""
+async def test_a_batch_is_undone_whole_also_where_a_snapshot_was_due_in_it(tmp_path):
+    """A snapshot every 2 decisions: at the second and the fourth of five, the first of another request."""
     async with app_on(tmp_path / "0", BOTH, journal_snapshot_every=2) as client:
         env_id = await created(client, "crafter")
-        with unanswered(client, "/env/step_many", many(env_id, count)):
-            await turns(client, env_id, count)
+        assert await turns(client, env_id) == [1]
+        with unanswered(client, "/env/step_many", many(env_id, 5)):
+            await turns(client, env_id, 5)
         left = killed(tmp_path / "0", tmp_path)
     async with app_on(left, BOTH, journal_snapshot_every=2) as client:
-        assert await lost(client, "/env/step_many", many(env_id, count))
-        assert await turns(client, env_id, 5) == [count + 1, count + 2, count + 3, count + 4, count + 5]
+        assert await turns(client, env_id, 5, **keyed("k")) == [2, 3, 4, 5, 6]
         again = killed(left, tmp_path / "more")
     async with app_on(again, BOTH, journal_snapshot_every=2) as client:
-        assert await lost(client, "/env/step_many", many(env_id, count))
-        assert await turns(client, env_id) == [count + 6]
+        assert await turns(client, env_id, 5, **keyed("k")) == [2, 3, 4, 5, 6]
+        assert await turns(client, env_id) == [7]
 
 
 @SNAPSHOTS
-async def test_a_batch_under_way_survives_the_snapshot_that_another_request_is_due_for(tmp_path, env_name):
+async def test_a_batch_under_way_stays_when_another_request_resets_its_session(tmp_path, env_name):
     async with app_on(tmp_path / "s", BOTH, journal_snapshot_every=2) as client:
         env_id = await created(client, env_name)
         with unanswered(client, "/env/step_many", many(env_id, 2)):
@@ -102,14 +101,14 @@ async def test_a_batch_under_way_survives_the_snapshot_that_another_request_is_d
         assert await turns(client, env_id) == [4]
 
 
-async def test_a_reset_that_a_file_begins_with_is_never_undone(tmp_path):
+async def test_a_reset_stays_once_another_request_comes_to_its_session(tmp_path):
     async with app_on(tmp_path / "s", BOTH, journal_snapshot_every=1) as client:
         env_id = await created(client, "counting")
         await turns(client, env_id, 2)
         reset = {"env_id": env_id, "seed": 4}
         with unanswered(client, "/env/reset", reset):
             await post(client, "/env/reset", reset)
-        # What the next request would begin with.
+        # The next request has come, and has not done anything yet.
         session = client._transport.app.state.services.environments.find(env_id)
         session.journal.ready(session)
         left = killed(tmp_path / "s", tmp_path)
@@ -118,24 +117,31 @@ async def test_a_reset_that_a_file_begins_with_is_never_undone(tmp_path):
         assert await turns(client, env_id) == [1]
 
 
-async def test_a_rollout_on_living_sessions_is_not_played_twice(tmp_path):
-    """Four decisions with a snapshot every 2: of the policy too."""
+def played_actions(answer):
+    (trajectory,) = answer["trajectories"]
+    return [step["tool_calls"] for step in trajectory["steps"]]
+
+
+async def test_a_rollout_on_living_sessions_is_undone_whole_and_played_the_same_by_its_retry(tmp_path):
+    """Four decisions with a snapshot every 2; the policy's chance goes back too."""
     async with app_on(tmp_path / "s", journal_snapshot_every=2) as client:
         env_id = await created(client, "crafter")
         made = {"policy_name": "random", "config": {"seed": 5}, "bound_env_id": env_id}
         policy_id = (await post(client, "/policy/create", made))["policy_id"]
         played = living(env_id, 4, {"policy_id": policy_id})
         with unanswered(client, "/rollout", played):
-            assert (await post(client, "/rollout", played))["ops_executed"] == 8
+            first = await post(client, "/rollout", played)
         left = killed(tmp_path / "s", tmp_path)
     async with app_on(left, journal_snapshot_every=2) as client:
-        assert await lost(client, "/rollout", played)
+        again = await post(client, "/rollout", played, **keyed("k"))
+        assert (first["ops_executed"], again["ops_executed"]) == (8, 8)
+        assert played_actions(again) == played_actions(first)
         asked = await post(client, "/policy/step", {"policy_id": policy_id})
         assert (asked["meta"]["turn"], await turns(client, env_id)) == (5, [5])
 
 
 async def test_a_batch_on_two_sessions_is_undone_in_both_or_in_none(tmp_path):
-    """Both steps are last in their files, but somebody goes on with one of the sessions."""
+    """In none, because somebody goes on with one of the sessions."""
     async with app_on(tmp_path / "s", BOTH) as client:
         one, two = await created(client, "crafter"), await created(client, "counting")
         batch = {"steps": many(one, 1)["steps"] + many(two, 1)["steps"]}
@@ -182,7 +188,6 @@ async def test_what_a_queued_rollout_does_is_due_to_its_own_request(tmp_path):
         first.go.set()
         await playing
         left = killed(tmp_path / "s", tmp_path)
-    assert "of another" not in (left / f"{env_id}.journal").read_text()
     async with app_on(left, plugged) as client:
         assert await turns(client, env_id) == [3]
 
@@ -197,12 +202,17 @@ async def test_an_answer_that_is_too_large_to_keep_leaves_what_was_done(tmp_path
         assert await turns(client, env_id) == [4]
 
 
-async def test_a_batch_leaves_one_word_that_it_was_answered(tmp_path):
+async def test_a_batch_with_a_key_is_one_transaction_with_its_answer(tmp_path):
+    statements = []
     async with app_on(tmp_path / "s", BOTH) as client:
-        env_id = await created(client, "counting")
-        await turns(client, env_id, 20, **keyed("k"))
-    text = (tmp_path / "s" / f"{env_id}.journal").read_text()
-    assert (text.count('"op":"step"'), text.count('"op":"told"')) == (20, 1)
+        one, two = await created(client, "crafter"), await created(client, "counting")
+        services = client._transport.app.state.services
+        services.database.connection.set_trace_callback(statements.append)
+        await post(
+            client, "/env/step_many", {"steps": many(one, 9)["steps"] + many(two, 9)["steps"]}, **keyed("k")
+        )
+    assert [said for said in statements if said in ("BEGIN", "COMMIT")] == ["BEGIN", "COMMIT"]
+    assert sum(said.startswith("INSERT INTO steps") for said in statements) == 18
 
 
 async def test_rollouts_are_accepted_anew_by_the_next_process(tmp_path):
@@ -226,28 +236,20 @@ async def test_rollouts_are_accepted_anew_by_the_next_process(tmp_path):
             policy.go.set()
 
 
-class Touched:
-    """A journal that something was written to."""
-
-    def catch_up(self):
-        pass
-
-    def told(self, claim):
-        pass
-
-
-@pytest.mark.parametrize(("touches", "calls"), [(False, 2), (True, 1)])
-async def test_a_refusal_after_something_was_done_does_not_free_the_key(touches, calls):
-    """A 503 says that nothing was done, and to ask again; the files of sessions know better."""
-    asked = []
+@pytest.mark.parametrize(("does_something", "calls"), [(False, 2), (True, 1)])
+async def test_a_refusal_after_something_was_done_does_not_free_the_key(does_something, calls):
+    """A 503 says that nothing was done, and to ask again; the changes of sessions know better."""
+    asked, database = [], Database(None, most=9, most_bytes=9_999, most_s=9.0)
+    database.open()
 
     async def app(scope, receive, send):
         asked.append(scope["path"])
-        if touches:
-            CLAIM.get().touched["env_1"] = Touched()
+        if does_something:
+            database.record("env_1", [("DELETE FROM steps WHERE session = ?", ("env_1",))], anew=True)
         await problem_response(SessionBusy("it is busy"))(scope, receive, send)
 
-    once = Once(app, answers=Answers(most=9, most_bytes=9_999, most_s=9.0), write=lambda claim: None)
+    once = Once(app, database=database)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(once), base_url="http://t") as client:
         found = [(await client.post("/rollout", headers=keyed("k"))).status_code for _ in range(2)]
-    assert (len(asked), found) == (calls, [503, 409 if touches else 503])
+    database.close()
+    assert (len(asked), found) == (calls, [503, 409 if does_something else 503])

@@ -6,6 +6,7 @@ The folder is copied while the first app lives: that is what a kill leaves.
 import asyncio
 import base64
 import shutil
+import sqlite3
 from contextlib import asynccontextmanager
 
 import httpx
@@ -13,8 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from task_app.app import create_app
-from task_app.guards.idempotency import CLAIM, Claim
-from task_app.journal.files import JournalFile
+from task_app.errors import SettingsError
+from task_app.journal.sessions import CLAIM, FILE, Claim
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment
@@ -62,8 +63,17 @@ async def created(client, **headers):
     return (await post(client, "/env/create", CRAFTER, **headers))["env_id"]
 
 
-def journal_of(folder, session_id):
-    return folder / f"{session_id}.journal"
+def sessions_in(folder):
+    """The ids in a folder that no task app uses."""
+    return [row[0] for row in changed(folder, "SELECT id FROM sessions ORDER BY id")]
+
+
+def changed(folder, statement, *values):
+    connection = sqlite3.connect(folder / FILE)
+    rows = connection.execute(statement, values).fetchall()
+    connection.commit()
+    connection.close()
+    return rows
 
 
 async def one_session(folder, tmp_path, *, steps=3):
@@ -75,56 +85,75 @@ async def one_session(folder, tmp_path, *, steps=3):
         return killed(folder, tmp_path), env_id
 
 
-async def test_a_torn_last_line_is_cut_off_and_logged(tmp_path):
+async def test_a_write_that_was_cut_short_is_as_if_it_had_not_begun(tmp_path):
     left, env_id = await one_session(tmp_path / "s", tmp_path)
-    file = journal_of(left, env_id)
-    file.write_bytes(file.read_bytes()[:-5])
-    with capture_logs() as logs:
-        async with app_on(left) as client:
-            assert (await step(client, env_id))["info"]["turn"] == 3
-    assert [event["file"] for event in logs if event["event"] == "journal_torn"] == [file.name]
+    log = left / f"{FILE}-wal"
+    log.write_bytes(log.read_bytes()[:-5])
+    async with app_on(left) as client:
+        assert (await step(client, env_id))["info"]["turn"] == 3
 
 
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda data: data.replace(b'"format":2', b'"format":3', 1), "line 1 was changed"),
-        (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], "line 1 was changed"),
-        (lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:], "was changed after it was written"),
-        (lambda data: b"", "it holds no whole line"),
+        (lambda path: path.write_bytes(b"a diary" * 600), "as if damaged: file is not a database"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "as if damaged: "),
+        (lambda path: overwritten(path, at=4096 + 3, by=b"\xff" * 8), "as if damaged: "),
+        (
+            lambda path: changed(path.parent, "PRAGMA user_version = 99"),
+            "has format 99; this task app reads 3",
+        ),
+        (
+            lambda path: changed(path.parent, "PRAGMA application_id = 0"),
+            "is a database, but not of a task app",
+        ),
     ],
-    ids=["another head", "a bit of the head", "a bit of a step", "empty"],
+    ids=["no database", "cut short", "a page", "another format", "of another program"],
 )
-async def test_a_file_that_was_changed_costs_its_session_alone_and_stays(tmp_path, damage, told):
+async def test_a_database_that_cannot_be_read_is_refused_by_name_and_stays(tmp_path, damage, told):
+    folder = tmp_path / "s"
+    async with app_on(folder) as client:
+        await step(client, await created(client))
+    damage(folder / FILE)
+    before = (folder / FILE).read_bytes()
+    with pytest.raises(SettingsError) as refused:
+        create_app(Settings(api_keys=(KEY,), state_dir=folder))
+    assert refused.value.where == "--state-dir"
+    assert str(folder / FILE) in refused.value.detail
+    assert told in refused.value.detail
+    assert (folder / FILE).read_bytes() == before
+
+
+def overwritten(path, *, at, by):
+    data = bytearray(path.read_bytes())
+    data[at : at + len(by)] = by
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("UPDATE sessions SET facts = '{}' WHERE id = ?", "it does not say what it should: KeyError"),
+        ("UPDATE sessions SET snapshot = x'00' WHERE id = ?", "1 bytes that are no snapshot of a task app"),
+        ("UPDATE steps SET seen = 'x' WHERE session = ?", "decision 1 played again shows something else"),
+    ],
+    ids=["facts", "snapshot", "a step"],
+)
+async def test_a_session_that_cannot_be_brought_back_costs_no_other_one_and_stays(tmp_path, change, reason):
     async with app_on(tmp_path / "s") as client:
         bad, good = await created(client), await created(client)
         await step(client, bad)
         await step(client, good)
         left = killed(tmp_path / "s", tmp_path)
-    file = journal_of(left, bad)
-    damaged = damage(file.read_bytes())
-    file.write_bytes(damaged)
+    changed(left, change, bad)
     with capture_logs() as logs:
         async with app_on(left) as client:
             assert (await step(client, good))["info"]["turn"] == 2
             assert (await step(client, bad, status=404))["code"] == "unknown_id"
     (refused,) = [event for event in logs if event["event"] == "journal_refused"]
-    assert refused["file"] == file.name
-    assert told in refused["reason"]
-    assert file.read_bytes() == damaged
-
-
-async def test_a_file_of_another_version_is_refused_by_name_and_stays(tmp_path):
-    left = tmp_path / "s"
-    left.mkdir()
-    JournalFile(left / "env_0123456789abcdef.journal").replace([{"format": 99, "kind": "env"}])
-    with capture_logs() as logs:
-        async with app_on(left) as client:
-            await step(client, "env_0123456789abcdef", status=404)
-    (refused,) = [event for event in logs if event["event"] == "journal_refused"]
-    assert refused["file"] == "env_0123456789abcdef.journal"
-    assert refused["reason"] == "it has format 99; this task app reads 2"
-    assert (left / "env_0123456789abcdef.journal").exists()
+    assert refused["session"] == bad
+    assert refused["reason"].startswith(reason)
+    assert sessions_in(left) == sorted([bad, good])
 
 
 async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(tmp_path):
@@ -132,7 +161,7 @@ async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(
     # The kill hits between the record of a step and the answer to it.
     async with app_on(left) as client:
         session = client._transport.app.state.services.environments.find(env_id)
-        token = CLAIM.set(Claim("late", "digest", taken_s=0.0))
+        token = CLAIM.set(Claim(key="late", digest="digest"))
         answer = await step(client, env_id, acts("move_right"))
         CLAIM.reset(token)
         assert (answer["info"]["turn"], session.turn) == (2, 2)
@@ -145,11 +174,10 @@ async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(
 
 async def test_a_session_that_nobody_was_told_of_is_forgotten(tmp_path):
     async with app_on(tmp_path / "s") as client:
-        token = CLAIM.set(Claim("late", "digest", taken_s=0.0))
+        token = CLAIM.set(Claim(key="late", digest="digest"))
         await created(client)
         CLAIM.reset(token)
         left = killed(tmp_path / "s", tmp_path)
-    assert len(list(left.glob("env_*"))) == 1
     async with app_on(left, max_sessions=1) as client:
         await created(client)
 
@@ -159,9 +187,6 @@ async def test_an_old_answer_that_was_forgotten_undoes_nothing(tmp_path):
         env_id = await created(client)
         await step(client, env_id, **keyed("one"))
         await post(client, "/env/create", CRAFTER, **keyed("two"))
-        book = client._transport.app.state.services.book
-        book.rotate()
-        book.rotate()
         left = killed(tmp_path / "s", tmp_path)
     async with app_on(left) as client:
         assert (await step(client, env_id))["info"]["turn"] == 2
@@ -173,33 +198,35 @@ async def test_what_was_answered_stays_done_over_any_number_of_restarts(tmp_path
     async with app_on(folder) as client:
         env_id = await created(client)
         await step(client, env_id, **keyed("told"))
-        token = CLAIM.set(Claim("late", "digest", taken_s=0.0))
+        token = CLAIM.set(Claim(key="late", digest="digest"))
         await step(client, env_id)
         CLAIM.reset(token)
         shutil.copytree(folder, tmp_path / "1")
     for number in (1, 2):
-        async with app_on(tmp_path / f"{number}") as client:
+        async with app_on(tmp_path / f"{number}", max_idempotency_keys=1) as client:
             services = client._transport.app.state.services
             assert services.environments.find(env_id).turn == 1
             await post(client, "/env/create", CRAFTER, **keyed(f"{number}"))
-            services.book.rotate()
-            services.book.rotate()
             shutil.copytree(tmp_path / f"{number}", tmp_path / f"{number + 1}")
 
 
-async def test_ended_sessions_leave_no_file(tmp_path):
+async def test_ended_sessions_are_forgotten_by_the_database_too(tmp_path):
     folder = tmp_path / "s"
     async with app_on(folder, session_idle_s=0.01, sweep_every_s=0.01) as client:
         env_id = await created(client)
-        assert journal_of(folder, env_id).exists()
-        while journal_of(folder, env_id).exists():
+        await step(client, env_id)
+        environments = client._transport.app.state.services.environments
+        while len(environments):
             await asyncio.sleep(0)  # let the sweeper come to it
         await step(client, env_id, status=404)
+    assert sessions_in(folder) == []
     async with app_on(folder) as client:
+        kept = await created(client)
         env_id = await created(client)
+        await step(client, env_id)
         await post(client, "/env/terminate", {"env_id": env_id})
-        assert not journal_of(folder, env_id).exists()
-        assert sorted(path.name for path in folder.iterdir()) == ["lock"]
+    assert sessions_in(folder) == [kept]
+    assert changed(folder, "SELECT * FROM steps") == []
 
 
 async def test_policies_go_on_too_with_their_chance_and_the_switches_that_they_brought(tmp_path):
