@@ -15,12 +15,13 @@ RUN useradd --uid 10001 --create-home turnwise \
   && chown -R turnwise /keys /app/runs /models
 # Nothing of ours yet: what we depend on is installed with these, and anew only when pyproject.toml changes.
 COPY pyproject.toml README.md LICENSE ./
-RUN mkdir shared_schemas task_app trainer_backend turnwise
+RUN mkdir service_kit shared_schemas task_app trainer_backend turnwise
 
 FROM base AS task-app
 # In each stage that reads it: the classic builder hands no argument of a stage on to the next.
 ARG PIP_EXTRA_INDEX_URL
 RUN pip install --no-cache-dir .
+COPY service_kit service_kit
 COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend
@@ -36,6 +37,7 @@ CMD ["python", "-m", "task_app", "--host", "0.0.0.0", "--port", "8001"]
 FROM base AS trainer
 ARG PIP_EXTRA_INDEX_URL
 RUN pip install --no-cache-dir '.[trainer]'
+COPY service_kit service_kit
 COPY shared_schemas shared_schemas
 COPY task_app task_app
 COPY trainer_backend trainer_backend

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from service_kit.logs import configure_logs
 from shared_schemas.messages import Message
 from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.service import Interactions
-from task_app.logs import configure_logs
 from task_app.plugins import PolicyContext
 from task_app.protocols import BaseInteraction
 from task_app.settings import Settings

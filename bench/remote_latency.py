@@ -24,13 +24,13 @@ from random import Random
 from aiohttp import web
 from pydantic import SecretStr
 
+from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.job import parse_job
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.models import train_tokenizer
@@ -101,7 +101,7 @@ async def played(options: argparse.Namespace) -> tuple[Server, list[Trajectory],
     gateway = create_gateway({f"{job.job.name}/fixed": ServedPolicy(engine, tokenizer)}, key="key")
     with (
         tempfile.TemporaryDirectory() as folder,
-        GatewayServer(gateway, Listener("127.0.0.1", 0)) as url,
+        ServerThread(gateway, Listener("127.0.0.1", 0)) as url,
     ):
         actor = Inference(url, f"{job.job.name}/actor", SecretStr("key"))
         planner = Planner(job, "run", actor, fixed=fixed_inferences(job, actor))

@@ -2,7 +2,7 @@
 
 Python's own reader lets through what no record, reply or database can hold: half a character ("\\ud83d"),
 NaN, 1e999, nesting of hundreds of levels. Whoever writes it out later fails, far from the sender. So it is
-refused where it enters.
+refused where it enters. A model's or an environment's text, which nobody could send again, is made encodable.
 """
 
 import sys
@@ -50,6 +50,22 @@ def says_json(content_type: bytes) -> bool:
     """Whether FastAPI would read a body of this content type as JSON; which strips U+00A0 and U+0085 too."""
     main, _, kind = content_type.decode("latin-1").partition(";")[0].strip().lower().partition("/")
     return main == "application" and (kind == "json" or kind.endswith("+json"))
+
+
+def encodable(text: str) -> str:
+    """The text with `?` for half characters: JSON can spell them, and no UTF-8 can hold them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def encodable_json(value: Any) -> Any:
+    """JSON-able data with every string in it passed through `encodable`, keys too."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {encodable_json(name): encodable_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [encodable_json(one) for one in value]
+    return value
 
 
 def _is_suspect(raw: bytes) -> bool:

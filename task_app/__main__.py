@@ -6,7 +6,6 @@ Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file 
 """
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -14,16 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
-import uvloop
 
+from service_kit.children import READY
+from service_kit.errors import PortTaken, SettingsError
+from service_kit.logs import configure_logs
+from service_kit.server import Listener
 from task_app.app import create_app
-from task_app.errors import SettingsError
 from task_app.interactions.config_file import load_interactions
-from task_app.logs import configure_logs
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.replicas import run_replicas
-from task_app.server import PortTaken, Server, address_of, bound_socket
+from task_app.server import server_of
 from task_app.settings import KEY_VARIABLE, settings_from_environ
 
 log = structlog.get_logger("task_app")
@@ -51,20 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = load_interactions(settings.interaction_config_path, settings)
             boards = replace(boards, interactions=found)
         app = create_app(settings, boards=boards)
-        sock = bound_socket(options.host, options.port)
+        listener = Listener(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
-        print(f"task_app: {exc}", file=sys.stderr)
+        print(f"task_app: {exc.detail}", file=sys.stderr)
         return 2
     if not settings.api_keys:
         log.warning("no_key_configured", hint=f"set {KEY_VARIABLE}; until then every route answers 503")
-    address = address_of(sock)
-    server = Server(app, on_ready=lambda: print(f"listening on {address}", flush=True))
-    if options.exit_with_parent:
-        server.stop_with_parent()
-    log.info("starting", address=address)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(server.serve([sock]))
-    log.info("stopped", address=address)
+    log.info("starting", address=listener.url)
+    server = server_of(app, ready=lambda: print(f"{READY}{listener.url}", flush=True))
+    server.run_on(listener, exit_with_parent=options.exit_with_parent)
+    log.info("stopped", address=listener.url)
     return 0
 
 

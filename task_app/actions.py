@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from shared_schemas.json_text import encodable, encodable_json
 from shared_schemas.messages import FunctionCall, ToolCall
-from task_app.encoding import encodable_json
-from task_app.errors import encodable
 from task_app.protocols import ToolRequest
 
 

@@ -7,18 +7,17 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service_kit.gate import Deadline, Gate, KeyDoor
+from service_kit.keys import Keys
+from service_kit.observed import Observed
+from service_kit.problems import describe, install_problem_handlers, problem_responses, unforeseen
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
-from task_app.errors import CriticalError, boundary
-from task_app.guards.auth import Keys
-from task_app.guards.content import Content
-from task_app.guards.deadline import Deadline
-from task_app.guards.gate import Gate
+from task_app.errors import CriticalError, InvalidRequest, boundary
 from task_app.guards.once import Once
-from task_app.observing.observed import Observed
-from task_app.openapi import describe, problem_responses
 from task_app.plugins import PlugBoards, default_plug_boards
 from task_app.routes import (
     branch,
@@ -38,10 +37,16 @@ from task_app.routes import (
     steps,
     view,
 )
-from task_app.routes.problems import install_problem_handlers, unforeseen
+from task_app.routes.validation import validation_response
 from task_app.services import Services
-from task_app.settings import Settings
+from task_app.settings import KEY_VARIABLE, Settings
 from task_app.short_way import ShortWay
+
+OPEN_PATHS = frozenset({"/", "/health"})
+# Whole rollouts and long polls answer when they have something, within bounds that their requests name.
+LONG = frozenset({"/rollout", "/rollouts"})
+# The statuses of errors that a route may answer with.
+ERRORS = (401, 404, 408, 409, 413, 422, 428, 429, 500, 502, 503, 504, 507)
 
 
 def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastAPI:
@@ -51,14 +56,14 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
         settings: bounds and keys.
         boards: what requests may name; the plug boards of `plugins.py` when absent.
     """
-    keys = Keys(settings)
+    keys = Keys(settings.api_keys, variable=KEY_VARIABLE)
     services = Services(settings, boards or default_plug_boards(), keys)
     app = TaskApp(
         title="Turnwise task app",
         version=version("turnwise"),
         docs_url=None,
         redoc_url=None,
-        responses=problem_responses(),
+        responses=problem_responses(ERRORS),
         lifespan=_lifespan,
     )
     app.state.services = services
@@ -88,7 +93,8 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
     ):
         app.include_router(topic.router)
     install_problem_handlers(app)
-    describe(app)
+    app.add_exception_handler(RequestValidationError, validation_response)
+    describe(app, open_paths=OPEN_PATHS)
     app.front = _guarded(app.front, services)
     return app
 
@@ -108,11 +114,23 @@ def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
     """What stands before the routes; the last one is the first one met."""
     settings, keys = services.settings, services.keys
     app = Once(app, database=services.database)
-    app = Deadline(app, at_most_s=settings.request_deadline_s)
+    app = Deadline(app, at_most_s=settings.request_deadline_s, long=LONG)
     app = ShortWay(app, services)
-    app = Content(app)
-    app = Gate(app, keys=keys, max_body_bytes=settings.max_body_bytes, max_body_s=settings.max_body_s)
-    app = Observed(app, metrics=services.metrics, keys=keys)
+    door = KeyDoor(
+        keys,
+        open_paths=OPEN_PATHS,
+        open_below=[f"/{name}" for name in settings.open_routes],
+        basic_posts="/openenv/",
+    )
+    app = Gate(
+        app,
+        door=door,
+        max_body_bytes=settings.max_body_bytes,
+        max_body_s=settings.max_body_s,
+        unreadable=InvalidRequest,
+        large_body_hint="send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES",
+    )
+    app = Observed(app, requests=services.metrics.requests, keys=keys)
     return ServerErrorMiddleware(app, handler=unforeseen)
 
 

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 import structlog
 
+from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
 from shared_schemas.rewards import RewardPart
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.trajectory import StepData, UserAnswer
 from task_app.actions import Choice, ReadAction
 from task_app.context_tools import Budget, apply, context_specs
-from task_app.errors import CriticalError, boundary, encodable
+from task_app.errors import CriticalError, boundary
 from task_app.history import Change, History
 from task_app.interactions.replies import InteractionReply
 from task_app.prompts import Carried, Execute, Prompt, opened_with

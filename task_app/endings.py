@@ -2,9 +2,10 @@
 
 import structlog
 
+from shared_schemas.json_text import encodable
 from shared_schemas.rollouts import RolloutFailure, RolloutStatus
 from shared_schemas.trajectory import Trajectory
-from task_app.errors import EpisodeFailed, TaskAppError, encodable
+from task_app.errors import EpisodeFailed, TaskAppError
 from task_app.results import Record, rollout_json
 
 log = structlog.get_logger("task_app")

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
@@ -32,7 +33,6 @@ from task_app.errors import (
     TaskAppError,
     UnknownName,
     boundary,
-    encodable,
 )
 from task_app.execution import execute
 from task_app.guards.threads import Threads

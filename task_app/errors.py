@@ -1,12 +1,6 @@
-"""The errors of the task app, as one tree.
+"""The errors of the task app, as one tree; those of the HTTP edge are in `service_kit.errors`.
 
     TaskAppError                        code                          status
-    ├── NoKeyConfigured                 missing_environment_api_key   503
-    ├── Unauthorised                    unauthorised                  401
-    ├── BodyTooLarge                    body_too_large                413
-    ├── HeadTooLarge                    head_too_large                431
-    ├── MalformedRequest                malformed_request             400
-    ├── TooSlow                         too_slow                      408  the body did not come in time
     ├── InvalidRequest                  invalid_request               422
     │   ├── UnknownName                 unknown_name                  422
     │   ├── HostNotAllowed              inference_host_not_allowed    422
@@ -22,10 +16,8 @@
     ├── CapacityReached                 capacity_reached              429
     ├── ShuttingDown                    shutting_down                 503
     ├── SessionBusy                     session_busy                  503  an earlier request holds it
-    ├── RequestDeadline                 deadline_exceeded             504  answered before it was done
     ├── JournalFailed                   journal_failed                507  --state-dir cannot be written
     ├── JournalDamaged                  journal_damaged               500  at start only, never in a reply
-    ├── SettingsError                   bad_settings                  500  at start only, never in a reply
     └── EpisodeFailed                   episode_failed                500  a rollout without a trajectory
         ├── PolicyUnavailable           inference_unavailable         502  or inference_protocol, _refused
         ├── ContextLengthExceeded       context_length_exceeded       422  fails only a first decision
@@ -34,8 +26,9 @@
         ├── InteractionFailed           interaction_failed            500  or interaction_deadline
         └── CriticalError               critical_error                500  the environment or policy broke
 
-Every one says where, what was found, what is allowed and the likely intent. `routes.problems` turns them into
-problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one broad except.
+Every one says where, what was found, what is allowed and the likely intent. `service_kit.problems` turns them
+into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one broad
+except.
 """
 
 from collections.abc import Iterable
@@ -43,72 +36,27 @@ from types import TracebackType
 
 import structlog
 
+from service_kit.errors import ServiceError
 from shared_schemas.base import did_you_mean
-from task_app.encoding import clipped as clipped  # named here with the errors that show it
-from task_app.encoding import encodable as encodable
+from shared_schemas.json_text import encodable
+from shared_schemas.problem import Problem
 
 log = structlog.get_logger("task_app")
 
 
-class TaskAppError(Exception):
-    """An error with a name for programs (`code`) and a sentence for people (`detail`).
+def clipped(name: str, at_most: int = 80) -> str:
+    """A caller's name as a message shows it: it may be as long as a whole body."""
+    return name if len(name) <= at_most else name[:at_most] + "..."
 
-    `retry_after_s`: what may succeed later says when to ask again.
-    """
+
+class TaskAppError(ServiceError):
+    """Base of the tree."""
 
     code = "task_app_error"
-    status = 500
-    retry_after_s: int | None = None
 
-    def __init__(
-        self, detail: str, *, where: str | None = None, hint: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(detail)
-        self.detail = detail
-        self.where = where
-        self.hint = hint
-        if code is not None:
-            self.code = code
-
-
-class NoKeyConfigured(TaskAppError):
-    code = "missing_environment_api_key"
-    status = 503
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this task app has no API key configured, so it answers nobody",
-            hint="set ENVIRONMENT_API_KEY and start it again",
-        )
-
-
-class Unauthorised(TaskAppError):
-    code = "unauthorised"
-    status = 401
-
-
-class BodyTooLarge(TaskAppError):
-    code = "body_too_large"
-    status = 413
-
-    def __init__(self, detail: str, *, where: str = "body") -> None:
-        hint = "send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES"
-        super().__init__(detail, where=where, hint=hint)
-
-
-class HeadTooLarge(TaskAppError):
-    code = "head_too_large"
-    status = 431
-
-
-class MalformedRequest(TaskAppError):
-    code = "malformed_request"
-    status = 400
-
-
-class TooSlow(TaskAppError):
-    code = "too_slow"
-    status = 408
+    def __str__(self) -> str:
+        # A reply has place and hint in fields of their own.
+        return self.detail
 
 
 class InvalidRequest(TaskAppError):
@@ -217,11 +165,6 @@ class SessionBusy(TaskAppError):
     retry_after_s = 1
 
 
-class RequestDeadline(TaskAppError):
-    code = "deadline_exceeded"
-    status = 504
-
-
 class JournalFailed(TaskAppError):
     code = "journal_failed"
     status = 507
@@ -231,10 +174,6 @@ class JournalDamaged(TaskAppError):
     """A session under --state-dir that cannot be brought back; it stays in the database."""
 
     code = "journal_damaged"
-
-
-class SettingsError(TaskAppError):
-    code = "bad_settings"
 
 
 class EpisodeFailed(TaskAppError):
@@ -272,9 +211,13 @@ class InteractionFailed(EpisodeFailed):
 
 
 class CriticalError(EpisodeFailed):
-    """A plug-in raised what it may not raise."""
+    """A plug-in raised what it may not raise; its inside is for the log."""
 
     code = "critical_error"
+
+    def problem(self) -> Problem:
+        detail = "a plug-in of this task app failed; its log says how"
+        return super().problem().model_copy(update={"detail": detail})
 
 
 class boundary:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from task_app.errors import SettingsError
+from service_kit.errors import SettingsError
 from task_app.plugin_files import module_of
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from task_app.errors import CriticalError, SettingsError, boundary
+from service_kit.errors import SettingsError
+from task_app.errors import CriticalError, boundary
 
 
 def module_of(file: Path) -> ModuleType:

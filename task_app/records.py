@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.base import finite as finite
+from shared_schemas.json_text import encodable, encodable_json
 from shared_schemas.rewards import RewardPart, StepRewards
 from shared_schemas.trajectory import (
     ObservationData,
@@ -15,8 +16,6 @@ from shared_schemas.trajectory import (
 )
 from task_app.actions import Choice, ReadAction
 from task_app.decisions import achievements_status, step_metadata
-from task_app.encoding import encodable_json
-from task_app.errors import encodable
 from task_app.prompts import Carried, Prompt
 from task_app.protocols import Observation
 from task_app.termination import ends_by_a_limit

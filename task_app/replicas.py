@@ -7,24 +7,21 @@ its port, so that whoever knows its URL finds it there; between two starts lies 
 import argparse
 import asyncio
 import json
-import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
 
+from service_kit.children import PIPE, Child, when_parent_ends
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-READY = "listening on "
 # Exit code of a process whose settings, port or plug-in file are wrong: another start would change nothing.
 _REFUSED = 2
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
@@ -52,7 +49,7 @@ class Replica:
         self.url = ""
         self.ready = asyncio.Event()
         self._index, self._arguments, self._port, self._end_s = index, tuple(arguments), port, end_s
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
 
     async def keep_running(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Until cancelled, which ends the process in order.
@@ -80,36 +77,19 @@ class Replica:
             await self._end()
 
     async def _run_once(self) -> int:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "task_app", "--port", str(self._port), *self._arguments,
-            stdin=asyncio.subprocess.PIPE,  # it ends when we do, however we end
-            stdout=asyncio.subprocess.PIPE,
-            # Its own session: a Ctrl-C reaches the supervisor alone, which then ends it in order.
-            start_new_session=True,
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            text = line.decode(errors="replace").strip()
-            if text.startswith(READY):
-                self.url = text.removeprefix(READY)
-                self._port = urlsplit(self.url).port or self._port
-                log.info("replica_ready", replica=self._index, url=self.url, pid=self._process.pid)
-                self.ready.set()
-        return await self._process.wait()
+        command = (sys.executable, "-m", "task_app", "--port", str(self._port), *self._arguments)
+        self._child = child = await Child.start(command, stdout=PIPE)
+        url = await child.address()
+        if url is not None:
+            self.url = url
+            self._port = urlsplit(url).port or self._port
+            log.info("replica_ready", replica=self._index, url=url, pid=child.pid)
+            self.ready.set()
+        return await child.ended()
 
     async def _end(self) -> None:
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        with suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(self._end_s):
-                await process.wait()
-        except TimeoutError:
+        if self._child is not None and await self._child.end(self._end_s):
             log.warning("replica_killed", replica=self._index, after_s=self._end_s)
-            process.kill()
-            await process.wait()
 
 
 async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: Callable[[str], None]) -> int:
@@ -153,8 +133,7 @@ async def _run(options: argparse.Namespace, settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if options.exit_with_parent:
-        watch = partial(_watch_stdin, lambda: loop.call_soon_threadsafe(stop.set))
-        threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+        when_parent_ends(lambda: _tell(loop, stop))
     replicas = [
         Replica(
             index, _arguments(options, settings.state_dir, index), options.port and options.port + index,
@@ -183,9 +162,7 @@ def _local(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _watch_stdin(ended: Callable[[], object]) -> None:
-    # The descriptor itself: a thread inside sys.stdin would hold its lock when the interpreter ends.
-    while os.read(sys.stdin.fileno(), 65_536):
-        pass
+def _tell(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """From a thread."""
     with suppress(RuntimeError):  # stopped in the meantime, and the loop is closed
-        ended()
+        loop.call_soon_threadsafe(stop.set)

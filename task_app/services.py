@@ -10,8 +10,8 @@ import structlog
 from pydantic import SecretStr
 from starlette.requests import Request
 
+from service_kit.keys import Keys
 from shared_schemas.rollouts import RolloutRequest
-from task_app.guards.auth import Keys
 from task_app.guards.threads import Threads
 from task_app.interactions.service import Interactions
 from task_app.interactions.sessions import InteractionSession

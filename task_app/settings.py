@@ -13,26 +13,19 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
 
+from service_kit.errors import SettingsError
+from service_kit.keys import key_from_environ
 from shared_schemas.base import Body
-from task_app.errors import SettingsError, TaskAppError
+from shared_schemas.urls import HOST_OR_IPV6
+from task_app.errors import TaskAppError
 from task_app.policies.endpoint import chat_completions_url
 
 PREFIX = "TURNWISE_"
 KEY_VARIABLE = "ENVIRONMENT_API_KEY"
-KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 ALIASES_VARIABLE = "ENVIRONMENT_API_KEY_ALIASES"
 
 _LISTS = ("allowed_inference_hosts", "open_routes", "reward_variables")
-# A name or an IPv4 address, or an IPv6 one in brackets, with or without a port; or an IPv6 address alone.
-# What only begins like one ([::1]evil.example) would never match, or match another than it seems to name.
-Host = Annotated[
-    str,
-    Field(
-        min_length=1,
-        max_length=300,
-        pattern=r"^((\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:[0-9]{1,5})?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$",
-    ),
-]
+Host = Annotated[str, Field(min_length=1, max_length=300, pattern=HOST_OR_IPV6)]
 
 
 def _no_key_of_ours(name: str) -> str:
@@ -245,24 +238,9 @@ def _check_spelling(environ: Mapping[str, str]) -> None:
 
 def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The primary key and its aliases, without blanks and repetitions."""
-    primary = environ.get(KEY_VARIABLE, "").strip() or _key_in_file(environ.get(KEY_FILE_VARIABLE, ""))
-    listed = [primary, *_split(environ.get(ALIASES_VARIABLE, ""))]
+    primary = key_from_environ(environ, KEY_VARIABLE)
+    listed = [primary.get_secret_value() if primary else "", *_split(environ.get(ALIASES_VARIABLE, ""))]
     return tuple(dict.fromkeys(key for key in listed if key))
-
-
-def _key_in_file(name: str) -> str:
-    """How containers hand over secrets. A file that was named must hold a key, or nobody gets in."""
-    if not name:
-        return ""
-    try:
-        key = Path(name).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise SettingsError(
-            f"{KEY_FILE_VARIABLE} names {name!r}, which cannot be read: {exc}", where=KEY_FILE_VARIABLE
-        ) from exc
-    if not key:
-        raise SettingsError(f"{KEY_FILE_VARIABLE} names {name!r}, which is empty", where=KEY_FILE_VARIABLE)
-    return key
 
 
 def _split(text: str) -> tuple[str, ...]:

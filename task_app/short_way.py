@@ -11,12 +11,12 @@ from typing import Any
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service_kit.gate import JSON_BODY
+from service_kit.problems import problem_response
 from task_app.errors import TaskAppError
 from task_app.guards import once
-from task_app.guards.content import JSON_BODY
 from task_app.routes import steps
 from task_app.routes.bodies import LONGEST_ID
-from task_app.routes.problems import problem_response
 from task_app.routes.wire import reply_body
 from task_app.services import Services
 
@@ -27,7 +27,7 @@ JSON = b"application/json"
 
 
 class ShortWay:
-    """Wraps the long way; stands behind task_app.guards.content, which has read the body.
+    """Wraps the long way; stands behind service_kit.gate, which has read the body.
 
     Args:
         app: the long way.

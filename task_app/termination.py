@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shared_schemas.json_text import encodable
 from shared_schemas.patterns import LinearPattern
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StopReason
-from task_app.errors import encodable
 
 
 @dataclass(frozen=True, slots=True)

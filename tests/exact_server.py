@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
 from tests.foreign_server import ELSEWHERE, error
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.models.folder import load_model_folder
 
 TOP_K_OF_THE_MODEL = 2
@@ -102,6 +102,6 @@ def exact_server(
     server = ExactServer(ServedPolicy(engine, tokenizer), **habits)
     app = Starlette(routes=[Route("/v1/completions", server.complete, methods=["POST"])])
     engine.start()
-    with GatewayServer(app, Listener(host, 0)) as server.url:
+    with ServerThread(app, Listener(host, 0)) as server.url:
         yield server
     engine.stop()

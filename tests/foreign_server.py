@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trainer_backend.inference.server import GatewayServer, Listener
+from service_kit.server import Listener, ServerThread
 
 # Loopback, but not on a task app's list of hosts unless somebody puts it there.
 ELSEWHERE = "127.0.0.2"
@@ -97,5 +97,5 @@ def foreign_server(*first: Answer, key: str = "", host: str = ELSEWHERE) -> Iter
     """On a real port, by uvicorn, on a thread of its own."""
     server = ForeignServer(key=key, first=list(first))
     app = Starlette(routes=[Route("/v1/chat/completions", server.chat, methods=["POST"])])
-    with GatewayServer(app, Listener(host, 0)) as server.url:
+    with ServerThread(app, Listener(host, 0)) as server.url:
         yield server

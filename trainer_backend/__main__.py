@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from trainer_backend.errors import TrainerError
+from service_kit.errors import ServiceError
 from trainer_backend.job import dump_job, load_new_job
 from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.layout import open_run
@@ -267,7 +267,7 @@ def main() -> None:
     """Run a command; an error of ours is one sentence and exit code 2 (the user's) or 1 (ours)."""
     try:
         app()
-    except TrainerError as error:
+    except ServiceError as error:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
 

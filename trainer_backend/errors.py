@@ -1,4 +1,4 @@
-"""Everything the trainer backend raises on purpose, as one tree.
+"""The errors of the trainer backend, as one tree; those of the HTTP edge are in `service_kit.errors`.
 
     TrainerError
     ├── JobError                   the TOML of a job is wrong
@@ -17,11 +17,8 @@
     │   ├── NoPictures             there are none of an episode (collect/environment_client.py)
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/answers.py)
     │   └── Refused                it finds something wrong in a request (collect/answers.py)
-    ├── PortTaken                  a server's port is in use
-    ├── TooManyConnections, HeadTooLarge, MalformedRequest   what ends a connection before there is a request
     ├── BadAddress, UnknownTurn, OnlyShows   what an address of the dashboard asks for (dashboard/errors.py)
     ├── ApiError                   a request to the service cannot be carried out (leaves in api/errors.py)
-    ├── SettingsError              what that service was started with cannot be used (api/key.py)
     ├── ServiceRefused, ServiceUnreachable   what it said to a terminal, or that nobody answers (terminal/)
     ├── StoreError                 the database of jobs and runs cannot be used (leaves in store/errors.py)
     │   ├── StoreUnavailable       it does not answer, or refuses to write
@@ -47,42 +44,15 @@ A message is one sentence: where, what was found, what is allowed. `code` is for
 HTTP status where such an error becomes a reply, `where` names the place and `hint` the likely remedy.
 """
 
-from typing import ClassVar
-
+from service_kit.errors import ServiceError
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
-from shared_schemas.problem import Problem
 
 
-class TrainerError(Exception):
-    """Base of the tree. `detail` is the sentence; it never holds a key or a part of one."""
+class TrainerError(ServiceError):
+    """Base of the tree."""
 
-    code: ClassVar[str] = "trainer_error"
-    status: ClassVar[int] = 500
-    title: ClassVar[str] = "Trainer error"
-
-    def __init__(self, detail: str, *, where: str | None = None, hint: str | None = None) -> None:
-        super().__init__(detail)
-        self.detail = detail
-        self.where = where
-        self.hint = hint
-
-    def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
-        if not self.hint:
-            return f"{place}{self.detail}"
-        end = "" if self.detail.endswith((".", "?", "!")) else "."
-        return f"{place}{self.detail}{end} {self.hint}"
-
-    def problem(self) -> Problem:
-        """This error as the body that both services answer with."""
-        return Problem(
-            title=self.title,
-            status=self.status,
-            code=self.code,
-            detail=self.detail,
-            where=self.where,
-            hint=self.hint,
-        )
+    code = "trainer_error"
+    title = "Trainer error"
 
 
 class JobError(TrainerError):
@@ -156,29 +126,6 @@ class TaskAppError(TrainerError):
     code = "task_app_failed"
     status = 502
     title = "Task app failed"
-
-
-class PortTaken(TrainerError):
-    code = "port_taken"
-    title = "Port is in use"
-
-
-class TooManyConnections(TrainerError):
-    code = "too_many_connections"
-    status = 503
-    title = "Too many connections"
-
-
-class HeadTooLarge(TrainerError):
-    code = "head_too_large"
-    status = 431
-    title = "Head of the request too large"
-
-
-class MalformedRequest(TrainerError):
-    code = "malformed_request"
-    status = 400
-    title = "No HTTP request"
 
 
 class InferenceError(TrainerError):

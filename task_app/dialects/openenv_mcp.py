@@ -10,10 +10,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request
 from starlette.responses import Response
 
+from shared_schemas.json_text import encodable
 from shared_schemas.rollouts import Name
 from task_app.dialects.openenv_session import OpenEnvSession
 from task_app.dialects.openenv_wire import OpenEnvReset
-from task_app.errors import CriticalError, InvalidRequest, TaskAppError, UnknownId, encodable
+from task_app.errors import CriticalError, InvalidRequest, TaskAppError, UnknownId
 from task_app.routes.wire import ReplyJSON
 from task_app.services import Services, services_of
 

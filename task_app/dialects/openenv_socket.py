@@ -15,7 +15,7 @@ from fastapi import APIRouter, WebSocket
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
-from shared_schemas.json_text import read_json
+from shared_schemas.json_text import encodable, read_json
 from task_app.complaints import invalid, most_telling
 from task_app.dialects.openenv_mcp import rpc
 from task_app.dialects.openenv_session import OpenEnvSession, ignored_keys
@@ -30,7 +30,6 @@ from task_app.errors import (
     UnknownName,
     boundary,
     clipped,
-    encodable,
 )
 from task_app.routes.wire import ReplyJSON
 from task_app.services import Services

@@ -6,19 +6,20 @@ It stands inside the gate, so that only holders of a key reach it, and outside a
 import hashlib
 from contextlib import suppress
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service_kit.errors import ServiceError
+from service_kit.gate import given, whole_body
+from service_kit.problems import problem_response
 from task_app.errors import (
     AnswerLost,
     CapacityReached,
     IdempotencyConflict,
     InvalidRequest,
     JournalFailed,
-    TaskAppError,
 )
-from task_app.guards.content import given, whole_body
 from task_app.journal.sessions import CLAIM, Answer, Claim, Database, RawHeaders
-from task_app.routes.problems import problem_response
 
 HEADER = b"idempotency-key"
 LONGEST_KEY = 200
@@ -56,8 +57,10 @@ class Once:
             earlier = await self._earlier(key, digest)
             if earlier is None:
                 claim = self._claim(key, digest, path=scope["path"])
-        except TaskAppError as error:
+        except ServiceError as error:
             await problem_response(error)(scope, receive, send)
+            return
+        except ClientDisconnect:
             return
         if earlier is not None:
             await _send(earlier, send, extra=(REPLAYED,))
@@ -185,7 +188,7 @@ def _lost(reason: str) -> Answer:
     )
 
 
-def _answer_of(error: TaskAppError) -> Answer:
+def _answer_of(error: ServiceError) -> Answer:
     response = problem_response(error)
     return Answer(response.status_code, tuple(response.raw_headers), bytes(response.body))
 

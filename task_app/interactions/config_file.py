@@ -21,9 +21,10 @@ import tomli
 import yaml
 from pydantic import Field, ValidationError
 
+from service_kit.errors import SettingsError
 from shared_schemas.base import Body
 from task_app.complaints import invalid, most_telling
-from task_app.errors import CriticalError, SettingsError, TaskAppError, boundary
+from task_app.errors import CriticalError, TaskAppError, boundary
 from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.published import offer_stand_ins
 from task_app.interactions.service import ConnectedInteraction

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from task_app.encoding import encodable_json
-from task_app.errors import InteractionFailed, encodable
+from shared_schemas.json_text import encodable, encodable_json
+from task_app.errors import InteractionFailed
 
 _EXPECTED = "(should_terminate, response, score, metadata)"
 

@@ -32,10 +32,11 @@ from typing import Any
 
 import structlog
 
+from service_kit.errors import SettingsError
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec
 from task_app.actions import json_object
-from task_app.errors import JournalDamaged, JournalFailed, SettingsError, TaskAppError
+from task_app.errors import JournalDamaged, JournalFailed, TaskAppError
 from task_app.guards.threads import Threads
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.protocols import DecisionOutcome, RestorableEnvironment, RestorablePolicy, ToolRequest

@@ -1,9 +1,7 @@
 """The service's counts in Prometheus' words, gathered when somebody scrapes."""
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -11,43 +9,20 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from task_app.observing.metrics import Metrics
 from task_app.services import Services
 
 
-class Page(NamedTuple):
-    body: bytes
-    media_type: str
-
-
-def page(services: Services, *, version: str, sockets: int, accept: str) -> Page:
-    """All metrics, in the text format that `accept` (the request's header) asks for."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Service(services, version=version, sockets=sockets))
-    ProcessCollector(registry=registry)
-    GCCollector(registry=registry)
-    encode, media_type = choose_encoder(accept)
-    return Page(encode(registry), media_type)
-
-
-class _Service(Collector):
-    def __init__(self, services: Services, *, version: str, sockets: int) -> None:
-        self._services = services
-        self._version = version
-        self._sockets = sockets
-
-    def collect(self) -> Iterable[Metric]:
-        services = self._services
-        yield InfoMetricFamily(
-            "turnwise_task_app",
-            "Which task app this is.",
-            {"version": self._version, "instance_id": services.instance_id},
-        )
-        yield from _now(services, self._sockets)
-        yield from _so_far(services.metrics)
+def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:
+    """All metrics of a task app."""
+    yield InfoMetricFamily(
+        "turnwise_task_app",
+        "Which task app this is.",
+        {"version": version, "instance_id": services.instance_id},
+    )
+    yield from _now(services, sockets)
+    yield from _so_far(services.metrics)
 
 
 def _now(services: Services, sockets: int) -> Iterator[Metric]:
@@ -80,16 +55,11 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
 
 def _so_far(metrics: Metrics) -> Iterator[Metric]:
     """What has happened since the start."""
-    requests = CounterMetricFamily(
-        "turnwise_http_requests", "Requests that were answered.", labels=["method", "route", "status"]
-    )
-    for (method, route, status), count in metrics.requests.items():
-        requests.add_metric([method, route, str(status)], count)
-    yield requests
+    yield metrics.requests.answered_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
     )
-    for route, histogram in metrics.latency.items():
+    for route, histogram in metrics.requests.latency.items():
         latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
     yield latency
     ended = CounterMetricFamily(

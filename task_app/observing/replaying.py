@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from service_kit.errors import RequestDeadline
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData, Trajectory
 from task_app.actions import tool_request
-from task_app.errors import Conflict, InvalidRequest, RequestDeadline, UnknownId, boundary
+from task_app.errors import Conflict, InvalidRequest, UnknownId, boundary
 from task_app.observing.pictures import Picture, Pictured
 from task_app.plugins import PlugBoards
 from task_app.protocols import Environment

@@ -3,12 +3,12 @@
 from collections.abc import Collection
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from shared_schemas.urls import PORTS, is_http
 from task_app.errors import HostNotAllowed, InvalidRequest
 
 CHAT_PATH = "/v1/chat/completions"
 # In the policy's config.
 _WHERE = "inference_url"
-_PORTS = {"http": 80, "https": 443}
 
 
 def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] | None) -> str:
@@ -36,7 +36,7 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] |
 def _split(inference_url: str) -> SplitResult:
     try:
         parts = urlsplit(inference_url)
-        usable = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0 and _is_plain(parts)
+        usable = is_http(parts)
     except ValueError:
         usable = False
     if not usable or inference_url != inference_url.strip():
@@ -52,17 +52,9 @@ def _split(inference_url: str) -> SplitResult:
     return parts
 
 
-def _is_plain(parts: SplitResult) -> bool:
-    """Whether the address is what `hostname` and `port` say, and nothing that another parser reads otherwise:
-    of `[::1]evil.example` urlsplit says the host is ::1."""
-    host = parts.netloc.rpartition("@")[2].lower()
-    spelled = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return host in (spelled, f"{spelled}:", f"{spelled}:{parts.port}")
-
-
 def _check_host(parts: SplitResult, allowed_hosts: Collection[str]) -> None:
     host = (parts.hostname or "").lower()
-    port = parts.port or _PORTS[parts.scheme]
+    port = parts.port or PORTS[parts.scheme]
     spelled = f"[{host}]" if ":" in host else host
     allowed = {name.lower() for name in allowed_hosts}
     if allowed.isdisjoint({host, spelled, f"{spelled}:{port}"}):

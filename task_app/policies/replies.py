@@ -13,9 +13,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
+from shared_schemas.json_text import encodable
 from shared_schemas.trajectory import PolicyLogprobs
 from task_app.actions import NO_TOOL_CALL, json_object
-from task_app.errors import PolicyUnavailable, encodable
+from task_app.errors import PolicyUnavailable
 
 PROTOCOL = "inference_protocol"
 FILTERED = "the server's content filter withheld the reply or a part of it; call one of the tools"

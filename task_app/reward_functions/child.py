@@ -23,9 +23,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from service_kit.logs import configure_logs
 from shared_schemas.evaluate_result import EvaluateResult
-from task_app.errors import RewardFunctionFailed, TaskAppError, boundary, clipped, encodable
-from task_app.logs import configure_logs
+from shared_schemas.json_text import encodable
+from task_app.errors import RewardFunctionFailed, TaskAppError, boundary, clipped
 from task_app.plugin_files import module_of
 from task_app.protocols import RewardFunction
 from task_app.reward_functions.decorator import EPISODES, NoResult, finding

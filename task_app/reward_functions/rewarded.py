@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared_schemas.evaluate_result import EvaluateResult
+from shared_schemas.json_text import encodable, encodable_json
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import Trajectory, UserReward
-from task_app.encoding import encodable_json
-from task_app.errors import RewardFunctionFailed, clipped, encodable
+from task_app.errors import RewardFunctionFailed, clipped
 from task_app.reward_functions.alignment import align_data_for_rl_processing
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from task_app.errors import NoKeyConfigured, ShuttingDown
-from task_app.guards.auth import presented_keys
+from service_kit.errors import NoKeyConfigured
+from service_kit.keys import presented_keys
+from task_app.errors import ShuttingDown
 from task_app.services import services_of
 
 router = APIRouter(tags=["service"])
@@ -24,7 +25,7 @@ async def health(request: Request) -> dict[str, Any]:
     """Open to all; a request that presents a key also learns whether it is good."""
     keys = services_of(request).keys
     if not keys.configured:
-        raise NoKeyConfigured()
+        raise NoKeyConfigured(keys.variable)
     if services_of(request).draining:
         raise ShuttingDown(
             "draining: what runs may end and be fetched, nothing new is taken", code="draining"

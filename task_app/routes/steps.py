@@ -13,7 +13,6 @@ from task_app.actions import requests_from_wire
 from task_app.errors import InvalidRequest, TaskAppError, boundary
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 from task_app.routes.bodies import EnvId, ForeignBody
-from task_app.routes.problems import problem_of
 from task_app.routes.wire import ReplyJSON, reply_body, step_json
 from task_app.services import Services, services_of
 from task_app.sessions import EnvironmentSession
@@ -109,7 +108,7 @@ async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, in
             return reply_body(told), len(answer["env_rewards"])
     except TaskAppError as exc:
         exc.where = exc.where or where.rstrip(".")
-        problem = problem_of(exc).model_dump(mode="json", exclude_none=True)
+        problem = exc.problem().model_dump(mode="json", exclude_none=True)
         return reply_body({"env_id": one.env_id, "status": exc.status, "problem": problem}), 0
 
 

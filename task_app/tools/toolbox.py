@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared_schemas.base import did_you_mean
+from shared_schemas.json_text import encodable
 from shared_schemas.messages import ToolSpec
-from task_app.errors import clipped, encodable
+from task_app.errors import clipped
 from task_app.protocols import Tool, ToolRequest
 from task_app.tools.function import ToolRefused
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import SecretStr
 from transformers import PreTrainedTokenizerFast
 
+from service_kit.server import Listener, ServerThread
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.collector import Collector
@@ -16,7 +17,6 @@ from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.services.policy_server import model_name
 from trainer_backend.services.task_apps import task_apps
@@ -89,7 +89,7 @@ async def played(job: JobConfig, engine: ScriptedEngine, folder: Path) -> list[R
     """The first iteration of the job, in the order of the plan."""
     key = SecretStr("scripted")
     app = create_gateway({model_name(job): ServedPolicy(engine, engine.tokenizer)}, key=key)
-    with GatewayServer(app, Listener("127.0.0.1", 0)) as url:
+    with ServerThread(app, Listener("127.0.0.1", 0)) as url:
         plan = Planner(job, "run", Inference(url, model_name(job), key)).training(1)
         async with task_apps(job, folder / "task_app.log") as apps:
             found = await Collector(apps, timeout_s=100).collect(plan)

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shared_schemas", "task_app", "trainer_backend", "turnwise")
+PACKAGES = ("service_kit", "shared_schemas", "task_app", "trainer_backend", "turnwise")
 
 
 def _parsed(folder: str) -> dict[Path, ast.Module]:

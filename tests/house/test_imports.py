@@ -22,7 +22,11 @@ DOORS = {
         "trainer_backend/report",
     ],
     "gymnasium": ["task_app/dialects"],
-    "prometheus_client": ["task_app/observing/exposition.py", "trainer_backend/api/exposition.py"],
+    "prometheus_client": [
+        "service_kit/observed.py",
+        "task_app/observing/exposition.py",
+        "trainer_backend/api/exposition.py",
+    ],
     "sqlalchemy": ["trainer_backend/store"],
     "alembic": ["trainer_backend/store"],
     "psycopg": ["trainer_backend/store"],
@@ -31,20 +35,14 @@ DOORS = {
     "typer": ["trainer_backend/__main__.py", "trainer_backend/terminal"],
     "fastapi": ["task_app", "trainer_backend/api", "trainer_backend/dashboard"],
     "starlette": [
+        "service_kit",
         "task_app",
         "trainer_backend/api",
-        "trainer_backend/connections.py",
         "trainer_backend/inference",
         "trainer_backend/dashboard",
     ],
-    "uvicorn": [
-        "task_app/guards/connections.py",
-        "task_app/server.py",
-        "task_app/__main__.py",
-        "trainer_backend/connections.py",
-        "trainer_backend/api/server.py",
-        "trainer_backend/inference/server.py",
-    ],
+    "uvicorn": ["service_kit"],
+    "uvloop": ["service_kit"],
     "transformers": ["trainer_backend/models", "trainer_backend/inference", "trainer_backend/learner"],
     "tokenizers": ["trainer_backend/models", "trainer_backend/dashboard/token_texts.py"],
     "huggingface_hub": ["trainer_backend/models"],
@@ -93,10 +91,12 @@ def files_of(package: str) -> list[str]:
 
 
 def test_packages_keep_apart():
-    allowed = {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
-    assert {
-        name: LIBRARIES[name] - allowed for name in files_of("shared_schemas") if LIBRARIES[name] - allowed
-    } == {}
+    schemas = {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
+    edge = {"service_kit", "starlette", "structlog", "prometheus_client", "uvicorn", "uvloop"}
+    for package, allowed in {"shared_schemas": schemas, "service_kit": schemas | edge}.items():
+        assert {
+            name: LIBRARIES[name] - allowed for name in files_of(package) if LIBRARIES[name] - allowed
+        } == {}
     forbidden = {
         "task_app": {"trainer_backend", "turnwise", "torch", "transformers", "tokenizers", "sqlalchemy"},
         "trainer_backend": {"task_app", "turnwise"},

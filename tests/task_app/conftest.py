@@ -1,6 +1,6 @@
 import pytest
 
-from task_app.logs import configure_logs
+from service_kit.logs import configure_logs
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx
 
+from service_kit.server import Listener, Server
 from task_app.app import create_app
 from task_app.plugins import PlugBoards
-from task_app.server import Server, address_of, bound_socket
+from task_app.server import server_of
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards
 
@@ -20,14 +21,14 @@ async def served_app(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Server]]:
     """A client that sends the key, and the server to stop."""
     app = create_app(Settings(api_keys=(KEY,), drain_s=drain_s, **settings), boards=plug_boards or boards())
-    sock = bound_socket("127.0.0.1", 0)
+    listener = Listener("127.0.0.1", 0)
     ready = asyncio.Event()
-    server = Server(app, on_ready=ready.set)
+    server = server_of(app, ready=ready.set)
     # Not serve(), which would take over pytest's signals.
-    serving = asyncio.create_task(server._serve([sock]))
+    serving = asyncio.create_task(server._serve([listener.socket]))
     await ready.wait()
     headers = {"X-API-Key": KEY}
-    async with httpx.AsyncClient(base_url=address_of(sock), headers=headers, timeout=20.0) as client:
+    async with httpx.AsyncClient(base_url=listener.url, headers=headers, timeout=20.0) as client:
         yield client, server
     server.should_exit = True
     await serving

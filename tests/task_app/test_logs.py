@@ -1,12 +1,10 @@
 """What a line of the log names: the request, the session, the rollout; never a key."""
 
-import json
-
 import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from task_app.logs import configure_logs
+from service_kit.logs import configure_logs
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.rollout_client import accept, all_of
 
@@ -68,27 +66,3 @@ async def test_ids_of_requests_differ_and_nothing_stays_bound():
         answers = [await client.get("/health") for _ in range(20)]
     assert len({answer.headers["x-request-id"] for answer in answers}) == 20
     structlog.contextvars.clear_contextvars()
-
-
-@pytest.fixture
-def written(capsys):
-    """What came out on stderr; afterwards nothing writes to a stream that pytest has closed."""
-    yield lambda: capsys.readouterr().err
-    structlog.reset_defaults()
-
-
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_a_line_has_its_ids_and_a_traceback_no_local_variables(form, written):
-    configure_logs("info", form=form)
-    secret = "zebra-" + "quagga"
-    with structlog.contextvars.bound_contextvars(request_id="mine-1"):
-        try:
-            raise ValueError("broken")
-        except ValueError:
-            structlog.get_logger("task_app").exception("failed")
-    line = written()
-    assert "ValueError: broken" in line
-    assert "mine-1" in line
-    assert secret not in line
-    if form == "json":
-        assert json.loads(line)["event"] == "failed"

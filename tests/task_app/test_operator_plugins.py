@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from task_app.errors import SettingsError
+from service_kit.errors import SettingsError
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import ENVIRONMENTS, default_plug_boards
 from tests.task_app.test_service_process import _run, collected, crafter, task_app

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
+from service_kit.errors import RequestDeadline
 from task_app.environments.crafter.environment import CrafterEnvironment
-from task_app.errors import RequestDeadline
 from task_app.observing.pictures import animated_gif
 from task_app.observing.replaying import Replay
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards

@@ -18,8 +18,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
-from task_app.app import create_app
-from task_app.guards.gate import OPEN_PATHS
+from task_app.app import OPEN_PATHS, create_app
 from task_app.interactions.entry import InteractionEntry
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, rollout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from task_app.errors import SettingsError
+from service_kit.errors import SettingsError
 from task_app.settings import Settings, settings_from_environ
 
 

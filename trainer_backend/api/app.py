@@ -7,10 +7,23 @@ from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+import structlog
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service_kit.gate import Gate, SessionDoor
+from service_kit.observed import Observed
+from service_kit.problems import (
+    describe,
+    install_problem_handlers,
+    problem_response,
+    problem_responses,
+    unforeseen,
+)
+from shared_schemas.base import did_you_mean
 from trainer_backend.api import (
     control_routes,
     events_routes,
@@ -21,13 +34,19 @@ from trainer_backend.api import (
     metrics_routes,
     run_routes,
 )
-from trainer_backend.api.gate import Gate
-from trainer_backend.api.observed import Observed
-from trainer_backend.api.openapi import describe, problem_responses
-from trainer_backend.api.problems import install_problem_handlers, unforeseen
+from trainer_backend.api.errors import ApiError
+from trainer_backend.api.login import LOGIN
 from trainer_backend.api.service import Service
+from trainer_backend.errors import TrainerError
 from trainer_backend.supervising.line import ended
 
+log = structlog.get_logger("trainer")
+
+# What needs no key: whether the service lives, and what its log-in page is made of.
+OPEN_PATHS = frozenset({"/health", LOGIN})
+# The statuses of errors that a route may answer with.
+ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
+_STREAM = "/jobs/{job_id}/events"
 _THREADS = 24
 
 
@@ -53,7 +72,7 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
         version=version("turnwise"),
         docs_url=None,
         redoc_url=None,
-        responses=problem_responses(),
+        responses=problem_responses(ERRORS),
         lifespan=_lifespan,
     )
     app.state.service = service
@@ -71,16 +90,49 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     for router in pages:
         app.include_router(router)
     install_problem_handlers(app)
-    describe(app)
-    settings = service.settings
-    gate = Gate(
-        app.front,
-        keys=service.keys,
+    app.add_exception_handler(TrainerError, _logged)
+    app.add_exception_handler(RequestValidationError, _validation)
+    describe(app, open_paths=OPEN_PATHS)
+    app.front = _guarded(app.front, service)
+    return app
+
+
+def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
+    """What stands before the routes; the last one is the first one met."""
+    settings, keys = service.settings, service.keys
+    door = SessionDoor(keys, service.sessions, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN)
+    app = Gate(
+        app,
+        door=door,
         max_body_bytes=settings.max_body_bytes,
         max_body_s=settings.max_body_s,
+        unreadable=ApiError,
     )
-    app.front = Observed(ServerErrorMiddleware(gate, handler=unforeseen), service.requests)
-    return app
+    app = ServerErrorMiddleware(app, handler=unforeseen)
+    return Observed(app, requests=service.requests, keys=keys, streams=[_STREAM])
+
+
+async def _logged(request: Request, error: Exception) -> Response:
+    """The reply to an error of our tree; what the service cannot do stands in the log too."""
+    assert isinstance(error, TrainerError)
+    if error.status >= 500:
+        log.warning("request_failed", method=request.method, path=request.url.path, detail=str(error))
+    return problem_response(error)
+
+
+async def _validation(request: Request, error: Exception) -> Response:
+    """The first finding of a query, a header or a path that is not as it is documented."""
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    place, *path = (str(part) for part in first["loc"])
+    name = ".".join(path) or place
+    if first["type"] == "extra_forbidden":
+        known = first.get("ctx", {}).get("known", ())
+        detail = f"{name[:80]!r} is not known here{did_you_mean(path[-1][:80], known) if known else ''}"
+    else:
+        detail = f"{name}: {first['msg']}"
+    return problem_response(ApiError(detail, where=f"{place} {name}" if path else place))
 
 
 @asynccontextmanager

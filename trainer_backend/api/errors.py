@@ -2,6 +2,9 @@
 
 from trainer_backend.errors import TrainerError
 
+# Of what waits for a place, or for a database that starts.
+RETRY_S = 5
+
 
 class ApiError(TrainerError):
     """The request cannot be carried out as it stands."""
@@ -9,26 +12,6 @@ class ApiError(TrainerError):
     code = "request_invalid"
     status = 422
     title = "Request cannot be read"
-
-
-class Unauthorised(ApiError):
-    code = "unauthorised"
-    status = 401
-    title = "Missing or wrong key"
-
-
-class Forbidden(ApiError):
-    """The request comes from where none may: another site's page, a name that is not this machine's."""
-
-    code = "forbidden"
-    status = 403
-    title = "Not from there"
-
-
-class BodyTooLarge(ApiError):
-    code = "body_too_large"
-    status = 413
-    title = "Body too large"
 
 
 class UnknownMediaType(ApiError):
@@ -46,6 +29,7 @@ class RunsNoJobs(ApiError):
 class QueueFull(ApiError):
     code = "queue_full"
     status = 503
+    retry_after_s = RETRY_S
     title = "Too many jobs wait"
 
 
@@ -59,10 +43,12 @@ class CheckEnded(ApiError):
 class TooManyChecks(ApiError):
     code = "too_many_checks"
     status = 503
+    retry_after_s = RETRY_S
     title = "Too many jobs wait to be checked"
 
 
 class TooManyStreams(ApiError):
     code = "too_many_streams"
     status = 503
+    retry_after_s = RETRY_S
     title = "Too many open event streams"

@@ -1,16 +1,15 @@
 """The service's counts, and the last figures of the jobs that run, in Prometheus' words."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
+from starlette.responses import Response
 
+from service_kit.observed import metrics_response
 from trainer_backend.api.known_names import OF_EVALUATIONS, OF_ITERATIONS
 from trainer_backend.api.service import Service
 from trainer_backend.store import jobs, reads
@@ -23,11 +22,6 @@ _KINDS = ("iteration", "evaluation")
 _MOST_JOBS = 200
 # So that who asks every minute sees the last iteration of a job, and its last evaluation.
 _SHOWN_ON = timedelta(minutes=5)
-
-
-class Page(NamedTuple):
-    body: bytes
-    media_type: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +37,10 @@ class _Stored:
     rows: tuple[tuple[JobRow, Mapping[str, Mapping[str, Any]]], ...]
 
 
-def page(service: Service, *, version: str, accept: str) -> Page:
+def page(service: Service, *, version: str, accept: str) -> Response:
     """All metrics, in the text format that `accept` (the request's header) asks for. Call it on a thread."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Gathered(service, _stored(service), version))
-    ProcessCollector(registry=registry)
-    GCCollector(registry=registry)
-    encode, media_type = choose_encoder(accept)
-    return Page(encode(registry), media_type)
+    stored = _stored(service)
+    return metrics_response(lambda: _everything(service, stored, version), accept=accept)
 
 
 def _stored(service: Service) -> _Stored:
@@ -75,17 +65,11 @@ def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
     return {kind: {"iteration": line.iteration, **line.row} for kind, line in found.items()}
 
 
-class _Gathered(Collector):
-    def __init__(self, service: Service, stored: _Stored, version: str) -> None:
-        self._service, self._stored, self._version = service, stored, version
-
-    def collect(self) -> Iterable[Metric]:
-        yield InfoMetricFamily(
-            _PREFIX, "Which trainer this is.", {"version": self._version, "home": self._service.data.home}
-        )
-        yield from _now(self._service, self._stored)
-        yield from _so_far(self._service)
-        yield from _of_runs(self._stored)
+def _everything(service: Service, stored: _Stored, version: str) -> Iterator[Metric]:
+    yield InfoMetricFamily(_PREFIX, "Which trainer this is.", {"version": version, "home": service.data.home})
+    yield from _now(service, stored)
+    yield from _so_far(service)
+    yield from _of_runs(stored)
 
 
 def _now(service: Service, stored: _Stored) -> Iterator[Metric]:
@@ -123,17 +107,12 @@ def _so_far(service: Service) -> Iterator[Metric]:
         }
     for name, (text, value) in figures.items():
         yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
-    answered = CounterMetricFamily(
-        f"{_PREFIX}_http_requests", "Requests that were answered.", labels=["method", "route", "status"]
-    )
-    for (method, route, status), count in service.requests.answered.items():
-        answered.add_metric([method, route, str(status)], count)
-    yield answered
+    yield service.requests.answered_family(f"{_PREFIX}_http_requests")
     seconds = CounterMetricFamily(
-        f"{_PREFIX}_http_request_seconds", "Seconds until answers began.", labels=["route"]
+        f"{_PREFIX}_http_request_seconds", "Seconds until answers ended; streams left out.", labels=["route"]
     )
-    for route, value in service.requests.seconds.items():
-        seconds.add_metric([route], value)
+    for route, histogram in service.requests.latency.items():
+        seconds.add_metric([route], histogram.sum_s)
     yield seconds
 
 

@@ -1,7 +1,7 @@
 """The log-in page: the key once, then a cookie that no script can read.
 
 A link from elsewhere brings it (SameSite=lax), and only reads; what changes something has to come from a page
-of ours (gate.py), whatever it brings.
+of ours (service_kit.gate), whatever it brings.
 """
 
 import math
@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Form, Query, Request
 from starlette.responses import RedirectResponse, Response
 
-from trainer_backend.api.auth import COOKIE, SESSION_S
-from trainer_backend.api.gate import LOGIN
+from service_kit.keys import COOKIE, SESSION_S
 from trainer_backend.api.service import service_of
 from trainer_backend.dashboard.rendering import page
 
 router = APIRouter(include_in_schema=False)
+LOGIN = "/login"
 _LONGEST = 2000
 _WRONG = "That is not the key of this service."
 _TOO_MANY = "Too many wrong keys came from here. Try again in {wait_s} s."
@@ -48,7 +48,7 @@ async def log_in(
         return page("login", status=401, next=own_path(next), refused=_WRONG)
     response = RedirectResponse(own_path(next), 303)
     response.set_cookie(
-        COOKIE, keys.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",
+        COOKIE, service_of(request).sessions.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",
         secure=request.url.scheme == "https",
     )  # fmt: skip
     return response

@@ -14,5 +14,4 @@ async def metrics(request: Request) -> Response:
     """Counts of the service, and the last figures of the jobs that run, in the text format of Prometheus."""
     service = service_of(request)
     accept = request.headers.get("accept", "")
-    found = await service.ask(page, service, version=request.app.version, accept=accept)
-    return Response(found.body, headers={"Content-Type": found.media_type})
+    return await service.ask(page, service, version=request.app.version, accept=accept)

@@ -1,27 +1,22 @@
 """`turnwise trainer`: uvicorn around the app, from the operator's settings to a stop in order."""
 
-import asyncio
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from types import FrameType
 
 import structlog
-import uvicorn
-import uvloop
 
+from service_kit.children import READY
+from service_kit.connections import ConnectionBounds
+from service_kit.keys import Keys, LoginSessions
+from service_kit.logs import configure_logs_from
+from service_kit.server import Listener, Server
 from trainer_backend.api.app import TrainerApp, create_app
-from trainer_backend.api.auth import Keys
 from trainer_backend.api.check_process import CheckProcess
-from trainer_backend.api.problems import problem_response
 from trainer_backend.api.service import Service
-from trainer_backend.api.settings import Settings
-from trainer_backend.connections import ConnectionBounds, bounded_protocol
-from trainer_backend.inference.server import Listener
-from trainer_backend.logs import configure_logs
-from trainer_backend.running.parent import when_parent_ends
+from trainer_backend.api.settings import KEY_VARIABLE, Settings
 from trainer_backend.store.database import open_store
 from trainer_backend.supervising.data_dir import open_data_dir
 from trainer_backend.supervising.deleting import Sweeper
@@ -48,7 +43,7 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
         RunDirectoryError: the data directory cannot be used.
         PortTaken: the port is in use.
     """
-    configure_logs()
+    configure_logs_from()
     flags = settings.flags
     # The port first: a taken one must not touch the store of the service that has it.
     with (
@@ -57,12 +52,9 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
         open_service(settings, checks, command=command) as service,
     ):
         checks.start()
-        server = TrainerServer(app_of(service), on_ready=lambda: say(f"listening on {listener.url}"))
-        if flags.exit_with_parent:
-            server.stop_with_parent()
+        server = server_of(app_of(service), ready=lambda: say(f"{READY}{listener.url}"))
         say(f"store: {service.store.shown}; runs: {service.data.path}")
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.serve([listener.socket]))
+        server.run_on(listener, exit_with_parent=flags.exit_with_parent)
     _leave_what_hangs()
 
 
@@ -95,8 +87,12 @@ def open_service(
                 if rules.max_jobs
                 else None
             )
-            keys = Keys(settings.api_key)
-            yield Service(settings, store, data, news, watcher, Sweeper(data), checks, supervisor, keys)
+            key = settings.api_key
+            keys = Keys([] if key is None else [key], variable=KEY_VARIABLE)
+            sessions = LoginSessions(key)
+            yield Service(
+                settings, store, data, news, watcher, Sweeper(data), checks, supervisor, keys, sessions
+            )
         finally:
             store.close()
 
@@ -111,51 +107,22 @@ def app_of(service: Service) -> TrainerApp:
     return app
 
 
-class TrainerServer(uvicorn.Server):
-    """uvicorn as this service wants it. Says when it is ready; ends open event streams when it stops."""
+def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
+    """A server that ends open event streams when it stops; a second signal kills jobs that are stopping."""
+    service: Service = app.state.service
+    settings, supervisor = service.settings, service.supervisor
 
-    def __init__(self, app: TrainerApp, *, on_ready: Callable[[], None]) -> None:
-        settings = app.state.service.settings
-        bounds = ConnectionBounds(
-            settings.max_connections, settings.max_head_s, max_body_s=settings.max_body_s
-        )
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="uvloop",
-                http=bounded_protocol(bounds, problem_response),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=5,
-            )
-        )
-        self._app = app
-        self._on_ready = on_ready
-        self._told = False
+    async def end_streams(orphaned: bool) -> None:
+        # uvicorn waits for requests that are under way before it ends the app.
+        service.news.close()
 
-    async def startup(self, sockets: "list | None" = None) -> None:  # type: ignore[type-arg]
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
-
-    async def shutdown(self, sockets: "list | None" = None) -> None:  # type: ignore[type-arg]
-        # Open event streams end first: uvicorn waits for requests that are under way before it ends the app.
-        self._app.state.service.news.close()
-        await super().shutdown(sockets)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal stops jobs in order, the second kills them; neither is an error."""
-        self.force_exit, self._told, self.should_exit = self._told, True, True
-        supervisor = self._app.state.service.supervisor
-        if self.force_exit and supervisor is not None:
+    def kill_jobs() -> None:
+        if supervisor is not None:
             supervisor.end_at_once()
 
-    def stop_with_parent(self) -> None:
-        """Stop in order when the process that started this one has ended, however it ended."""
-
-        def stop() -> None:
-            self.should_exit = True
-
-        when_parent_ends(stop)
+    bounds = ConnectionBounds(
+        max_connections=settings.max_connections,
+        max_header_s=settings.max_header_s,
+        max_body_s=settings.max_body_s,
+    )
+    return Server(app, bounds, ready=ready, stopping=end_streams, insisted=kill_jobs)

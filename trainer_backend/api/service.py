@@ -7,9 +7,9 @@ from typing import ParamSpec, TypeVar
 
 from fastapi import Request
 
-from trainer_backend.api.auth import Guesses, Keys
+from service_kit.keys import Guesses, Keys, LoginSessions
+from service_kit.observed import Requests
 from trainer_backend.api.check_process import CheckProcess
-from trainer_backend.api.observed import Requests
 from trainer_backend.api.settings import Settings
 from trainer_backend.store.database import Store
 from trainer_backend.supervising.data_dir import DataDir
@@ -42,6 +42,7 @@ class Service:
     checks: CheckProcess
     supervisor: Supervisor | None
     keys: Keys
+    sessions: LoginSessions
     guesses: Guesses = field(default_factory=Guesses)
     requests: Requests = field(default_factory=Requests)
     streams: int = 0

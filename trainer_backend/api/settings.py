@@ -6,14 +6,16 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from trainer_backend.api.key import KEY_FILE_VARIABLE, KEY_VARIABLE, SettingsError, key_from_environ
+from service_kit.errors import SettingsError
+from service_kit.keys import key_from_environ
+from service_kit.server import is_wildcard
+from shared_schemas.urls import is_loopback
 from trainer_backend.collect.addresses import fault_in
-from trainer_backend.inference.server import is_wildcard
-from trainer_backend.jobfile.urls import is_loopback
 from trainer_backend.services.endpoints import VARIABLE
 from trainer_backend.supervising.line import ANSWER_S
 from trainer_backend.supervising.slots import Rules
 
+KEY_VARIABLE = "TRAINER_API_KEY"
 TASK_URL_VARIABLE = "TASK_URL"
 _DATABASE = "turnwise.db"
 # A folder of jobs beside the code, with files that they name; written by nobody but the operator.
@@ -71,7 +73,7 @@ class Settings:
     Attributes:
         api_key: None: nobody but this machine may ask.
         max_connections: that are open at a time; fewer where the process may have few files open.
-        max_head_s: for the head of a request to arrive.
+        max_header_s: for the head of a request to arrive.
         max_body_bytes, max_body_s: of a request's body.
         heartbeat_s: of an open event stream.
         max_streams: event streams that are open at a time.
@@ -85,7 +87,7 @@ class Settings:
     rules: Rules
     api_key: SecretStr | None = None
     max_connections: int = 400
-    max_head_s: float = 15.0
+    max_header_s: float = 15.0
     max_body_bytes: int = 1 << 20
     max_body_s: float = 30.0
     heartbeat_s: float = 15.0
@@ -99,11 +101,11 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
     Raises:
         SettingsError: a flag or a variable is wrong, or the service would be open to the network.
     """
-    key = key_from_environ(environ)
+    key = key_from_environ(environ, KEY_VARIABLE)
     if key is None and not is_loopback(flags.host):
         raise SettingsError(
             f"--host is {flags.host!r}, which others can reach, and there is no key",
-            hint=f"Set {KEY_VARIABLE} or {KEY_FILE_VARIABLE}, or listen on 127.0.0.1.",
+            hint=f"Set {KEY_VARIABLE} or {KEY_VARIABLE}_FILE, or listen on 127.0.0.1.",
         )
     given = tuple(part.strip() for part in environ.get(TASK_URL_VARIABLE, "").split(",") if part.strip())
     for url in (*given, *flags.task_urls):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner
@@ -20,7 +21,6 @@ from trainer_backend.evaluation.result import Evaluated, evaluated
 from trainer_backend.job import LoadedJob, load_job
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.urls import shown
-from trainer_backend.logs import configure_logs
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.services.endpoints import endpoint, sends_key_in_the_open, warmup_key
@@ -132,7 +132,7 @@ async def evaluate(
     Raises:
         TrainerError: no such model, a task app that refuses, no episode finished.
     """
-    configure_logs()
+    configure_logs_from()
     data = await asyncio.to_thread(data_of, job)
     asked = player if isinstance(player, Inference) else None
     with _task_app_log() as log:

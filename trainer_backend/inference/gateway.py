@@ -15,22 +15,27 @@ from typing import Any
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from service_kit.gate import Gate, KeyDoor, whole_body
+from service_kit.keys import Keys
+from service_kit.problems import install_problem_handlers
 from shared_schemas.chat import ROLLOUT_HEADER
-from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, TrainerError
+from trainer_backend.errors import (
+    BadChatRequest,
+    ContextLengthExceeded,
+    EngineStopped,
+    InferenceUnauthorized,
+)
 from trainer_backend.inference.asgi import (
     EventStream,
-    authorize,
     boundary,
-    http_error_response,
+    error_response,
     json_response,
-    read_body,
-    trainer_error_response,
     while_connected,
 )
 from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
@@ -53,6 +58,7 @@ class GatewayLimits:
     """`default_max_tokens` stands where a request names none; it shrinks to the room that is left."""
 
     max_body_bytes: int = 8 * 1024 * 1024
+    max_body_s: float = 60.0
     default_max_tokens: int = 256
     max_conversations: int = 10_000
 
@@ -77,8 +83,8 @@ def create_gateway(
     if not secret:
         raise ValueError("the gateway needs a key")
     limits = limits or GatewayLimits()
-    chat = ChatEndpoint(policies, key=secret, limits=limits, clock=clock)
-    text = TextEndpoint(policies, key=secret, limits=limits, clock=clock)
+    chat = ChatEndpoint(policies, limits=limits, clock=clock)
+    text = TextEndpoint(policies, limits=limits, clock=clock)
 
     async def health(request: Request) -> Response:
         for name, policy in policies.items():
@@ -87,12 +93,10 @@ def create_gateway(
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        authorize(request.scope, secret)
         data = [_model(name, policy, clock()) for name, policy in policies.items()]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
-        authorize(request.scope, secret)
         name = request.path_params["name"]
         return JSONResponse(_model(name, policy_named(name, policies), clock()))
 
@@ -103,7 +107,19 @@ def create_gateway(
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
     ]
-    handlers = {TrainerError: trainer_error_response, HTTPException: http_error_response}
+    door = KeyDoor(
+        Keys([SecretStr(secret)], variable="gateway's key"),
+        open_paths=["/health"],
+        unauthorised=InferenceUnauthorized,
+    )
+    gate = Middleware(
+        Gate,
+        door=door,
+        max_body_bytes=limits.max_body_bytes,
+        max_body_s=limits.max_body_s,
+        unreadable=None,  # a body is read once, by who checks it: every decision passes here
+        respond=error_response,
+    )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -111,7 +127,9 @@ def create_gateway(
         for policy in policies.values():
             await policy.engine.close()
 
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, middleware=[gate], lifespan=lifespan)
+    install_problem_handlers(app, error_response)
+    return app
 
 
 def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
@@ -135,12 +153,10 @@ class _Endpoint:
         self,
         policies: Mapping[str, ServedPolicy],
         *,
-        key: str,
         limits: GatewayLimits,
         clock: Callable[[], float],
     ) -> None:
         self._policies = policies
-        self._key = key
         self._limits = limits
         self._clock = clock
         self._numbers = count(1)
@@ -160,8 +176,7 @@ class ChatEndpoint(_Endpoint):
         self._conversations = Conversations(most=limits.max_conversations)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        authorize(scope, self._key)
-        body = await read_body(scope, receive, most=self._limits.max_body_bytes)
+        body = await whole_body(receive)
         request, rollout_id = read_chat_request(body), _rollout_id(scope)
         if len(body) > _LARGE_BYTES:  # the others need not wait for it
             completion = await asyncio.to_thread(self._completion, request, rollout_id)
@@ -252,8 +267,7 @@ class TextEndpoint(_Endpoint):
     """POST /v1/completions."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        authorize(scope, self._key)
-        body = await read_body(scope, receive, most=self._limits.max_body_bytes)
+        body = await whole_body(receive)
         reply = text_completion(
             read_text_request(body), self._policies, number=next(self._numbers), created=int(self._clock())
         )

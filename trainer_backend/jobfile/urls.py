@@ -1,9 +1,8 @@
 """URLs of inference servers, as a person writes them. Pure."""
 
-import ipaddress
 from urllib.parse import SplitResult, urlsplit
 
-PORTS = {"http": 80, "https": 443}
+from shared_schemas.urls import is_http
 
 
 def http_parts(url: str) -> SplitResult:
@@ -15,7 +14,7 @@ def http_parts(url: str) -> SplitResult:
     """
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in PORTS and bool(parts.hostname) and parts.port != 0 and _is_plain(parts)
+        usable = is_http(parts)
     except ValueError:
         usable = False
     if "@" in (parts.netloc if usable else url):
@@ -25,22 +24,6 @@ def http_parts(url: str) -> SplitResult:
             f"is {shown(url)!r}, which is no http or https URL with a host, such as http://127.0.0.1:8000/v1"
         )
     return parts
-
-
-def _is_plain(parts: SplitResult) -> bool:
-    """Whether the address is what `hostname` and `port` say, and nothing that another parser reads otherwise:
-    of `[::1]evil.example` urlsplit says the host is ::1."""
-    host = parts.netloc.rpartition("@")[2].lower()
-    spelled = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return host in (spelled, f"{spelled}:", f"{spelled}:{parts.port}")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def shown(url: str) -> str:

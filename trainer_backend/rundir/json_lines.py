@@ -10,11 +10,6 @@ from trainer_backend.rundir.boundary import writing
 from trainer_backend.rundir.whole_files import flush, replace_text
 
 
-def encodable(text: str) -> str:
-    """The text with `?` for half characters, which JSON can spell, and no reply and no database can hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
     """Add one line, all of it or nothing.
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_backend.rundir.json_lines import append_line, encodable, object_of, read_texts
+from shared_schemas.json_text import encodable
+from trainer_backend.rundir.json_lines import append_line, object_of, read_texts
 from trainer_backend.rundir.times import now
 
 FILE = "run.log"

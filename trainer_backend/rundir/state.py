@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from trainer_backend.rundir.json_lines import encodable
+from shared_schemas.json_text import encodable
 from trainer_backend.rundir.lock import Holder, holder
 from trainer_backend.rundir.whole_files import replace_text
 

@@ -2,7 +2,8 @@
 
 import errno
 
-from trainer_backend.errors import TrainerError, UpdateStopped
+from service_kit.errors import ServiceError
+from trainer_backend.errors import UpdateStopped
 
 # Begins the last line of one that ended with an error.
 ERROR = "error: "
@@ -31,7 +32,7 @@ _PASSING = frozenset(
 )
 
 
-def is_final(error: TrainerError) -> bool:
+def is_final(error: ServiceError) -> bool:
     """Whether the same start would fail the same way: the user's mistake, or weights that went wrong."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno in _PASSING:

@@ -7,7 +7,7 @@ saves what is finished; and its exit code (exit_codes.py). What it has to tell s
 
 import sys
 
-from trainer_backend.running.parent import end_with_parent
+from service_kit.children import end_with_parent
 
 if __name__ == "__main__":
     # Before the imports, which take seconds: a service that is killed meanwhile leaves nobody behind.
@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer_backend.errors import TrainerError
+from service_kit.errors import ServiceError
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.running.exit_codes import DONE, ERROR, FAILED, REFUSED, STOPPED, is_final
 from trainer_backend.running.planned_runs import Planned
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         loaded = directory.changed_job(())
         # Also at the first start: without a checkpoint that begins, and keeps what tells of a failure.
         finished = train_one(console, Planned(loaded, directory, resume=True), report=True)
-    except TrainerError as error:
+    except ServiceError as error:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return REFUSED if is_final(error) else FAILED
     return DONE if finished else STOPPED

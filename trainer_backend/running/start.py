@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from pydantic import SecretStr
 
+from service_kit.logs import configure_logs_from
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import data_of
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.device import place
-from trainer_backend.logs import configure_logs
 from trainer_backend.protocols import Progress, Reporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
 from trainer_backend.rundir.digests import refuse_damaged
@@ -62,7 +62,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
 async def _run(
     job: JobConfig, directory: RunDirectory, reporter: RecordingReporter, *, resume: bool
 ) -> Ended:
-    configure_logs()
+    configure_logs_from()
     place(job.model.device)  # a GPU that is not there is told before anything is started
     data = await asyncio.to_thread(data_of, job)  # and so is a row that cannot be used
     if resume:

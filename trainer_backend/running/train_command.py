@@ -4,7 +4,7 @@ import asyncio
 
 from rich.console import Console
 
-from trainer_backend.errors import TrainerError
+from service_kit.errors import ServiceError
 from trainer_backend.report.story import read_story
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.lock import refuse_taken
@@ -44,7 +44,7 @@ def tell_end(out: Console, directory: RunDirectory, *, report: bool) -> None:
             )
 
             tell(out, f"report: {write_report(directory).resolve()}")
-    except TrainerError as error:
+    except ServiceError as error:
         tell(out, f"the run has ended and is saved, but not all can be told of it: {error}")
 
 
@@ -60,7 +60,7 @@ def _trained(out: Console, planned: Planned) -> Ended | None:
         except Stopped as stopped:
             console.say(str(stopped))
             return None
-        except TrainerError as error:
+        except ServiceError as error:
             # A mistake of the user's is told in the message; for any other the task app's log may be needed.
             if not resume and directory.remove_if_unused(with_log=error.status < 500):
                 console.say(f"{directory.path} is removed again: nothing was done in it")

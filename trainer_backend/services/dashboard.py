@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
-_READY = "listening on "
+from service_kit.children import READY
+
 _STOP_S = 10.0
 
 
@@ -57,8 +58,8 @@ def _listen(child: "subprocess.Popen[bytes]", say: Callable[[str], None]) -> Non
     last, told = "", False
     for raw in child.stdout:
         last = raw.decode(errors="replace").strip() or last
-        if last.startswith(_READY) and not told:
+        if last.startswith(READY) and not told:
             told = True
-            say(f"dashboard: {last.removeprefix(_READY)}")
+            say(f"dashboard: {last.removeprefix(READY)}")
     if not told and child.wait() > 0:
         say(f"the dashboard did not start: {last.removeprefix('error: ')}")

@@ -15,12 +15,12 @@ from typing import Self
 
 from pydantic import SecretStr
 
+from service_kit.children import PIPE, Child
 from trainer_backend.collect.slices import DEFAULT_BODY_BYTES
 from trainer_backend.errors import JobError, TaskAppError
 
 _START_S = 60.0
 _STOP_S = 10.0
-_READY = "listening on "
 # Its exit code for a setting or a plug-in file that is wrong (task_app.__main__).
 _REFUSED = 2
 _BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
@@ -56,25 +56,24 @@ class EmbeddedTaskApp:
         self._environment = {_BODY_BYTES: str(min(body_bytes, _MOST_BODY_BYTES)), **os.environ}
         self.api_key = SecretStr(secrets.token_urlsafe(32))
         self.url = ""
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
 
     async def __aenter__(self) -> Self:
         with self._log_file.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0", "--exit-with-parent",
-                *self._allowed,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+            self._child = await Child.start(
+                (
+                    sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0",
+                    "--exit-with-parent", *self._allowed,
+                ),
+                stdout=PIPE,
                 stderr=log,
                 env={**self._environment, "ENVIRONMENT_API_KEY": self.api_key.get_secret_value()},
-                # Its own session: Ctrl-C reaches this process alone, which then ends the child in order.
-                start_new_session=True,
             )  # fmt: skip
         try:
             async with asyncio.timeout(_START_S):
-                self.url = await self._address()
+                self.url = await self._address(self._child)
         except BaseException as error:
-            await self._stop()
+            await self._child.end(_STOP_S)
             if isinstance(error, TimeoutError):
                 raise TaskAppError(f"the embedded task app did not start within {_START_S:g} s") from error
             raise
@@ -83,29 +82,16 @@ class EmbeddedTaskApp:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop()
+        if self._child is not None:
+            await self._child.end(_STOP_S)
 
-    async def _address(self) -> str:
-        assert self._process is not None and self._process.stdout is not None
-        async for line in self._process.stdout:
-            text = line.decode(errors="replace").strip()
-            if text.startswith(_READY):
-                return text.removeprefix(_READY)
-        code = await self._process.wait()
+    async def _address(self, child: Child) -> str:
+        address = await child.address()
+        if address is not None:
+            return address
+        code = await child.ended()
         if code == _REFUSED:
             # Its last line says what is wrong; the log may be in a folder that goes with us.
             lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
             raise JobError(f"the job's own task app did not start: {lines[-1].removeprefix('task_app: ')}")
         raise TaskAppError(f"the embedded task app ended with exit code {code}; see {self._log_file}")
-
-    async def _stop(self) -> None:
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()

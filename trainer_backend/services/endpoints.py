@@ -7,10 +7,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import SecretStr
 
+from shared_schemas.urls import PORTS, is_loopback
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.urls import PORTS, http_parts, is_loopback
+from trainer_backend.jobfile.urls import http_parts
 
 OPENAI_HOST = "api.openai.com"
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"

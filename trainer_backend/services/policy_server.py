@@ -15,14 +15,16 @@ from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
+from service_kit.logs import configure_logs_from
+from service_kit.server import Listener, ServerThread, is_wildcard
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.memory import MemoryNeeds
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import EngineStopped, JobError
+from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import GatewayServer, Listener, is_wildcard
 from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.capacity import MemoryPlan, memory_plan
@@ -31,7 +33,6 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_named
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.logs import configure_logs
 
 Result = TypeVar("Result")
 
@@ -199,10 +200,11 @@ def _gateway(
     listener: Listener | None,
     key: SecretStr | None = None,
 ) -> Iterator[Inference]:
-    configure_logs()
+    configure_logs_from()
     key = key or SecretStr(secrets.token_urlsafe(32))
     served = {model_of(job.job.name, name): policy for name, policy in policies.items()}
-    server = GatewayServer(create_gateway(served, key=key), listener or gateway_listener(job))
+    app = create_gateway(served, key=key)
+    server = ServerThread(app, listener or gateway_listener(job), respond=error_response)
     with ExitStack() as stack:
         for policy in policies.values():
             stack.callback(policy.engine.stop)

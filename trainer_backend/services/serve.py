@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from trainer_backend.inference.server import Listener
+from service_kit.server import Listener
 from trainer_backend.job import LoadedJob, load_job, parse_job
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.models.layout import read_config

@@ -16,6 +16,7 @@ class StoreUnavailable(StoreError):
 
     code = "store_unavailable"
     status = 503
+    retry_after_s = 5  # about as long as a database needs to start
     title = "Store does not answer"
 
 

@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from service_kit.children import Child
 from trainer_backend.rundir.state import RunState, read_state
 from trainer_backend.running.exit_codes import ERROR
 from trainer_backend.store.rows import JobRow
@@ -24,74 +24,48 @@ def job_command(run_dir: Path) -> Sequence[str]:
     return (sys.executable, "-m", "trainer_backend.running.job_process", str(run_dir))
 
 
-class JobProcess:
-    """A started process.
+class JobProcess(Child):
+    """The process of a job.
 
     Attributes:
         told: a signal to stop was sent.
         late: it had to be killed after that.
-        exit_code: None while it runs; negative: the signal that killed it.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.told = self.late = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.returncode
+    told = late = False
 
     def stop(self, grace_s: float) -> None:
         """Ask it to save what is finished, and to end; once. After that time it is killed, by a clock of its
         own: whoever asked may be waiting for a store that hangs."""
         if not self.told:
             self.told = True
-            self._signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
             asyncio.get_running_loop().call_later(grace_s, self._kill_late)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def _kill_late(self) -> None:
         if self.exit_code is None:
             self.late = True
             self.kill()
 
-    async def ended(self) -> int:
-        """Wait for its end."""
-        return await self._process.wait()
-
-    def _signal(self, number: int) -> None:
-        # Not the process's own send_signal: it reaps a child that has just ended, and asyncio, which comes
-        # second then, makes up an exit code.
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
-
 
 async def start_process(
     run_dir: Path, *, command: Command = job_command, environ: Mapping[str, str] = os.environ
 ) -> JobProcess:
-    """Start the process of a job. It lives as long as this one at most: its standard input is our pipe.
+    """Start the process of a job. It lives as long as this one at most.
 
     Raises:
         OSError: it cannot be started, or its log not be written.
     """
     with (run_dir / PROCESS_LOG).open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command(run_dir),
-            stdin=asyncio.subprocess.PIPE,
+        return await JobProcess.start(
+            command(run_dir),
             stdout=log,
             stderr=log,
             env={name: value for name, value in environ.items() if name not in WITHHELD},
-            # Its own session: Ctrl-C reaches this process alone, which then stops its jobs in order.
-            start_new_session=True,
         )
-    return JobProcess(process)
 
 
 def last_words(job: JobRow, process: JobProcess) -> tuple[RunState | None, str | None]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from service_kit.keys import key_from_environ
 from shared_schemas.problem import Problem
-from trainer_backend.api.key import KEY_VARIABLE, key_from_environ
+from trainer_backend.api.settings import KEY_VARIABLE
 from trainer_backend.errors import TrainerError
 
 URL_VARIABLE = "TURNWISE_URL"
@@ -95,7 +96,7 @@ class JobsClient:
         return answer
 
     def _client(self, timeout_s: float) -> httpx.Client:
-        key = key_from_environ(self.environ)
+        key = key_from_environ(self.environ, KEY_VARIABLE)
         headers = {"X-API-Key": key.get_secret_value()} if key is not None else {}
         return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers)
 

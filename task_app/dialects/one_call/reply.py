@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens, prompts
 from task_app.actions import json_object
 from task_app.decisions import achievements_added
 from task_app.dialects.one_call.stepwise import Stepwise, stepwise_blocks, stepwise_details
 from task_app.dialects.one_call.trace import trace
-from task_app.errors import CriticalError, EpisodeFailed, TaskAppError, encodable
+from task_app.errors import CriticalError, EpisodeFailed, TaskAppError
 from task_app.protocols import Observation
 from task_app.routes.wire import observation_json
 

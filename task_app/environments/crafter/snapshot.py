@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
+from shared_schemas.json_text import encodable
 from task_app.complaints import state_in
 from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import AREA, CHUNK_COUNT, DIRECTIONS, MATERIAL_COUNT
@@ -19,7 +20,6 @@ from task_app.environments.crafter.objects import BEINGS
 from task_app.environments.crafter.rules import ACHIEVEMENTS, RULES
 from task_app.environments.crafter.state import HIDDEN, MT_WORDS, GameState
 from task_app.environments.crafter.world import ARROW
-from task_app.errors import encodable
 
 FORMAT = 1
 GROUND_BYTES = AREA * AREA

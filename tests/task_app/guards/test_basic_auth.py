@@ -5,8 +5,9 @@ import base64
 import httpx
 import pytest
 
+from service_kit.gate import KeyDoor, asks_for_a_page
+from service_kit.keys import Keys, presented_keys
 from task_app.app import create_app
-from task_app.guards.auth import asks_for_a_page, credentials, presented_keys
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards
 
@@ -54,7 +55,8 @@ async def test_a_program_that_knows_an_address_alone_calls_tools():
 @pytest.mark.parametrize(("origin", "found"), [((), [b"k"]), (((b"origin", b"http://evil"),), [])])
 def test_a_socket_that_a_page_opens_cannot_use_it_and_a_program_can(origin, found):
     headers = [(b"authorization", basic("me", "k").encode()), *origin]
-    assert presented_keys(credentials({"type": "websocket", "headers": headers})) == found
+    door = KeyDoor(Keys((), variable="KEY"), open_paths=())
+    assert presented_keys(door.credentials({"type": "websocket", "headers": headers})) == found
 
 
 @pytest.mark.parametrize("value", ["Basic", "Basic ", "Basic !!!", "Basic " + "=" * 9, "Basic Og=="])

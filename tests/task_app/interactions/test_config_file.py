@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from structlog.testing import capture_logs
 
-from task_app.errors import SettingsError
+from service_kit.errors import SettingsError
 from task_app.interactions import gsm8k, gsm8k_score
 from task_app.interactions.config_file import load_interactions
 from task_app.interactions.published import STAND_INS, offer_stand_ins

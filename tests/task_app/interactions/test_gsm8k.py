@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from task_app.errors import InteractionFailed, SettingsError
+from service_kit.errors import SettingsError
+from task_app.errors import InteractionFailed
 from task_app.interactions.config_file import load_interactions
 from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
 from task_app.interactions.gsm8k_score import compute_score, extract_solution

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
+from service_kit.logs import configure_logs
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from task_app.errors import CapacityReached, InteractionFailed, InvalidRequest, UnknownName
 from task_app.interactions.calls import Calls
 from task_app.interactions.entry import InteractionEntry
-from task_app.logs import configure_logs
 from tests.task_app.interactions import users
 from tests.task_app.interactions.opening import entered, interactions, said
 

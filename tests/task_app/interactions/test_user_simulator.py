@@ -3,8 +3,9 @@
 import aiohttp
 import pytest
 
+from service_kit.errors import SettingsError
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from task_app.errors import InteractionFailed, SettingsError
+from task_app.errors import InteractionFailed
 from task_app.interactions.config_file import load_interactions
 from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.service import Interactions

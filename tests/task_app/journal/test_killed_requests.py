@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from service_kit.problems import problem_response
 from task_app.errors import SessionBusy
 from task_app.guards.once import Once, request_digest
 from task_app.journal.sessions import CLAIM, Claim, Database
 from task_app.plugins import default_plug_boards
-from task_app.routes.problems import problem_response
 from tests.task_app.counting import boards, rollout
 from tests.task_app.guards.test_idempotency import keyed
 from tests.task_app.journal.test_recovery import app_on, killed, post

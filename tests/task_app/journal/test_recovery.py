@@ -13,8 +13,8 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from service_kit.errors import SettingsError
 from task_app.app import create_app
-from task_app.errors import SettingsError
 from task_app.journal.sessions import CLAIM, FILE, Claim
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.settings import Settings

@@ -2,10 +2,8 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from task_app.guards.auth import Keys
-from task_app.observing.metrics import LATENCY_EDGES_S, Histogram, Metrics
-from task_app.observing.observed import Observed
-from task_app.settings import Settings
+from service_kit.keys import Keys
+from service_kit.observed import LATENCY_EDGES_S, Histogram, Observed, Requests
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status
 from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
@@ -37,10 +35,10 @@ def test_a_latency_falls_below_the_first_edge_that_holds_it():
 
 
 def test_a_made_up_method_is_no_label_of_its_own():
-    metrics = Metrics()
+    requests = Requests()
     for number in range(100):
-        metrics.request_ended(f"METHOD{number}", "/", 405, 0.001)
-    assert dict(metrics.requests) == {("other", "/", 405): 100}
+        requests.count(f"METHOD{number}", "/", 405)
+    assert dict(requests.answered) == {("other", "/", 405): 100}
 
 
 async def test_requests_are_counted_by_route_and_status_and_ids_are_no_labels():
@@ -124,11 +122,11 @@ async def test_openmetrics_is_spoken_to_who_asks_for_it():
 
 
 async def test_a_client_that_leaves_before_the_answer_is_no_fault_of_the_service():
-    metrics = Metrics()
+    requests = Requests()
 
     async def says_nothing(scope, receive, send):
         return
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await Observed(says_nothing, metrics=metrics, keys=Keys(Settings()))(scope, None, None)
-    assert dict(metrics.requests) == {("GET", "none", 499): 1}
+    await Observed(says_nothing, requests=requests, keys=Keys((), variable="KEY"))(scope, None, None)
+    assert dict(requests.answered) == {("GET", "none", 499): 1}

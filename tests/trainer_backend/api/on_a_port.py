@@ -5,12 +5,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from service_kit.logs import configure_logs
+from service_kit.server import Listener
 from tests.trainer_backend.api.served import acted, checks
-from trainer_backend.api.server import TrainerServer, app_of, open_service
+from trainer_backend.api.server import app_of, open_service, server_of
 from trainer_backend.api.service import Service
 from trainer_backend.api.settings import Settings
-from trainer_backend.inference.server import Listener
-from trainer_backend.logs import configure_logs
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def on_a_port(settings: Settings) -> Iterator[tuple[str, Service]]:
     configure_logs()  # to stderr
     ready = threading.Event()
     with Listener("127.0.0.1", 0) as listener, open_service(settings, checks(), command=acted) as service:
-        server = TrainerServer(app_of(service), on_ready=ready.set)
+        server = server_of(app_of(service), ready=ready.set)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener.socket])), daemon=True)
         thread.start()
         try:

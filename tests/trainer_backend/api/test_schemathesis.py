@@ -17,11 +17,11 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 from starlette.testclient import TestClient
+from trainer_backend.api.gate import OPEN_PATHS
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import acted, checks, settings_for
 from trainer_backend.api.app import create_app
-from trainer_backend.api.gate import OPEN_PATHS
 from trainer_backend.api.server import open_service
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))

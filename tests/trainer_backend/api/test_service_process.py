@@ -102,7 +102,7 @@ def test_a_port_that_is_taken_is_told_before_the_store_is_touched(tmp_path):
         port = taken.getsockname()[1]
         with start(tmp_path, "--port", str(port)) as process:
             _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and err.startswith(f"error: 127.0.0.1:{port}: port {port} cannot be bound")
+    assert process.returncode == 1 and err.startswith(f"error: cannot listen on 127.0.0.1:{port}")
     assert list(tmp_path.iterdir()) == []
 
 

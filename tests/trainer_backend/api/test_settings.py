@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer_backend.api.settings import Flags, SettingsError, settings_from
-from trainer_backend.jobfile.urls import is_loopback
+from service_kit.errors import SettingsError
+from shared_schemas.urls import is_loopback
+from trainer_backend.api.settings import Flags, settings_from
 
 
 def test_without_a_key_only_this_machine_is_listened_to():

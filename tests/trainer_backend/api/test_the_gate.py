@@ -7,11 +7,11 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from service_kit.gate import is_cross_site, names_this_machine
+from service_kit.keys import COOKIE, SESSION_S, Guesses, LoginSessions
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import serving, settings_for
-from trainer_backend.api.auth import COOKIE, SESSION_S, Guesses, Keys
 from trainer_backend.api.login import own_path
-from trainer_backend.api.origins import is_cross_site, names_this_machine
 
 KEY = "the-key-of-these-tests"
 OTHER = "http://evil.example"
@@ -104,13 +104,13 @@ def test_wrong_keys_are_forgotten_after_a_minute_and_counted_by_address():
 
 async def test_a_session_ends_after_a_week_and_with_its_key():
     now_s = [1_000.0]
-    keys = Keys(SecretStr(KEY), clock=lambda: now_s[0])
-    headers = [(b"cookie", f"a=b; {COOKIE}={keys.cookie()}".encode())]
-    assert keys.in_cookie(headers)
-    assert not Keys(SecretStr("another"), clock=lambda: now_s[0]).in_cookie(headers)
-    assert not Keys(None).in_cookie(headers)
+    sessions = LoginSessions(SecretStr(KEY), clock=lambda: now_s[0])
+    headers = [(b"cookie", f"a=b; {COOKIE}={sessions.cookie()}".encode())]
+    assert sessions.match(headers)
+    assert not LoginSessions(SecretStr("another"), clock=lambda: now_s[0]).match(headers)
+    assert not LoginSessions(None).match(headers)
     now_s[0] += SESSION_S
-    assert not keys.in_cookie(headers)
+    assert not sessions.match(headers)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import openai
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from service_kit.server import Listener, ServerThread
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import GatewayServer, Listener
 
 KEY = "key of this job"
 MODEL = "job/actor"
@@ -44,7 +44,7 @@ def serving(
     app = create_gateway(policies, key=KEY, limits=GatewayLimits(default_max_tokens=16))
     engine.start()
     with (
-        GatewayServer(app, Listener("127.0.0.1", 0)) as url,
+        ServerThread(app, Listener("127.0.0.1", 0)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=30) as client,
     ):
         yield Served(engine, url, client)

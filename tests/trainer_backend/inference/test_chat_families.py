@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from service_kit.server import Listener, ServerThread
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
@@ -22,7 +23,6 @@ from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, InferenceEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.inference.tool_parsing import tool_format_of
 from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.learner.loading import load_named
@@ -57,7 +57,7 @@ class WrittenEngine:
 def client_of(engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
     app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key="key")
     with (
-        GatewayServer(app, Listener("127.0.0.1", 0)) as base,
+        ServerThread(app, Listener("127.0.0.1", 0)) as base,
         openai.OpenAI(base_url=f"{base}/v1", api_key="key", max_retries=0, timeout=20) as client,
     ):
         yield client

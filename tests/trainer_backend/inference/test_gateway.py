@@ -8,6 +8,7 @@ import openai
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from service_kit.server import Listener, ServerThread
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.problem import Problem
 from shared_schemas.trajectory import PolicyLogprobs
@@ -16,7 +17,6 @@ from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import GatewayServer, Listener
 
 KEY = "key of this job"
 MODEL = "crafter/actor"
@@ -37,7 +37,7 @@ def url(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         {MODEL: ServedPolicy(engine, tokenizer)}, key=KEY, limits=limits, clock=lambda: 1000.0
     )
     engine.start()
-    with GatewayServer(app, Listener("127.0.0.1", 0)) as base:
+    with ServerThread(app, Listener("127.0.0.1", 0)) as base:
         yield base
     engine.stop()
 

@@ -13,15 +13,16 @@ from pydantic import SecretStr
 from starlette.types import Message
 from transformers import PreTrainedTokenizerFast
 
+from service_kit.errors import PortTaken
+from service_kit.logs import configure_logs
+from service_kit.server import Listener
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
-from trainer_backend.errors import EngineStopped, JobError, PortTaken
+from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.server import Listener
-from trainer_backend.logs import configure_logs
 from trainer_backend.services.policy_server import gateway_listener
 
 KEY = "the-key-of-this-job"
@@ -194,7 +195,7 @@ async def test_a_fault_of_ours_is_a_500_that_tells_nothing(
 def test_a_taken_port_is_an_error_that_names_it():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortTaken, match=f"port {port} cannot be bound"):
+        with pytest.raises(PortTaken, match=f"cannot listen on 127.0.0.1:{port}"):
             Listener("127.0.0.1", port)
 
 

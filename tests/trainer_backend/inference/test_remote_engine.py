@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerFast
 
+from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.chains import chain_model
 from tests.trainer_backend.inference.served import KEY, MODEL, serving
@@ -24,7 +25,6 @@ from trainer_backend.errors import (
 )
 from trainer_backend.inference.protocol import Extras, Generation, Sampled
 from trainer_backend.inference.remote_engine import RemoteEngine, completions_url
-from trainer_backend.inference.server import GatewayServer, Listener
 from trainer_backend.inference.stopping_text import StopStrings
 
 PROMPT = [1, 2, 3]
@@ -49,7 +49,7 @@ def server_with(reply: Response) -> Iterator[str]:
         return reply
 
     app = Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])])
-    with GatewayServer(app, Listener("127.0.0.1", 0)) as url:
+    with ServerThread(app, Listener("127.0.0.1", 0)) as url:
         yield url
 
 

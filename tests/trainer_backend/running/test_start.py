@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from service_kit.errors import PortTaken
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
@@ -19,7 +20,7 @@ from tests.trainer_backend.report.hand_made import WOOD, rollout
 from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Planner
-from trainer_backend.errors import CheckpointError, PortTaken, TaskAppError
+from trainer_backend.errors import CheckpointError, TaskAppError
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts

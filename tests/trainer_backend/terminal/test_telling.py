@@ -2,14 +2,12 @@
 
 import io
 
-import pytest
 import structlog
 from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-import task_app.logs
-import trainer_backend.logs
+from service_kit.logs import configure_logs
 from shared_schemas.base import visible
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue, finished
@@ -60,14 +58,10 @@ def test_inspect_shows_the_commands_that_a_model_wrote(tmp_path):
     assert "\x1b" not in told
 
 
-@pytest.mark.parametrize("service", ["task app", "trainer"])
-def test_a_log_for_people_shows_them_too(service, capsys):
+def test_a_log_for_people_shows_them_too(capsys):
     before = structlog.get_config()
     try:
-        if service == "task app":
-            task_app.logs.configure_logs("info")
-        else:
-            trainer_backend.logs.configure_logs({})
+        configure_logs()
         try:
             raise ValueError(COMMANDS)
         except ValueError:

@@ -1,4 +1,8 @@
-"""Logs: one line an event on stderr, with ids; tracebacks without local variables, which could hold keys."""
+"""Logs: one line an event on stderr, with ids; tracebacks without local variables, which could hold keys.
+
+What is bound while something runs stands in each of its lines: `request_id` (service_kit.observed), and the
+ids that each service binds.
+"""
 
 import logging
 import os
@@ -8,8 +12,8 @@ from collections.abc import Iterable, Mapping
 import structlog
 from structlog.typing import Processor
 
+from service_kit.errors import SettingsError
 from shared_schemas.base import did_you_mean, visible
-from trainer_backend.api.key import SettingsError
 
 LEVEL_VARIABLE = "TURNWISE_LOG_LEVEL"
 FORM_VARIABLE = "TURNWISE_LOG_FORMAT"
@@ -29,18 +33,13 @@ _RENDERERS: dict[str, list[Processor]] = {
 }
 
 
-def configure_logs(environ: Mapping[str, str] = os.environ) -> None:
+def configure_logs(level: str = "info", *, form: str = "text") -> None:
     """Send events to stderr; unconfigured, structlog prints the locals of errors.
 
     Args:
-        environ: TURNWISE_LOG_LEVEL, the lowest level that is written (info), and TURNWISE_LOG_FORMAT, `text`
-            (for people, the default) or `json` (an object a line): as a task app reads them.
-
-    Raises:
-        SettingsError: one of the two is not known.
+        level: the lowest level that is written, of `debug` to `critical`.
+        form: `text` for people; `json` for collectors, an object a line.
     """
-    level = _chosen(environ, LEVEL_VARIABLE, "info", _LEVELS)
-    form = _chosen(environ, FORM_VARIABLE, "text", _RENDERERS)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -53,6 +52,16 @@ def configure_logs(environ: Mapping[str, str] = os.environ) -> None:
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def configure_logs_from(environ: Mapping[str, str] = os.environ) -> None:
+    """As `configure_logs`, by TURNWISE_LOG_LEVEL (info) and TURNWISE_LOG_FORMAT (text).
+
+    Raises:
+        SettingsError: one of the two is not known.
+    """
+    level = _chosen(environ, LEVEL_VARIABLE, "info", _LEVELS)
+    configure_logs(level, form=_chosen(environ, FORM_VARIABLE, "text", _RENDERERS))
 
 
 def _chosen(environ: Mapping[str, str], variable: str, default: str, known: Iterable[str]) -> str:

@@ -1,13 +1,13 @@
-"""What the trainer's logs look like, by the two variables that a task app reads too."""
+"""What the logs of both services look like, by the two variables that both read."""
 
 import json
 
 import pytest
 import structlog
 
+from service_kit.errors import SettingsError
+from service_kit.logs import FORM_VARIABLE, LEVEL_VARIABLE, configure_logs_from
 from task_app.settings import Settings
-from trainer_backend.api.key import SettingsError
-from trainer_backend.logs import FORM_VARIABLE, LEVEL_VARIABLE, configure_logs
 
 
 @pytest.fixture
@@ -19,14 +19,15 @@ def written(capsys):
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_line_has_its_ids_and_a_traceback_no_local_variables(form, written):
-    configure_logs({FORM_VARIABLE: form})
+    configure_logs_from({FORM_VARIABLE: form})
     secret = "zebra-" + "quagga"
-    try:
-        raise ValueError("broken")
-    except ValueError:
-        structlog.get_logger("trainer").exception("failed", job="j1")
+    with structlog.contextvars.bound_contextvars(request_id="mine-1"):
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            structlog.get_logger("trainer").exception("failed", job="j1")
     line = written()
-    assert "ValueError: broken" in line and "j1" in line and secret not in line
+    assert "ValueError: broken" in line and "j1" in line and "mine-1" in line and secret not in line
     if form == "json":
         found = json.loads(line)
         assert (found["event"], found["level"], found["job"]) == ("failed", "error", "j1")
@@ -35,11 +36,11 @@ def test_a_line_has_its_ids_and_a_traceback_no_local_variables(form, written):
 def test_what_is_below_the_level_is_not_written(written):
     log = structlog.get_logger("trainer")
     for environ, told in (({}, ["info"]), ({LEVEL_VARIABLE: "debug"}, ["debug", "info"])):
-        configure_logs({FORM_VARIABLE: "json", **environ})
+        configure_logs_from({FORM_VARIABLE: "json", **environ})
         log.debug("seen")
         log.info("seen")
         assert [json.loads(line)["level"] for line in written().splitlines()] == told
-    configure_logs({LEVEL_VARIABLE: "warning"})
+    configure_logs_from({LEVEL_VARIABLE: "warning"})
     log.info("seen")
     assert written() == ""
 
@@ -57,7 +58,7 @@ def test_what_is_below_the_level_is_not_written(written):
 )
 def test_a_value_that_is_none_names_its_variable_and_what_is_known(variable, value, told):
     with pytest.raises(SettingsError) as refused:
-        configure_logs({variable: value})
+        configure_logs_from({variable: value})
     assert str(refused.value).startswith(told)
 
 
@@ -65,4 +66,4 @@ def test_both_services_know_the_same_values(written):
     fields = Settings.model_fields
     for variable, name in ((LEVEL_VARIABLE, "log_level"), (FORM_VARIABLE, "log_format")):
         for value in fields[name].annotation.__args__:
-            configure_logs({variable: value})
+            configure_logs_from({variable: value})

@@ -13,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
+from service_kit.connections import ConnectionBounds
+from service_kit.server import Listener, ServerThread
 from shared_schemas.descriptors import connections_at_most
 from tests.trainer_backend.api.on_a_port import on_a_port
 from tests.trainer_backend.api.served import LONG_S, settings_for
-from trainer_backend.connections import ConnectionBounds
+from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.gateway import create_gateway
-from trainer_backend.inference.server import GatewayServer, Listener
 
 KEY = "right"
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -29,7 +30,8 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length
 def served(**bounds: Any) -> Iterator[str]:
     """A gateway."""
     app = create_gateway({}, key=KEY)
-    with GatewayServer(app, Listener("127.0.0.1", 0), ConnectionBounds(**bounds)) as url:
+    listener = Listener("127.0.0.1", 0)
+    with ServerThread(app, listener, ConnectionBounds(**bounds), respond=error_response) as url:
         yield url
 
 
@@ -61,7 +63,7 @@ def to_the_end(client: socket.socket) -> bytes:
     ("said", "answers"), [(b"", 0), (b"GET / HT", 0), (GET, 0), (GET + b"\r\n" + b"GET /he", 1)]
 )
 def test_a_connection_that_says_nothing_or_half_a_head_is_closed(said, answers):
-    with served(max_head_s=0.2) as url:
+    with served(max_header_s=0.2) as url:
         with connected(url) as client:
             client.sendall(said)
             assert to_the_end(client).count(b"HTTP/1.1 200") == answers
@@ -69,7 +71,7 @@ def test_a_connection_that_says_nothing_or_half_a_head_is_closed(said, answers):
 
 
 def test_the_second_head_of_a_connection_is_waited_for_no_longer():
-    with served(max_head_s=0.2) as url, connected(url) as client:
+    with served(max_header_s=0.2) as url, connected(url) as client:
         client.sendall(GET + b"\r\n")
         assert b"200 OK" in client.recv(65_536)
         client.sendall(b"G")
@@ -90,7 +92,7 @@ def test_who_is_answered_before_the_body_may_not_drip_it_for_ever():
 
 
 def test_requests_on_one_connection_do_not_run_out_of_time():
-    with served(max_head_s=0.5) as url, httpx.Client(base_url=url) as client:
+    with served(max_header_s=0.5) as url, httpx.Client(base_url=url) as client:
         for _ in range(100):
             assert client.get("/health").status_code == 200
 
@@ -132,7 +134,7 @@ def test_who_only_connects_keeps_nobody_away():
     "said", [b"GET /" + b"x" * 5000, GET + b"A: " + b"x" * 5000, GET + b"A: x\r\n" * 700]
 )
 def test_a_head_without_an_end_is_refused(said):
-    with served(max_head_bytes=4096) as url, connected(url) as client:
+    with served(max_header_bytes=4096) as url, connected(url) as client:
         client.sendall(said)
         head, _, body = to_the_end(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 ") and json.loads(body)["code"] == "head_too_large"

@@ -1,12 +1,11 @@
 """uvicorn's HTTP connection, bounded: in number, in what comes before a request, and in how long that takes.
 
 httptools reads headers without end and waits for them for ever, and enough connections that say nothing leave
-no descriptor for the process of a job. The task app guards its own kind of connection so too
-(task_app/guards/connections.py); the two packages share no code that needs uvicorn.
+no descriptor for the process of a job; uvicorn's own `limit_concurrency` answers a plain text that no client
+of ours reads.
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service_kit.errors import HeadTooLarge, MalformedRequest, ServiceError, TooManyConnections
+from service_kit.gate import WHOLE_BODY
+from service_kit.problems import Respond, problem_response
 from shared_schemas.descriptors import connections_at_most
-from trainer_backend.errors import HeadTooLarge, MalformedRequest, TooManyConnections, TrainerError
-
-# An error as the service answers it.
-Respond = Callable[[TrainerError], Response]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +24,19 @@ class ConnectionBounds:
     """
     Attributes:
         max_connections: that are open at a time; fewer where the process may have few files open.
-        max_head_s, max_head_bytes: of the head of a request.
+        max_header_s, max_header_bytes: of the head of a request.
         max_body_s: for the rest of a body whose request is answered.
+        too_many: the error of a connection beyond `max_connections`.
     """
 
     max_connections: int = 4_096
-    max_head_s: float = 15.0
-    max_head_bytes: int = 32_768
+    max_header_s: float = 15.0
+    max_header_bytes: int = 32_768
     max_body_s: float = 30.0
+    too_many: type[ServiceError] = TooManyConnections
 
 
-def bounded_protocol(bounds: ConnectionBounds, respond: Respond) -> type[asyncio.Protocol]:
+def bounded_protocol(bounds: ConnectionBounds, respond: Respond = problem_response) -> type[asyncio.Protocol]:
     """The class of connections of a server with these bounds; uvicorn makes one object a connection."""
     most = connections_at_most(bounds.max_connections)
 
@@ -49,7 +49,7 @@ def bounded_protocol(bounds: ConnectionBounds, respond: Respond) -> type[asyncio
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes a connection that says nothing, or not the whole of a request's head, for `max_head_s`.
+    """Closes a connection that says nothing, or not the whole of a request's head, for `max_header_s`.
 
     And one that is answered, but goes on with the body for `max_body_s`: a client that reads its answer at
     the end of its body must not lose it, a stranger who sends a byte now and then must not stay.
@@ -71,7 +71,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self.most and not self._took_a_silent_place():
             self._refuse(
-                TooManyConnections(f"{self.most} connections are open, the most that this service holds")
+                self.bounds.too_many(f"{self.most} connections are open, the most that this service holds")
             )
         else:
             self._expect_head()
@@ -85,7 +85,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._came_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._came_bytes > self.bounds.max_head_bytes:
+        if self._in_head and self._came_bytes > self.bounds.max_header_bytes:
             # A line without an end never reaches on_header.
             self.send_400_response("")
         elif self._silence is None and (self._in_head or self._is_idle()):
@@ -110,6 +110,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self.scope["extensions"] = {WHOLE_BODY: {}}
         self._expect_nothing()
         self._in_body, self._came_bytes, self._head_bytes = False, 0, 0
 
@@ -121,7 +122,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What httptools cannot read, or what was counted to be too much, in the shape of all errors."""
-        most = self.bounds.max_head_bytes
+        most = self.bounds.max_header_bytes
         if max(self._head_bytes, self._came_bytes if self._in_head else 0) > most:
             self._refuse(HeadTooLarge(f"the request's head is larger than {most} bytes", where="headers"))
         else:
@@ -129,7 +130,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _count(self, length: int) -> None:
         self._head_bytes += length
-        if self._head_bytes > self.bounds.max_head_bytes:
+        if self._head_bytes > self.bounds.max_header_bytes:
             raise ValueError("too large")  # httptools turns it into what ends in send_400_response
 
     def _is_idle(self) -> bool:
@@ -154,14 +155,14 @@ class BoundedConnection(HttpToolsProtocol):
         return bool(silent)
 
     def _expect_head(self) -> None:
-        self._silence = self.loop.call_later(self.bounds.max_head_s, self.timeout_keep_alive_handler)
+        self._silence = self.loop.call_later(self.bounds.max_header_s, self.timeout_keep_alive_handler)
 
     def _expect_nothing(self) -> None:
         if self._silence is not None:
             self._silence.cancel()
             self._silence = None
 
-    def _refuse(self, error: TrainerError) -> None:
+    def _refuse(self, error: ServiceError) -> None:
         if not self.transport.is_closing():
             self.transport.write(_bytes_of(self.respond(error)))
             self.transport.close()

@@ -1,0 +1,414 @@
+"""The door of a service, as ASGI middleware: who may come in, from where, with what, and in what time.
+
+It stands before routing and before any body is read: a stranger learns nothing, not even which paths exist.
+What it lets through can be stored, logged and sent back (shared_schemas.json_text): no route looks again.
+"""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Protocol
+from urllib.parse import quote, urlsplit
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from service_kit.errors import (
+    BodyTooLarge,
+    Forbidden,
+    NoKeyConfigured,
+    RequestDeadline,
+    ServiceError,
+    TooSlow,
+    Unauthorised,
+)
+from service_kit.keys import Keys, LoginSessions, RawHeaders, basic_passwords, presented_keys
+from service_kit.problems import BodyRefused, Respond, problem_response
+from shared_schemas.json_text import NUL, read_json, says_json
+from shared_schemas.urls import host_name, is_loopback
+
+DENIAL = "websocket.http.response"
+# Among a scope's extensions: the body has come, and nobody has to wait for it (service_kit.connections).
+WHOLE_BODY = "turnwise.whole_body"
+# In a scope: the value of its JSON body, for who takes it out.
+JSON_BODY = "turnwise.json_body"
+# RFC 6455: the endpoint refuses because of a policy of its own.
+POLICY_VIOLATION = 1008
+_BASIC = 'Basic realm="turnwise: any name, the key as password", charset="UTF-8"'
+# Browsers send one of them, at least, with every POST and every socket.
+_BY_A_BROWSER = frozenset({b"origin", b"sec-fetch-site"})
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class Door(Protocol):
+    """Who may come in."""
+
+    def error(self, scope: Scope) -> ServiceError | None:
+        """Why this request may not; None: it may."""
+
+    def page(self, scope: Scope, response: Response) -> Response:
+        """What a person's browser gets in place of a 401."""
+
+
+class KeyDoor:
+    """Lets in who presents a key; a browser may send it as the password of `Authorization: Basic`.
+
+    A browser adds that password to requests that other sites make it send. Those can read nothing from a GET,
+    but they could act by a POST and talk over a socket: there Basic counts for nothing where a browser sent
+    it. Of POSTs it counts at all below `basic_posts`, whose clients know an address and no header.
+
+    Args:
+        open_paths: they need no key.
+        open_below: nor does what stands below these.
+        unauthorised: the error of a missing or wrong key.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        *,
+        open_paths: Collection[str],
+        open_below: Collection[str] = (),
+        basic_posts: str | None = None,
+        unauthorised: type[ServiceError] = Unauthorised,
+    ) -> None:
+        self._keys = keys
+        self._open_paths = frozenset(open_paths)
+        self._open_below = tuple(open_below)
+        self._basic_posts = basic_posts
+        self._unauthorised = unauthorised
+
+    def error(self, scope: Scope) -> ServiceError | None:
+        if self._is_open(scope["path"]):
+            return None
+        if not self._keys.configured:
+            return NoKeyConfigured(self._keys.variable)
+        credentials = self.credentials(scope)
+        return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
+
+    def page(self, scope: Scope, response: Response) -> Response:
+        response.headers["WWW-Authenticate"] = _BASIC
+        return response
+
+    def credentials(self, scope: Scope) -> RawHeaders:
+        """The headers, with the password of Basic as a key where it counts."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
+            if not _BY_A_BROWSER.isdisjoint(name for name, _ in headers):
+                return headers
+            below = self._basic_posts
+            if scope["type"] == "http" and (below is None or not scope["path"].startswith(below)):
+                return headers
+        return [*headers, *((b"x-api-key", key) for key in basic_passwords(headers))]
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or any(
+            [path == prefix or path.startswith(f"{prefix}/") for prefix in self._open_below]
+        )
+
+
+class SessionDoor:
+    """Lets in who presents the key, or the cookie that the log-in page gives for it.
+
+    Pages of other sites may ask for nothing. Without a key, this machine alone may ask, by its own names: a
+    name that its owner points at 127.0.0.1 makes a page from there ours by origin.
+
+    Args:
+        open_paths: they need no key.
+        open_below: nor does what stands below these.
+        login: the path of the log-in page, which a person's browser is sent to.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        sessions: LoginSessions,
+        *,
+        open_paths: Collection[str],
+        open_below: Collection[str],
+        login: str,
+    ) -> None:
+        self._keys, self._sessions = keys, sessions
+        self._open_paths, self._open_below, self._login = open_paths, tuple(open_below), login
+
+    def error(self, scope: Scope) -> ServiceError | None:
+        if self._keys.match(scope["headers"]):
+            return None
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._keys.configured and not names_this_machine(host):
+            return Forbidden(
+                f"Host is {host[:100]!r}, and without a key only this machine may ask, by its own names",
+                where="header Host",
+                hint=f"Ask http://127.0.0.1 or http://localhost, or set {self._keys.variable}.",
+            )
+        # A socket acts, as a POST does.
+        if is_cross_site(scope.get("method", "POST"), headers):
+            return Forbidden("the page of another site sent this request", where="header Origin")
+        is_open = scope["path"] in self._open_paths or scope["path"].startswith(self._open_below)
+        if self._keys.configured and not is_open and not self._sessions.match(scope["headers"]):
+            return no_key(self._keys, scope["headers"])
+        return None
+
+    def page(self, scope: Scope, response: Response) -> Response:
+        query = scope.get("query_string", b"").decode("latin-1")
+        path = f"{scope['path']}?{query}" if query else str(scope["path"])
+        return RedirectResponse(f"{self._login}?next={quote(path)}", 303)
+
+
+def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthorised) -> ServiceError:
+    """The error of a request that presents no key of ours."""
+    return kind(
+        "another key was given" if presented_keys(headers) else "no key was given",
+        where="header X-API-Key",
+        hint=f"Send the {keys.variable} as X-API-Key or Authorization: Bearer.",
+    )
+
+
+class Gate:
+    """Wraps the app: 401 or 503 without a good key, 403 for whom the door knows, 413 for a body that is too
+    large, 408 for one too slow, 422 for an address or a JSON body that nobody could hold.
+
+    Args:
+        door: who may come in.
+        unreadable: the error of a JSON body that nobody could hold; None: the routes alone read bodies.
+        respond: an error as the service answers it.
+        large_body_hint: what the sender of too large a body can do.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        door: Door,
+        max_body_bytes: int,
+        max_body_s: float,
+        unreadable: type[ServiceError] | None,
+        respond: Respond = problem_response,
+        large_body_hint: str | None = None,
+    ) -> None:
+        self._app, self._door, self._respond = app, door, respond
+        self._max_body_bytes, self._max_body_s = max_body_bytes, max_body_s
+        self._unreadable, self._large_body_hint = unreadable, large_body_hint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        error = self._door.error(scope) or self._address_error(scope) or self._length_error(scope)
+        if error is None and scope["type"] == "http":
+            receive = _BoundedBody(scope, receive, self._max_body_s, self._max_body_bytes, self._too_large)
+            if self._unreadable is not None and _says_json(scope):
+                try:
+                    receive = await _json_read(scope, receive, self._unreadable)
+                except ServiceError as refusal:
+                    error = refusal
+                except ClientDisconnect:
+                    return
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await self._refuse(error, scope, receive, send)
+
+    def _address_error(self, scope: Scope) -> ServiceError | None:
+        kind = self._unreadable
+        if kind is not None and "\0" in scope["path"]:
+            return kind(f"the path holds {NUL}", where="path")
+        if kind is not None and b"%00" in scope["query_string"]:
+            return kind(f"the query holds {NUL}", where="query")
+        return None
+
+    def _length_error(self, scope: Scope) -> ServiceError | None:
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self._max_body_bytes:
+                return self._too_large(int(value))
+        return None
+
+    def _too_large(self, declared: int | None = None) -> BodyTooLarge:
+        size = "is larger than" if declared is None else f"has {declared} bytes, which is more than"
+        return BodyTooLarge(
+            f"the body {size} {self._max_body_bytes} bytes", where="body", hint=self._large_body_hint
+        )
+
+    async def _refuse(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the error; a WebSocket that cannot be told over HTTP is closed before it opens."""
+        if scope["type"] == "http" or DENIAL in scope.get("extensions", {}):
+            response = self._respond(error)
+            if error.status == 401 and asks_for_a_page(scope):
+                response = self._door.page(scope, response)
+            await response(scope, receive, send)
+        else:
+            await WebSocketClose(POLICY_VIOLATION, error.code)(scope, receive, send)
+
+
+class _BoundedBody:
+    """A receive channel that hands on no more than `most_bytes` of a body, and waits for it so long."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, most_s: float, most_bytes: int, too_large: "_TooLarge"
+    ) -> None:
+        self._scope, self._receive, self._too_large = scope, receive, too_large
+        self._most_s, self._bytes_left = most_s, most_bytes
+        self._until_s = asyncio.get_running_loop().time() + most_s
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        message = await self._in_time()
+        self._complete = not message.get("more_body", False)
+        self._bytes_left -= len(message.get("body", b""))
+        if self._bytes_left < 0:
+            raise BodyRefused(self._too_large())
+        return message
+
+    async def _in_time(self) -> Message:
+        if WHOLE_BODY in self._scope.get("extensions", ()):
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._until_s):
+                return await self._receive()
+        except TimeoutError as error:
+            late = TooSlow(f"the body was not complete after {self._most_s:g} s", where="body")
+            raise BodyRefused(late) from error
+
+
+class _TooLarge(Protocol):
+    def __call__(self) -> BodyTooLarge: ...
+
+
+async def whole_body(receive: Receive) -> bytes:
+    """The body, which the gate's receive channel bounds in bytes and time.
+
+    Raises:
+        BodyTooLarge, TooSlow: it is not taken.
+        ClientDisconnect: its sender left before the end; nobody is there to answer.
+    """
+    body = bytearray()
+    while True:
+        try:
+            message = await receive()
+        except BodyRefused as refusal:
+            raise refusal.error from refusal
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def given(body: bytes, receive: Receive) -> Receive:
+    """A receive channel that gives the body, read already, and then what the client does."""
+    parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def channel() -> Message:
+        return parts.pop() if parts else await receive()
+
+    return channel
+
+
+async def _json_read(scope: Scope, receive: Receive, unreadable: type[ServiceError]) -> Receive:
+    """Read the body, keep its value in the scope, and give the body to who reads it next."""
+    body = await whole_body(receive)
+    try:
+        if body:
+            scope[JSON_BODY] = read_json(body)
+    except ValueError as error:
+        raise unreadable(str(error), where="body") from error
+    return given(body, receive)
+
+
+def _says_json(scope: Scope) -> bool:
+    """As FastAPI takes a content type, the first of several; what is none is refused by the route."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    for name, value in headers:
+        if name == b"content-type":
+            return says_json(value)
+    return False
+
+
+def asks_for_a_page(scope: Scope) -> bool:
+    """Whether a person's browser asks."""
+    return scope.get("method") == "GET" and b"text/html" in dict(scope["headers"]).get(b"accept", b"")
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether a Host header names the loopback: any other name was pointed at this machine by somebody."""
+    name = host_name(host)
+    return name is not None and is_loopback(name)
+
+
+def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the page of another site has a browser send this; a link that a person follows counts as hers.
+
+    Browsers say so themselves (Sec-Fetch-Site); of those that do not, Origin tells. Programs send neither.
+    """
+    site = headers.get(b"sec-fetch-site", b"").decode("latin-1")
+    if site:
+        followed = method in _SAFE and headers.get(b"sec-fetch-mode") == b"navigate"
+        return site not in ("same-origin", "none") and not followed
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    return _place_of(origin.decode("latin-1")) != headers.get(b"host", b"").decode("latin-1").lower()
+
+
+def _place_of(origin: str) -> str:
+    """`host:port` as a Host header would say it; `null` and the like are nobody's."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+class Deadline:
+    """Wraps the app: 504 when no answer has begun `at_most_s` after the request did.
+
+    Work is not cut off in the middle: a session is held until its step is whole, and a retry with the same
+    Idempotency-Key gets the answer.
+
+    Args:
+        long: paths that may take longer on purpose, within bounds that their requests name.
+    """
+
+    def __init__(self, app: ASGIApp, *, at_most_s: float, long: Collection[str]) -> None:
+        self._app, self._at_most_s, self._long = app, at_most_s, frozenset(long)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._long:
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(scope, receive, send, self._at_most_s)
+        # A timer and no task: it costs a request next to nothing.
+        timer = asyncio.get_running_loop().call_later(self._at_most_s, answer.give_up)
+        try:
+            await self._app(scope, receive, answer.send)
+        finally:
+            timer.cancel()
+
+
+class _Answer:
+    """The send channel of a request: either what the app says, or that it was too late."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, at_most_s: float) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._at_most_s = at_most_s
+        self._begun = False
+        self._given_up: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        self._begun = True
+        if self._given_up is None:
+            await self._send(message)
+
+    def give_up(self) -> None:
+        if self._begun:
+            return
+        error = RequestDeadline(
+            f"no answer within {self._at_most_s:g} s; the request may still be carried out",
+            where=self._scope["path"],
+            hint="a retry with the same Idempotency-Key waits for it and gets its answer",
+        )
+        reply = problem_response(error)(self._scope, self._receive, self._send)
+        self._given_up = asyncio.get_running_loop().create_task(reply)

@@ -1,0 +1,179 @@
+"""API keys: where a service has them from, which ones a request presents, whether one of them is right.
+
+Every comparison takes the same time, whatever is compared. No message holds a part of a key.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from service_kit.errors import SettingsError
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+COOKIE = "turnwise_session"
+SESSION_S = 7 * 24 * 3600
+# Wrong keys of one address at the log-in page.
+MOST_GUESSES, GUESSES_S = 10, 60.0
+_MOST_ADDRESSES = 10_000
+_LONGEST_KEY = 500
+_PURPOSE = b"turnwise session "
+
+
+def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | None:
+    """The key that the variable holds, or the file that `<variable>_FILE` names; None: neither is set.
+
+    Raises:
+        SettingsError: the file cannot be read or is empty, or what is set is no key.
+    """
+    value = environ.get(variable, "").strip()
+    file_variable = f"{variable}_FILE"  # how containers hand over secrets
+    name = environ.get(file_variable, "")
+    if not value and name:
+        try:
+            value = Path(name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{file_variable} names {name!r}, which cannot be read: {error}") from error
+        if not value:  # a file that was named must hold a key, or everybody or nobody would get in
+            raise SettingsError(f"{file_variable} names {name!r}, which is empty")
+    if not value:
+        return None
+    if not (value.isascii() and value.isprintable() and len(value) <= _LONGEST_KEY):
+        raise SettingsError(
+            f"{variable} holds no key: a key is at most {_LONGEST_KEY} printable ASCII characters"
+        )
+    return SecretStr(value)
+
+
+class Keys:
+    """The keys of a service, as digests: equal length for every comparison, and nothing that could be shown.
+
+    Args:
+        keys: any one of them is right.
+        variable: the environment variable that an operator sets, for messages.
+    """
+
+    def __init__(self, keys: Iterable[SecretStr], *, variable: str) -> None:
+        self._digests = tuple(_digest(key.get_secret_value().encode()) for key in keys)
+        self.variable = variable
+
+    @property
+    def configured(self) -> bool:
+        return bool(self._digests)
+
+    def match(self, headers: RawHeaders) -> bool:
+        """Whether any presented key is any of ours. Every pair is compared, so time tells nothing."""
+        return self._any_right(presented_keys(headers))
+
+    def opens(self, key: str) -> bool:
+        """Whether this is one of ours."""
+        return self._any_right([key.strip().encode()])
+
+    def _any_right(self, presented: Iterable[bytes]) -> bool:
+        digests = [_digest(key) for key in presented]
+        return any([hmac.compare_digest(one, ours) for one in digests for ours in self._digests])
+
+
+class LoginSessions:
+    """The cookie that a log-in page gives for the key: its end, and a signature. A new key ends them all.
+
+    Args:
+        clock: seconds of the calendar, for the cookie's end.
+    """
+
+    def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
+        self._signing = _digest(_PURPOSE + key.get_secret_value().encode()) if key is not None else None
+        self._clock = clock
+
+    def cookie(self) -> str:
+        """A session that begins now."""
+        ends = str(int(self._clock()) + SESSION_S)
+        return f"{ends}.{self._signature(ends)}"
+
+    def match(self, headers: RawHeaders) -> bool:
+        """Whether the headers hold a session of ours that has not ended."""
+        if self._signing is None:
+            return False
+        ends, _, signature = _cookie_of(headers).partition(".")
+        genuine = hmac.compare_digest(signature.encode(), self._signature(ends).encode())
+        return genuine and ends.isdecimal() and int(ends) > self._clock()
+
+    def _signature(self, ends: str) -> str:
+        assert self._signing is not None, "without a key nobody logs in"
+        return hmac.new(self._signing, ends.encode(), hashlib.sha256).hexdigest()
+
+
+class Guesses:
+    """Wrong keys at the log-in page, counted by address: a few a minute, and no more.
+
+    Args:
+        clock: seconds of any beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wrong: OrderedDict[str, list[float]] = OrderedDict()
+
+    def wait_s(self, address: str) -> float:
+        """How long this address has to wait before its next guess; 0: it may guess."""
+        now_s = self._clock()
+        times = [one for one in self._wrong.get(address, []) if now_s - one < GUESSES_S]
+        return GUESSES_S - (now_s - times[0]) if len(times) >= MOST_GUESSES else 0.0
+
+    def count(self, address: str) -> None:
+        """Count one wrong key."""
+        times = self._wrong.setdefault(address, [])
+        times.append(self._clock())
+        del times[:-MOST_GUESSES]
+        self._wrong.move_to_end(address)
+        while len(self._wrong) > _MOST_ADDRESSES:
+            self._wrong.popitem(last=False)
+
+
+def presented_keys(headers: RawHeaders) -> list[bytes]:
+    """From X-API-Key, X-API-Keys (comma separated) and Authorization: Bearer; names are lower-case."""
+    keys: list[bytes] = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            keys.append(value.strip())
+        elif name == b"x-api-keys":
+            keys.extend(part.strip() for part in value.split(b","))
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            keys.append(value[7:].strip())
+    return [key for key in keys if key]
+
+
+def basic_passwords(headers: RawHeaders) -> list[bytes]:
+    """From Authorization: Basic: the password, or the user name where that is empty (`curl -u KEY:`)."""
+    value = dict(headers).get(b"authorization", b"")
+    if value[:6].lower() != b"basic ":
+        return []
+    try:
+        user, _, password = base64.b64decode(value[6:].strip(), validate=True).partition(b":")
+    except binascii.Error:
+        return []
+    return [password or user]
+
+
+def _cookie_of(headers: RawHeaders) -> str:
+    for name, value in headers:
+        if name == b"cookie":
+            try:
+                morsel = SimpleCookie(value.decode("latin-1")).get(COOKIE)
+            except CookieError:
+                continue
+            if morsel is not None:
+                return morsel.value
+    return ""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

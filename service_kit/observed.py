@@ -1,0 +1,181 @@
+"""ASGI middleware around everything: a request gets an id, a place in the metrics, a line at debug level.
+
+The id is the caller's `X-Request-ID` where it is fit for a log, else made here. It comes back as a header,
+and stands in every line that is logged while the request runs.
+"""
+
+import logging
+import random
+import re
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service_kit.keys import Keys, basic_passwords, presented_keys
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+log = structlog.get_logger("service")
+
+HEADER = b"x-request-id"
+# No browser takes an answer for another kind than it says that it is: a log for a page.
+_NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+# Nothing was answered: faults of the app are answered with 500 inside, so the client must have left.
+CLIENT_GONE = 499
+_FIT = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+# Upper edges in seconds: a step takes tenths of a millisecond, a long poll up to half a minute.
+LATENCY_EDGES_S = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+# What HTTP calls a method is any word: a stranger's own must make no new series, nor stay in memory.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_NO_ROUTE = "none"
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Observations by bucket; the last bucket holds what lies above every edge."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_EDGES_S) + 1))
+    sum_s: float = 0.0
+
+    def observe(self, value_s: float) -> None:
+        self.counts[bisect_left(LATENCY_EDGES_S, value_s)] += 1
+        self.sum_s += value_s
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """(upper edge, how many lie at or below it), with "+Inf" at the end."""
+        edges = [*(f"{edge:g}" for edge in LATENCY_EDGES_S), "+Inf"]
+        return [(edge, sum(self.counts[: index + 1])) for index, edge in enumerate(edges)]
+
+
+@dataclass(slots=True)
+class Requests:
+    """The requests that a service has answered since its start. All of it runs in the event loop.
+
+    Attributes:
+        answered: by (method, route, status); a route is its template, so that ids never become labels.
+        latency: by route, from the request's head to the answer's end.
+    """
+
+    answered: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    latency: dict[str, Histogram] = field(default_factory=dict)
+
+    def count(self, method: str, route: str, status: int) -> None:
+        self.answered[method if method in _METHODS else "other", route, status] += 1
+
+    def observe(self, route: str, took_s: float) -> None:
+        histogram = self.latency.get(route)
+        if histogram is None:
+            histogram = self.latency[route] = Histogram()
+        histogram.observe(took_s)
+
+    def answered_family(self, name: str) -> "Metric":
+        """The counts, in Prometheus' words."""
+        from prometheus_client.core import CounterMetricFamily
+
+        family = CounterMetricFamily(
+            name, "Requests that were answered.", labels=["method", "route", "status"]
+        )
+        for (method, route, status), count in self.answered.items():
+            family.add_metric([method, route, str(status)], count)
+        return family
+
+
+class Observed:
+    """Wraps the app; nothing is read of a body, and nothing kept of a request but counts.
+
+    Args:
+        keys: no id may be one of them, or hold one.
+        streams: routes whose answers end when their clients leave: how long they take says nothing.
+    """
+
+    def __init__(self, app: ASGIApp, *, requests: Requests, keys: Keys, streams: Iterable[str] = ()) -> None:
+        self._app, self._requests, self._keys = app, requests, keys
+        self._streams = frozenset(streams)
+        # Asked once: a line that is not written costs as much as a world's step.
+        self._debug = log.is_enabled_for(logging.DEBUG)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(scope, self._keys)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(request_id=request_id.decode("ascii"))
+        if scope["type"] == "websocket":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._requests.count(scope["method"], route_of(scope), status)
+                headers = [*message.get("headers", ()), (HEADER, request_id)]
+                if all([name != _NO_SNIFFING[0] for name, _ in headers]):
+                    headers.append(_NO_SNIFFING)
+                message = {**message, "headers": headers}
+            await send(message)
+
+        started_s = time.perf_counter()
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            took_s = time.perf_counter() - started_s
+            method, route = scope["method"], route_of(scope)
+            if status == CLIENT_GONE:
+                self._requests.count(method, route, status)
+            if route not in self._streams:
+                self._requests.observe(route, took_s)
+            if self._debug:
+                log.debug("request", method=method, route=route, status=status, took_s=round(took_s, 6))
+
+
+def request_id_of(scope: Scope, keys: Keys) -> bytes:
+    """The caller's id, unless it is unfit for a log, is a key, or holds one that this request presents."""
+    headers = scope["headers"]
+    sent = next((value for name, value in headers if name == HEADER), b"")
+    if (
+        sent
+        and _FIT.fullmatch(sent)
+        and not keys.match([(b"x-api-key", sent)])
+        and not any(key in sent for key in (*presented_keys(headers), *basic_passwords(headers)))
+    ):
+        return sent
+    # No secret: the system's own randomness would cost a call of the system.
+    return b"%016x" % random.getrandbits(64)
+
+
+def route_of(scope: Scope) -> str:
+    """The template of the route that answered, such as /env/{env_id}/frame; `none` if no route did."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else _NO_ROUTE
+
+
+def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) -> Response:
+    """What a Prometheus scraper reads: these families, and those of the process, in the form it accepts."""
+    # Here, because most task apps are never scraped, and a trainer's embedded one should start fast.
+    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.registry import Collector
+
+    class Service(Collector):
+        def collect(self) -> Iterable["Metric"]:
+            return collect()
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Service())
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    encode, media_type = choose_encoder(accept)
+    return Response(encode(registry), headers={"Content-Type": media_type})

@@ -1,0 +1,142 @@
+"""Every error of a service as one shape: RFC 9457 problem+json (shared_schemas.problem)."""
+
+from collections.abc import Callable, Collection, Iterable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from service_kit.errors import InternalError, RouteError, ServiceError
+from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
+
+log = structlog.get_logger("service")
+
+# An error as a service answers it.
+Respond = Callable[[ServiceError], Response]
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+_HEADER, _BEARER = "X-API-Key", "Bearer"
+# What is left of such a body would be taken for the next request.
+_BODY_NOT_READ = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE})
+
+
+def problem_response(error: ServiceError) -> Response:
+    """The reply to an error."""
+    problem = error.problem()
+    return reply(error, problem.model_dump_json(exclude_none=True))
+
+
+def reply(error: ServiceError, body: str | bytes) -> Response:
+    """A reply with this body, and the headers that go with the error."""
+    headers = {}
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status in _BODY_NOT_READ:
+        headers["Connection"] = "close"
+    return Response(body, status_code=error.status, media_type=PROBLEM_MEDIA_TYPE, headers=headers)
+
+
+class BodyRefused(HTTPException):
+    """An error that is met while a body is read: the one kind that FastAPI's own reader lets through."""
+
+    def __init__(self, error: ServiceError) -> None:
+        super().__init__(error.status, error.detail)
+        self.error = error
+
+
+def install_problem_handlers(app: Starlette, respond: Respond = problem_response) -> None:
+    """Let an app answer every error as a problem; those that nobody foresaw too, which stand in the log."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ServiceError)
+        return respond(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _router_response(request, error, respond)
+
+    async def internal(request: Request, error: Exception) -> Response:
+        return unforeseen(request, error, respond)
+
+    app.add_exception_handler(ServiceError, ours)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, internal)
+
+
+def _router_response(request: Request, error: HTTPException, respond: Respond) -> Response:
+    """404 and 405 of the router; what the gate finds while a body is read."""
+    if isinstance(error, BodyRefused):
+        return respond(error.error)
+    status = HTTPStatus(error.status_code)
+    detail = {
+        HTTPStatus.NOT_FOUND: "there is no such route",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.method} is not possible here",
+    }.get(status, str(error.detail))
+    response = respond(RouteError(status, detail, where=request.url.path))
+    response.headers.update(error.headers or {})
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return response
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path may be asked by: the router itself would name the methods of the first route alone."""
+    return {
+        method
+        for method in _METHODS
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    }
+
+
+def unforeseen(request: Request, error: Exception, respond: Respond = problem_response) -> Response:
+    """The reply to an error that is no ServiceError: its inside stands in the log alone."""
+    log.error("request_failed", method=request.method, path=request.url.path, exc_info=error)
+    return respond(InternalError("an error inside the service; its log says which", where=request.url.path))
+
+
+class Described(Protocol):
+    """An app that describes itself, such as FastAPI's."""
+
+    def openapi(self) -> dict[str, Any]: ...
+
+
+def problem_responses(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
+    """For every route of /openapi.json: the statuses of errors, all with the one error body."""
+    content = {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+
+
+def describe(app: Described, *, open_paths: Collection[str]) -> None:
+    """Let /openapi.json name the key, which the gate checks before the routes, and the error body."""
+    routes_alone = app.openapi
+    described: dict[str, Any] = {}
+
+    def schema() -> dict[str, Any]:
+        if not described:
+            described.update(_with_keys(routes_alone(), open_paths))
+        return described
+
+    app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+
+
+def _with_keys(schema: dict[str, Any], open_paths: Collection[str]) -> dict[str, Any]:
+    components = schema.setdefault("components", {})
+    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+    components["securitySchemes"] = {
+        _HEADER: {"type": "apiKey", "in": "header", "name": _HEADER},
+        _BEARER: {"type": "http", "scheme": "bearer"},
+    }
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            operation["security"] = [] if path in open_paths else [{_HEADER: []}, {_BEARER: []}]
+    return schema
