@@ -1,4 +1,4 @@
-"""Clients that connect and say nothing, or never finish, over real sockets: of both kinds of service."""
+"""Clients that say nothing, or never finish, over real sockets: of the gateway and of the trainer."""
 
 import json
 import resource
@@ -91,6 +91,14 @@ def test_who_is_answered_before_the_body_may_not_drip_it_for_ever():
                         raise ConnectionError
 
 
+def test_who_sends_the_rest_of_a_refused_body_may_ask_again_on_the_same_connection():
+    with served() as url, connected(url) as client:
+        client.sendall(POST)
+        assert status_of_the_next(client) == 401
+        client.sendall(b" " * 1_000_000 + GET + b"\r\n")
+        assert status_of_the_next(client) == 200
+
+
 def test_requests_on_one_connection_do_not_run_out_of_time():
     with served(max_header_s=0.5) as url, httpx.Client(base_url=url) as client:
         for _ in range(100):
@@ -131,9 +139,17 @@ def test_who_only_connects_keeps_nobody_away():
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET /" + b"x" * 5000, GET + b"A: " + b"x" * 5000, GET + b"A: x\r\n" * 700]
+    "said",
+    [
+        b"GET /" + b"x" * 5000,
+        b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n",
+        GET + b"A: " + b"x" * 5000,
+        GET + b"A: " + b"x" * 5000 + b"\r\n\r\n",
+        GET + b"A: x\r\n" * 700,
+    ],
+    ids=["a path without end", "a long path", "a header without end", "a long header", "many headers"],
 )
-def test_a_head_without_an_end_is_refused(said):
+def test_a_head_that_is_too_large_is_refused(said):
     with served(max_header_bytes=4096) as url, connected(url) as client:
         client.sendall(said)
         head, _, body = to_the_end(client).partition(b"\r\n\r\n")

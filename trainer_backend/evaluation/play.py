@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.data.dataset import DataSet, data_of
-from trainer_backend.errors import JobError, TrainerError
+from trainer_backend.errors import JobError
 from trainer_backend.evaluation.metrics import refuse_empty
 from trainer_backend.evaluation.result import Evaluated, evaluated
 from trainer_backend.job import LoadedJob, load_job
@@ -130,7 +131,7 @@ async def evaluate(
         keep: Parquet file for the episodes, failed ones too, as a run stores them.
 
     Raises:
-        TrainerError: no such model, a task app that refuses, no episode finished.
+        TrainerError: there is no such model, a task app refuses, or no episode was finished.
     """
     configure_logs_from()
     data = await asyncio.to_thread(data_of, job)
@@ -159,7 +160,7 @@ def _task_app_log() -> Iterator[Path]:
     log, kept = folder / "task_app.log", False
     try:
         yield log
-    except TrainerError as error:
+    except ServiceError as error:
         kept = (
             error.status >= 500 and log.exists()
         )  # below: a mistake of the user's, and the message says which

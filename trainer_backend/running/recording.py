@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
-from trainer_backend.errors import RunDirectoryError, TrainerError
+from service_kit.errors import ServiceError
+from trainer_backend.errors import RunDirectoryError
 from trainer_backend.protocols import Reporter
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.run_log import append_log
@@ -58,7 +59,7 @@ class RecordingReporter:
         recording = cls(directory, reporter)
         try:
             yield recording
-        except TrainerError as error:
+        except ServiceError as error:
             recording.end("failed", code=error.code, detail=str(error))
             raise
         except Exception as error:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from service_kit.errors import SettingsError
+from service_kit.keys import key_from_environ
 from trainer_backend.collect.apps import TaskApps, Tell, logged
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.slices import DEFAULT_BODY_BYTES
@@ -18,7 +20,6 @@ from trainer_backend.services.embedded import EmbeddedTaskApp
 from trainer_backend.services.endpoints import hosts_to_call
 
 KEY_VARIABLE = "ENVIRONMENT_API_KEY"
-KEY_FILE_VARIABLE = "ENVIRONMENT_API_KEY_FILE"
 
 
 # What a request holds beside its row: ids, limits, the configs of policy and environment.
@@ -89,23 +90,17 @@ def task_app_key(given: SecretStr | None = None) -> SecretStr:
     """The key of the task apps that [services] names: the job's own, or this process's.
 
     Raises:
-        JobError: neither has one.
+        JobError: neither has one, or what it has is no key.
     """
     if given is not None:
         return given
-    value = os.environ.get(KEY_VARIABLE, "").strip() or _key_in_file(os.environ.get(KEY_FILE_VARIABLE, ""))
-    if not value:
+    try:
+        key = key_from_environ(os.environ, KEY_VARIABLE)
+    except SettingsError as error:
+        raise JobError(error.detail) from error
+    if key is None:
         raise JobError(
-            f"services.task_url is given, but no key: set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} in the "
+            f"services.task_url is given, but no key: set {KEY_VARIABLE} or {KEY_VARIABLE}_FILE in the "
             "environment, or services.task_api_key in the job"
         )
-    return SecretStr(value)
-
-
-def _key_in_file(name: str) -> str:
-    if not name:
-        return ""
-    try:
-        return Path(name).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{KEY_FILE_VARIABLE} names {name!r}, which cannot be read: {error}") from error
+    return key

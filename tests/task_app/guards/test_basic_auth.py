@@ -5,8 +5,6 @@ import base64
 import httpx
 import pytest
 
-from service_kit.gate import KeyDoor, asks_for_a_page
-from service_kit.keys import Keys, presented_keys
 from task_app.app import create_app
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards
@@ -52,13 +50,6 @@ async def test_a_program_that_knows_an_address_alone_calls_tools():
     assert elsewhere.status_code == 401
 
 
-@pytest.mark.parametrize(("origin", "found"), [((), [b"k"]), (((b"origin", b"http://evil"),), [])])
-def test_a_socket_that_a_page_opens_cannot_use_it_and_a_program_can(origin, found):
-    headers = [(b"authorization", basic("me", "k").encode()), *origin]
-    door = KeyDoor(Keys((), variable="KEY"), open_paths=())
-    assert presented_keys(door.credentials({"type": "websocket", "headers": headers})) == found
-
-
 @pytest.mark.parametrize("value", ["Basic", "Basic ", "Basic !!!", "Basic " + "=" * 9, "Basic Og=="])
 async def test_what_is_no_basic_header_is_no_key(value):
     async with stranger() as client:
@@ -71,4 +62,3 @@ async def test_only_a_person_is_asked_for_a_password():
         program = await client.get("/env/x/view")
     assert page.headers["www-authenticate"].startswith("Basic realm=")
     assert program.headers["www-authenticate"] == "Bearer"
-    assert not asks_for_a_page({"type": "http", "method": "POST", "headers": [(b"accept", b"text/html")]})

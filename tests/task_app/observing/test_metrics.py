@@ -2,8 +2,6 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service_kit.keys import Keys
-from service_kit.observed import LATENCY_EDGES_S, Histogram, Observed, Requests
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status
 from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
@@ -22,23 +20,6 @@ async def scraped(client):
 
 def value(samples, name, **labels):
     return samples.get((name, tuple(sorted(labels.items()))))
-
-
-def test_a_latency_falls_below_the_first_edge_that_holds_it():
-    histogram = Histogram()
-    for took_s in (0.0005, 0.0006, 99.0):
-        histogram.observe(took_s)
-    found = dict(histogram.cumulative())
-    assert (found["0.0005"], found["0.001"], found["30"], found["+Inf"]) == (1, 2, 2, 3)
-    assert histogram.sum_s == 0.0005 + 0.0006 + 99.0
-    assert list(LATENCY_EDGES_S) == sorted(LATENCY_EDGES_S)
-
-
-def test_a_made_up_method_is_no_label_of_its_own():
-    requests = Requests()
-    for number in range(100):
-        requests.count(f"METHOD{number}", "/", 405)
-    assert dict(requests.answered) == {("other", "/", 405): 100}
 
 
 async def test_requests_are_counted_by_route_and_status_and_ids_are_no_labels():
@@ -119,14 +100,3 @@ async def test_openmetrics_is_spoken_to_who_asks_for_it():
         answer = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
-
-
-async def test_a_client_that_leaves_before_the_answer_is_no_fault_of_the_service():
-    requests = Requests()
-
-    async def says_nothing(scope, receive, send):
-        return
-
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await Observed(says_nothing, requests=requests, keys=Keys((), variable="KEY"))(scope, None, None)
-    assert dict(requests.answered) == {("GET", "none", 499): 1}

@@ -21,7 +21,7 @@ from trainer_backend.api.gate import OPEN_PATHS
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import acted, checks, settings_for
-from trainer_backend.api.app import create_app
+from trainer_backend.api.app import OPEN_PATHS, create_app
 from trainer_backend.api.server import open_service
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from service_kit.gate import _says_json
 from tests.trainer_backend.api.served import document
 from trainer_backend.api.for_pages import JobsForPages
 from trainer_backend.rundir.run_log import append_log
@@ -87,10 +86,3 @@ async def test_half_a_character_that_a_run_wrote_down_is_shown_as_a_question_mar
     assert [job["progress"]["stage"] for job in listed] == ["?"]
     log = (await served.client.get(f"/jobs/{job_id}/log", params={"tail": 1})).json()
     assert log["lines"][0]["text"] == "no file ?"
-
-
-@pytest.mark.parametrize("blank", [b"\xa0", b"\x85", b" "])
-def test_the_gate_reads_a_content_type_without_the_blanks_that_fastapi_strips(blank):
-    for value in (blank + b"application/json", b"application/x+json" + blank + b"; charset=utf-8"):
-        assert _says_json({"headers": [(b"content-type", value), (b"content-type", b"text/plain")]})
-    assert not _says_json({"headers": []})

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pydantic import SecretStr
 
-from service_kit.gate import is_cross_site, names_this_machine
-from service_kit.keys import COOKIE, SESSION_S, Guesses, LoginSessions
+from service_kit.keys import COOKIE
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import serving, settings_for
 from trainer_backend.api.login import own_path
@@ -90,29 +88,6 @@ async def test_after_ten_wrong_keys_the_log_in_page_looks_at_none_and_programs_w
         assert (await client.get("/jobs", headers={"X-API-Key": KEY})).status_code == 200
 
 
-def test_wrong_keys_are_forgotten_after_a_minute_and_counted_by_address():
-    now_s = [0.0]
-    guesses = Guesses(lambda: now_s[0])
-    for second in range(10):
-        assert guesses.wait_s("a") == 0.0
-        now_s[0] = float(second)
-        guesses.count("a")
-    assert (guesses.wait_s("a"), guesses.wait_s("b")) == (51.0, 0.0)  # the first came at 0, now it is 9
-    now_s[0] = 60.0
-    assert guesses.wait_s("a") == 0.0
-
-
-async def test_a_session_ends_after_a_week_and_with_its_key():
-    now_s = [1_000.0]
-    sessions = LoginSessions(SecretStr(KEY), clock=lambda: now_s[0])
-    headers = [(b"cookie", f"a=b; {COOKIE}={sessions.cookie()}".encode())]
-    assert sessions.match(headers)
-    assert not LoginSessions(SecretStr("another"), clock=lambda: now_s[0]).match(headers)
-    assert not LoginSessions(None).match(headers)
-    now_s[0] += SESSION_S
-    assert not sessions.match(headers)
-
-
 @pytest.mark.parametrize(
     "path", ["//evil.example", "/\\evil.example", "http://evil.example", "", "jobs", "/\t/x"]
 )
@@ -180,38 +155,6 @@ async def test_without_a_key_a_name_that_is_not_this_machines_is_refused(served,
     # its owner may have pointed it at 127.0.0.1, and a page from there would count as ours
     answer = await served.client.get("/jobs", headers={"Host": host})
     assert refused(answer, 403, "forbidden")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:8100", "localhost", "[::1]:8100"])
-def test_the_names_of_this_machine_are_not(host):
-    assert names_this_machine(host)
-
-
-@pytest.mark.parametrize(
-    ("method", "headers"),
-    [
-        ("POST", {}),
-        ("POST", {b"sec-fetch-site": b"same-origin", b"origin": b"http://other"}),
-        ("POST", {b"sec-fetch-site": b"none"}),
-        ("POST", {b"origin": b"http://localhost:8100", b"host": b"LOCALHOST:8100"}),
-        ("GET", {b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"navigate"}),
-    ],
-)
-def test_programs_own_pages_and_links_are_no_other_site(method, headers):
-    assert not is_cross_site(method, headers)
-
-
-@pytest.mark.parametrize(
-    ("method", "headers"),
-    [
-        ("GET", {b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"no-cors"}),
-        ("POST", {b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"navigate"}),
-        ("POST", {b"origin": b"http://localhost:8100.evil", b"host": b"localhost:8100"}),
-        ("POST", {b"origin": b"http://[", b"host": b"localhost:8100"}),
-    ],
-)
-def test_these_are(method, headers):
-    assert is_cross_site(method, headers)
 
 
 # ---- sizes

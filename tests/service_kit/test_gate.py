@@ -1,0 +1,148 @@
+"""The gate and its doors, apart from any service."""
+
+import asyncio
+import base64
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from service_kit.errors import ServiceError
+from service_kit.gate import (
+    Gate,
+    KeyDoor,
+    _says_json,
+    asks_for_a_page,
+    is_cross_site,
+    names_this_machine,
+    whole_body,
+)
+from service_kit.keys import Keys, presented_keys
+from service_kit.problems import BodyRefused
+
+
+class Open:
+    """A door that lets everybody in."""
+
+    def error(self, scope):
+        return None
+
+    def page(self, scope, response):
+        return response
+
+
+class Unreadable(ServiceError):
+    code, status = "unreadable", 422
+
+
+async def answer_of(app, *messages, headers=(), unreadable=None):
+    """What the gate around the app sends for a POST with this body, of which no more comes then."""
+    sent, left = [], list(messages)
+
+    async def receive():
+        if left:
+            return left.pop(0)
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    gate = Gate(app, door=Open(), max_body_bytes=10, max_body_s=0.01, unreadable=unreadable)
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": [*headers]}
+    await gate(scope, receive, send)
+    return sent
+
+
+def part(body, more=True):
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+JSON = [(b"content-type", b"application/json")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "status"),
+    [([part(b"[1")], 408), ([part(b"[" * 11)], 413), ([part(b"[1", more=False)], 422)],
+)
+async def test_a_json_body_is_whole_small_and_readable_before_the_app_is_asked(messages, status):
+    start, _ = await answer_of(None, *messages, headers=JSON, unreadable=Unreadable)
+    assert start["status"] == status
+
+
+@pytest.mark.parametrize(("messages", "status"), [([part(b"[1")], 408), ([part(b"[" * 11)], 413)])
+async def test_another_body_is_bounded_while_the_app_reads_it(messages, status):
+    errors = []
+
+    async def reads(scope, receive, send):
+        with pytest.raises(BodyRefused) as refused:  # the kind that FastAPI lets through
+            await receive(), await receive()
+        errors.append(refused.value)
+
+    await answer_of(reads, *messages)
+    assert [(error.status_code, error.error.status) for error in errors] == [(status, status)]
+
+
+async def test_nobody_is_answered_who_leaves_in_the_middle_of_a_body():
+    gone = {"type": "http.disconnect"}
+    assert await answer_of(None, part(b"["), gone, headers=JSON, unreadable=Unreadable) == []
+
+    async def reads(scope, receive, send):
+        with pytest.raises(ClientDisconnect):
+            await whole_body(receive)
+
+    assert await answer_of(reads, part(b"["), gone) == []
+
+
+def basic(user, password):
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(("origin", "found"), [((), [b"k"]), (((b"origin", b"http://evil"),), [])])
+def test_a_socket_that_a_page_opens_cannot_use_it_and_a_program_can(origin, found):
+    headers = [(b"authorization", basic("me", "k").encode()), *origin]
+    door = KeyDoor(Keys((), variable="KEY"), open_paths=())
+    assert presented_keys(door.credentials({"type": "websocket", "headers": headers})) == found
+
+
+def test_only_a_get_asks_for_a_page():
+    html = [(b"accept", b"text/html")]
+    asks = [asks_for_a_page({"type": "http", "method": one, "headers": html}) for one in ("GET", "POST")]
+    assert asks == [True, False]
+
+
+@pytest.mark.parametrize("blank", [b"\xa0", b"\x85", b" "])
+def test_the_gate_reads_a_content_type_without_the_blanks_that_fastapi_strips(blank):
+    for value in (blank + b"application/json", b"application/x+json" + blank + b"; charset=utf-8"):
+        assert _says_json({"headers": [(b"content-type", value), (b"content-type", b"text/plain")]})
+    assert not _says_json({"headers": []})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8100", "localhost", "[::1]:8100"])
+def test_the_names_of_this_machine_are_not(host):
+    assert names_this_machine(host)
+
+
+@pytest.mark.parametrize(
+    ("method", "headers"),
+    [
+        ("POST", {}),
+        ("POST", {b"sec-fetch-site": b"same-origin", b"origin": b"http://other"}),
+        ("POST", {b"sec-fetch-site": b"none"}),
+        ("POST", {b"origin": b"http://localhost:8100", b"host": b"LOCALHOST:8100"}),
+        ("GET", {b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"navigate"}),
+    ],
+)
+def test_programs_own_pages_and_links_are_no_other_site(method, headers):
+    assert not is_cross_site(method, headers)
+
+
+@pytest.mark.parametrize(
+    ("method", "headers"),
+    [
+        ("GET", {b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"no-cors"}),
+        ("POST", {b"sec-fetch-site": b"cross-site", b"sec-fetch-mode": b"navigate"}),
+        ("POST", {b"origin": b"http://localhost:8100.evil", b"host": b"localhost:8100"}),
+        ("POST", {b"origin": b"http://[", b"host": b"localhost:8100"}),
+    ],
+)
+def test_these_are(method, headers):
+    assert is_cross_site(method, headers)
