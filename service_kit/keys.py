@@ -19,6 +19,8 @@ from service_kit.errors import SettingsError
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
+# The environment variables that hold the key of a task app, and of a trainer service.
+TASK_APP_KEY, TRAINER_KEY = "ENVIRONMENT_API_KEY", "TRAINER_API_KEY"
 COOKIE = "turnwise_session"
 SESSION_S = 7 * 24 * 3600
 # Wrong keys of one address at the log-in page.

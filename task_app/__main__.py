@@ -16,6 +16,7 @@ import structlog
 
 from service_kit.children import READY
 from service_kit.errors import PortTaken, SettingsError
+from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
 from service_kit.server import Listener
 from task_app.app import create_app
@@ -24,7 +25,7 @@ from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.replicas import run_replicas
 from task_app.server import server_of
-from task_app.settings import KEY_VARIABLE, settings_from_environ
+from task_app.settings import settings_from_environ
 
 log = structlog.get_logger("task_app")
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"task_app: {exc.detail}", file=sys.stderr)
         return 2
     if not settings.api_keys:
-        log.warning("no_key_configured", hint=f"set {KEY_VARIABLE}; until then every route answers 503")
+        log.warning("no_key_configured", hint=f"set {TASK_APP_KEY}; until then every route answers 503")
     log.info("starting", address=listener.url)
     server = server_of(app, ready=lambda: print(f"{READY}{listener.url}", flush=True))
     server.run_on(listener, exit_with_parent=options.exit_with_parent)

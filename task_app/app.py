@@ -12,7 +12,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import Deadline, Gate, KeyDoor
-from service_kit.keys import Keys
+from service_kit.keys import TASK_APP_KEY, Keys
 from service_kit.observed import Observed
 from service_kit.problems import describe, install_problem_handlers, problem_responses, unforeseen
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
@@ -39,7 +39,7 @@ from task_app.routes import (
 )
 from task_app.routes.validation import validation_response
 from task_app.services import Services
-from task_app.settings import KEY_VARIABLE, Settings
+from task_app.settings import Settings
 from task_app.short_way import ShortWay
 
 OPEN_PATHS = frozenset({"/", "/health"})
@@ -56,7 +56,7 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
         settings: bounds and keys.
         boards: what requests may name; the plug boards of `plugins.py` when absent.
     """
-    keys = Keys(settings.api_keys, variable=KEY_VARIABLE)
+    keys = Keys(settings.api_keys, variable=TASK_APP_KEY)
     services = Services(settings, boards or default_plug_boards(), keys)
     app = TaskApp(
         title="Turnwise task app",

@@ -14,22 +14,21 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
 
 from service_kit.errors import SettingsError
-from service_kit.keys import key_from_environ
+from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.base import Body
 from shared_schemas.urls import HOST_OR_IPV6
 from task_app.errors import TaskAppError
 from task_app.policies.endpoint import chat_completions_url
 
 PREFIX = "TURNWISE_"
-KEY_VARIABLE = "ENVIRONMENT_API_KEY"
-ALIASES_VARIABLE = "ENVIRONMENT_API_KEY_ALIASES"
+ALIASES_VARIABLE = f"{TASK_APP_KEY}_ALIASES"
 
 _LISTS = ("allowed_inference_hosts", "open_routes", "reward_variables")
 Host = Annotated[str, Field(min_length=1, max_length=300, pattern=HOST_OR_IPV6)]
 
 
 def _no_key_of_ours(name: str) -> str:
-    if name.startswith(KEY_VARIABLE):
+    if name.startswith(TASK_APP_KEY):
         raise ValueError(f"{name} is a key of this service; whoever has it can ask the service for anything")
     return name
 
@@ -238,7 +237,7 @@ def _check_spelling(environ: Mapping[str, str]) -> None:
 
 def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The primary key and its aliases, without blanks and repetitions."""
-    primary = key_from_environ(environ, KEY_VARIABLE)
+    primary = key_from_environ(environ, TASK_APP_KEY)
     listed = [primary.get_secret_value() if primary else "", *_split(environ.get(ALIASES_VARIABLE, ""))]
     return tuple(dict.fromkeys(key for key in listed if key))
 

@@ -10,13 +10,13 @@ import structlog
 
 from service_kit.children import READY
 from service_kit.connections import ConnectionBounds
-from service_kit.keys import Keys, LoginSessions
+from service_kit.keys import TRAINER_KEY, Keys, LoginSessions
 from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, Server
 from trainer_backend.api.app import TrainerApp, create_app
 from trainer_backend.api.check_process import CheckProcess
 from trainer_backend.api.service import Service
-from trainer_backend.api.settings import KEY_VARIABLE, Settings
+from trainer_backend.api.settings import Settings
 from trainer_backend.store.database import open_store
 from trainer_backend.supervising.data_dir import open_data_dir
 from trainer_backend.supervising.deleting import Sweeper
@@ -88,7 +88,7 @@ def open_service(
                 else None
             )
             key = settings.api_key
-            keys = Keys([] if key is None else [key], variable=KEY_VARIABLE)
+            keys = Keys([] if key is None else [key], variable=TRAINER_KEY)
             sessions = LoginSessions(key)
             yield Service(
                 settings, store, data, news, watcher, Sweeper(data), checks, supervisor, keys, sessions

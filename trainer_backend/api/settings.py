@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from service_kit.errors import SettingsError
-from service_kit.keys import key_from_environ
+from service_kit.keys import TRAINER_KEY, key_from_environ
 from service_kit.server import is_wildcard
 from shared_schemas.urls import is_loopback
 from trainer_backend.collect.addresses import fault_in
@@ -15,7 +15,6 @@ from trainer_backend.services.endpoints import VARIABLE
 from trainer_backend.supervising.line import ANSWER_S
 from trainer_backend.supervising.slots import Rules
 
-KEY_VARIABLE = "TRAINER_API_KEY"
 TASK_URL_VARIABLE = "TASK_URL"
 _DATABASE = "turnwise.db"
 # A folder of jobs beside the code, with files that they name; written by nobody but the operator.
@@ -101,11 +100,11 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
     Raises:
         SettingsError: a flag or a variable is wrong, or the service would be open to the network.
     """
-    key = key_from_environ(environ, KEY_VARIABLE)
+    key = key_from_environ(environ, TRAINER_KEY)
     if key is None and not is_loopback(flags.host):
         raise SettingsError(
             f"--host is {flags.host!r}, which others can reach, and there is no key",
-            hint=f"Set {KEY_VARIABLE} or {KEY_VARIABLE}_FILE, or listen on 127.0.0.1.",
+            hint=f"Set {TRAINER_KEY} or {TRAINER_KEY}_FILE, or listen on 127.0.0.1.",
         )
     given = tuple(part.strip() for part in environ.get(TASK_URL_VARIABLE, "").split(",") if part.strip())
     for url in (*given, *flags.task_urls):

@@ -16,6 +16,7 @@ from typing import Self
 from pydantic import SecretStr
 
 from service_kit.children import PIPE, Child
+from service_kit.keys import TASK_APP_KEY
 from trainer_backend.collect.slices import DEFAULT_BODY_BYTES
 from trainer_backend.errors import JobError, TaskAppError
 
@@ -67,7 +68,7 @@ class EmbeddedTaskApp:
                 ),
                 stdout=PIPE,
                 stderr=log,
-                env={**self._environment, "ENVIRONMENT_API_KEY": self.api_key.get_secret_value()},
+                env={**self._environment, TASK_APP_KEY: self.api_key.get_secret_value()},
             )  # fmt: skip
         try:
             async with asyncio.timeout(_START_S):

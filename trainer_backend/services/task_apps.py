@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from service_kit.errors import SettingsError
-from service_kit.keys import key_from_environ
+from service_kit.keys import TASK_APP_KEY, key_from_environ
 from trainer_backend.collect.apps import TaskApps, Tell, logged
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.slices import DEFAULT_BODY_BYTES
@@ -18,9 +18,6 @@ from trainer_backend.errors import JobError
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.services.embedded import EmbeddedTaskApp
 from trainer_backend.services.endpoints import hosts_to_call
-
-KEY_VARIABLE = "ENVIRONMENT_API_KEY"
-
 
 # What a request holds beside its row: ids, limits, the configs of policy and environment.
 _BESIDE_A_ROW = 1 << 18
@@ -95,12 +92,12 @@ def task_app_key(given: SecretStr | None = None) -> SecretStr:
     if given is not None:
         return given
     try:
-        key = key_from_environ(os.environ, KEY_VARIABLE)
+        key = key_from_environ(os.environ, TASK_APP_KEY)
     except SettingsError as error:
         raise JobError(error.detail) from error
     if key is None:
         raise JobError(
-            f"services.task_url is given, but no key: set {KEY_VARIABLE} or {KEY_VARIABLE}_FILE in the "
+            f"services.task_url is given, but no key: set {TASK_APP_KEY} or {TASK_APP_KEY}_FILE in the "
             "environment, or services.task_api_key in the job"
         )
     return key

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from service_kit.children import Child
+from service_kit.keys import TRAINER_KEY
 from trainer_backend.rundir.state import RunState, read_state
 from trainer_backend.running.exit_codes import ERROR
 from trainer_backend.store.rows import JobRow
@@ -15,7 +16,7 @@ from trainer_backend.store.rows import JobRow
 PROCESS_LOG = "process.log"
 _LAST_BYTES = 8192
 # The service's own secrets, which no job needs.
-WITHHELD = frozenset({"TRAINER_API_KEY", "TRAINER_API_KEY_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
+WITHHELD = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
 Command = Callable[[Path], Sequence[str]]
 
 

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from service_kit.keys import key_from_environ
+from service_kit.keys import TRAINER_KEY, key_from_environ
 from shared_schemas.problem import Problem
-from trainer_backend.api.settings import KEY_VARIABLE
 from trainer_backend.errors import TrainerError
 
 URL_VARIABLE = "TURNWISE_URL"
@@ -96,7 +95,7 @@ class JobsClient:
         return answer
 
     def _client(self, timeout_s: float) -> httpx.Client:
-        key = key_from_environ(self.environ, KEY_VARIABLE)
+        key = key_from_environ(self.environ, TRAINER_KEY)
         headers = {"X-API-Key": key.get_secret_value()} if key is not None else {}
         return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers)
 
@@ -132,7 +131,7 @@ def _refusal(answer: httpx.Response) -> TrainerError:
         )
     hint = problem.hint
     if answer.status_code == 401:
-        hint = f"Set {KEY_VARIABLE} in the environment."
+        hint = f"Set {TRAINER_KEY} in the environment."
     return ServiceRefused(problem.detail, where=problem.where, hint=hint)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from service_kit.keys import TASK_APP_KEY
 from tests.conftest import tiny_job
 from tests.foreign_server import (
     busy,
@@ -25,7 +26,7 @@ from trainer_backend.job import dump_job
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.services.policy_server import serving
-from trainer_backend.services.task_apps import KEY_VARIABLE, task_apps
+from trainer_backend.services.task_apps import task_apps
 
 KEY = "sk-very-secret-0123456789abcdef"
 ROOT = Path(__file__).parents[3]
@@ -102,7 +103,7 @@ def test_what_a_server_refuses_is_left_out_or_called_by_its_name():
 def test_a_task_app_of_its_operators_refuses_a_host_that_is_not_on_its_list(tmp_path, monkeypatch):
     async def elsewhere(player):
         async with task_apps(tiny_job(), tmp_path / "log") as (operators,):
-            monkeypatch.setenv(KEY_VARIABLE, operators.api_key.get_secret_value())
+            monkeypatch.setenv(TASK_APP_KEY, operators.api_key.get_secret_value())
             return await evaluate(short_job(services__task_url=operators.url), player)
 
     with (
