@@ -11,12 +11,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from service_kit.errors import ServiceError
+from service_kit.errors import RouteError, ServiceError
 from service_kit.problems import reply
 from trainer_backend.errors import ContextLengthExceeded, RemoteRefused, TrainerError
 
 log = structlog.get_logger(__name__)
 
+_ROUTES = "Known: POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health."
 Result = TypeVar("Result")
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -138,5 +139,7 @@ class EventStream:
 
 
 def error_response(error: ServiceError) -> Response:
-    """The reply to an error."""
+    """The reply to an error; one of the router names the routes that there are."""
+    if isinstance(error, RouteError):
+        error.hint = _ROUTES
     return reply(error, problem_body(error))
