@@ -107,12 +107,25 @@ def create_gateway(
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
     ]
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        for policy in policies.values():
+            await policy.engine.close()
+
+    app = Starlette(routes=routes, middleware=[_gate(secret, limits)], lifespan=lifespan)
+    install_problem_handlers(app, error_response)
+    return app
+
+
+def _gate(key: str, limits: GatewayLimits) -> Middleware:
+    """Lets in who has the key; /health needs none."""
     door = KeyDoor(
-        Keys([SecretStr(secret)], variable="gateway's key"),
+        Keys([SecretStr(key)], variable="gateway's key"),
         open_paths=["/health"],
         unauthorised=InferenceUnauthorized,
     )
-    gate = Middleware(
+    return Middleware(
         Gate,
         door=door,
         max_body_bytes=limits.max_body_bytes,
@@ -120,16 +133,6 @@ def create_gateway(
         unreadable=None,  # a body is read once, by who checks it: every decision passes here
         respond=error_response,
     )
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        for policy in policies.values():
-            await policy.engine.close()
-
-    app = Starlette(routes=routes, middleware=[gate], lifespan=lifespan)
-    install_problem_handlers(app, error_response)
-    return app
 
 
 def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:

@@ -322,7 +322,8 @@ def test_a_body_without_a_declared_length_is_bounded_too(http: httpx.Client):
 
 
 def test_unknown_routes_and_methods_answer_in_the_same_shape(http: httpx.Client):
-    assert http.get("/v1/nothing").json()["code"] == "not_found"
+    nothing = http.get("/v1/nothing").json()
+    assert nothing["code"] == "not_found" and "POST /v1/chat/completions" in nothing["hint"]
     refused = http.get("/v1/chat/completions")
     assert refused.status_code == 405 and refused.json()["code"] == "method_not_allowed"
     assert refused.headers["content-type"] == "application/problem+json"
