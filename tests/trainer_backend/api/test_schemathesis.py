@@ -17,7 +17,6 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 from starlette.testclient import TestClient
-from trainer_backend.api.gate import OPEN_PATHS
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import acted, checks, settings_for
