@@ -14,31 +14,12 @@ from trainer_backend.collect.addresses import fault_in
 from trainer_backend.services.endpoints import VARIABLE
 from trainer_backend.supervising.line import ANSWER_S
 from trainer_backend.supervising.slots import Rules
+from trainer_backend.terminal.trainer_options import Flags as Flags  # with what is made of them
 
 TASK_URL_VARIABLE = "TASK_URL"
 _DATABASE = "turnwise.db"
 # A folder of jobs beside the code, with files that they name; written by nobody but the operator.
 _ROOTS = (Path("configs"),)
-
-
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """The options of `turnwise trainer`, as they were given."""
-
-    host: str = "127.0.0.1"
-    port: int = 8100
-    data_dir: Path = Path("runs")
-    database_url: str | None = None
-    max_jobs: int = 1
-    restarts: int = 3
-    stop_grace_s: float = 100.0
-    roots: tuple[Path, ...] = ()
-    task_urls: tuple[str, ...] = ()
-    inference_hosts: tuple[str, ...] = ()
-    key_variables: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    gateway_host: str = "127.0.0.1"
-    exit_with_parent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +88,8 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
             hint=f"Set {TRAINER_KEY} or {TRAINER_KEY}_FILE, or listen on 127.0.0.1.",
         )
     given = tuple(part.strip() for part in environ.get(TASK_URL_VARIABLE, "").split(",") if part.strip())
-    for url in (*given, *flags.task_urls):
+    task_urls = (*given, *(flags.task_urls or ()))
+    for url in task_urls:
         if fault := fault_in(url):
             raise SettingsError(
                 f"a task app's address {fault}", where=f"{TASK_URL_VARIABLE} or --allow-task-url"
@@ -117,7 +99,7 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
             f"--gateway-host is {flags.gateway_host!r}, which is no address that a task app could call",
             hint="Name this machine as the task apps know it.",
         )
-    for name in flags.key_variables:
+    for name in flags.key_variables or ():
         if not VARIABLE.fullmatch(name):
             raise SettingsError("takes the name of a variable, in capitals", where="--allow-key-variable")
     data_dir = flags.data_dir.resolve()
@@ -125,12 +107,12 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
         data_dir=data_dir,
         roots=tuple(root.resolve() for root in flags.roots or _ROOTS),
         given_urls=given,
-        task_urls=frozenset(url.rstrip("/") for url in (*given, *flags.task_urls)),
-        inference_hosts=frozenset(host.lower() for host in flags.inference_hosts),
-        key_variables=frozenset(flags.key_variables),
-        models=flags.models,
+        task_urls=frozenset(url.rstrip("/") for url in task_urls),
+        inference_hosts=frozenset(host.lower() for host in flags.inference_hosts or ()),
+        key_variables=frozenset(flags.key_variables or ()),
+        models=tuple(flags.models or ()),
         gateway_host=flags.gateway_host,
     )
-    rules = Rules(flags.max_jobs, flags.restarts, flags.stop_grace_s)
+    rules = Rules(flags.max_jobs if flags.jobs else 0, flags.restarts, flags.stop_grace_s)
     database = flags.database_url or f"sqlite:///{data_dir / _DATABASE}"
     return Settings(flags, database, bounds, rules, key)

@@ -3,15 +3,16 @@
 import asyncio
 import os
 import sys
+from inspect import signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trainer_backend.terminal import shell_completion as completion
-from trainer_backend.terminal import trainer_options as options
 from trainer_backend.terminal.options import Overrides
 from trainer_backend.terminal.telling import TextConsole, tell, warn
+from trainer_backend.terminal.trainer_options import Flags
 
 _out = TextConsole()
 _err = TextConsole(stderr=True)
@@ -61,45 +62,16 @@ def task_app(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
 
 
-def trainer(
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8100,
-    data_dir: options.DataDir = Path("runs"),
-    database_url: options.DatabaseUrl = None,
-    max_jobs: options.MaxJobs = 1,
-    jobs: options.RunsJobs = True,
-    restarts: options.Restarts = 3,
-    stop_grace_s: options.StopGrace = 100.0,
-    allow_root: options.Roots = None,
-    allow_task_url: options.TaskUrls = None,
-    allow_inference_host: options.InferenceHosts = None,
-    allow_key_variable: options.KeyVariables = None,
-    allow_model: options.Models = None,
-    gateway_host: options.GatewayHost = "127.0.0.1",
-    exit_with_parent: options.ExitWithParent = False,
-) -> None:
+def trainer(**options: Any) -> None:
     """Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.
 
     TRAINER_API_KEY (or TRAINER_API_KEY_FILE) holds the key that callers must send. TASK_URL names the
     task apps of jobs that name none; without it each starts its own.
     """
     from trainer_backend.api.server import serve_trainer
-    from trainer_backend.api.settings import Flags, settings_from
+    from trainer_backend.api.settings import settings_from
 
-    flags = Flags(
-        host=host,
-        port=port,
-        data_dir=data_dir,
-        database_url=database_url,
-        max_jobs=max_jobs if jobs else 0,
-        restarts=restarts,
-        stop_grace_s=stop_grace_s,
-        roots=tuple(allow_root or ()),
-        task_urls=tuple(allow_task_url or ()),
-        inference_hosts=tuple(allow_inference_host or ()),
-        key_variables=tuple(allow_key_variable or ()),
-        models=tuple(allow_model or ()),
-        gateway_host=gateway_host,
-        exit_with_parent=exit_with_parent,
-    )
-    serve_trainer(settings_from(flags, os.environ), lambda line: tell(_out, line))
+    serve_trainer(settings_from(Flags(**options), os.environ), lambda line: tell(_out, line))
+
+
+trainer.__signature__ = signature(Flags)  # type: ignore[attr-defined]

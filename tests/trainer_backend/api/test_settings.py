@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from service_kit.errors import SettingsError
 from shared_schemas.urls import is_loopback
+from trainer_backend.__main__ import app
 from trainer_backend.api.settings import Flags, settings_from
 
 
@@ -34,6 +36,29 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key):
     with pytest.raises(SettingsError, match="holds no key") as error:
         settings_from(Flags(), {"TRAINER_API_KEY": key})
     assert key not in str(error.value)
+
+
+def typed(*words: str) -> Flags:
+    """The options of a command line, as the command is given them."""
+    command = get_command(app).commands["trainer"]
+    return Flags(**command.make_context("trainer", list(words)).params)
+
+
+def test_an_option_is_declared_once_for_the_command_line_and_the_environment(monkeypatch: pytest.MonkeyPatch):
+    for name in ("GATEWAY_HOST", "TURNWISE_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    bare, default = settings_from(typed(), {}), settings_from(Flags(), {})
+    assert (bare.bounds, bare.rules, bare.database_url) == (
+        default.bounds,
+        default.rules,
+        default.database_url,
+    )
+    flags = typed("--allow-model", "Qwen/*", "--allow-model", "a/b", "--no-jobs", "--max-jobs", "4")
+    settings = settings_from(flags, {})
+    assert (settings.bounds.models, settings.rules.max_jobs) == (("Qwen/*", "a/b"), 0)
+    monkeypatch.setenv("GATEWAY_HOST", "trainer")
+    assert typed().gateway_host == "trainer"
+    assert typed("--gateway-host", "other").gateway_host == "other", "the command line goes over it"
 
 
 def test_no_key_is_shown():
