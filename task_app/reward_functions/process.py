@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 import structlog
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from pydantic import TypeAdapter, ValidationError
 
 from shared_schemas.evaluate_result import EvaluateResult
@@ -28,7 +28,7 @@ HARMLESS = (
 )  # fmt: skip
 # The code of what took too long.
 DEADLINE = "reward_function_deadline"
-# At the deadline the child says where it was; this long after it, pebble kills it.
+# At the deadline the child says where it was; this long after it, it is killed.
 GRACE_S = 0.1
 # Lines of up to 4,096 bytes are written whole into a pipe, and this is all that one holds.
 _PRINTED_AT_ONCE = 65_536
@@ -62,11 +62,7 @@ class RewardProcesses:
         pool = self._pool = self._pool or self._new_pool()
         begun_s = time.monotonic()
         try:
-            call = (self._file, self._name, episodes)
-            future = pool.schedule(answer, call, most, timeout=deadline_s + GRACE_S)
-            # Pebble counts from the moment that a process takes the call; this one, should none ever.
-            async with asyncio.timeout(start_s + deadline_s + 2 * GRACE_S):
-                told: str = await asyncio.wrap_future(future)
+            told = await self._result(pool.schedule(answer, (self._file, self._name, episodes), most))
             return _RESULTS.validate_json(told)
         except TimeoutError as exc:
             raise self._late("did not answer", deadline_s) from exc
@@ -83,6 +79,22 @@ class RewardProcesses:
             if is_new:
                 raise self._failed("ended its process before it answered") from exc
         return await self.ask(episodes)
+
+    async def _result(self, future: ProcessFuture[str]) -> str:
+        """Wait until the deadline, counted from when a process takes the call, and kill it then.
+
+        Pebble's own timeout goes by a clock that can be set.
+        """
+        deadline_s, start_s = self._settings.reward_deadline_s, self._settings.reward_start_s
+        result = asyncio.wrap_future(future)
+        try:
+            async with asyncio.timeout(start_s + deadline_s):
+                while not future.running() and not result.done():
+                    await asyncio.wait({result}, timeout=GRACE_S / 2)
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                return await result
+        finally:
+            result.cancel()
 
     async def close(self) -> None:
         """Kill them, with whatever they started."""
