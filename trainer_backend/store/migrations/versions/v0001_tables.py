@@ -18,6 +18,7 @@ def upgrade() -> None:
     _jobs()
     _metrics()
     _rollouts()
+    _decisions()
     _training()
 
 
@@ -132,6 +133,9 @@ def _rollouts() -> None:
             "iteration",
         ),
     )
+
+
+def _decisions() -> None:
     op.create_table(
         "decisions",
         sa.Column(
