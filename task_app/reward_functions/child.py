@@ -1,7 +1,8 @@
-"""What a process of a reward function runs: `begin` once, then `answer` for each call.
+"""The process that a reward function runs in: `python -m task_app.reward_functions.child FILE NAME`.
 
-What the function prints, whatever it prints with, goes to the pipe that the service reads into its log. The
-process ends when the service does.
+It imports FILE, says {"mode": ...}, then answers each line of stdin with one line: {"results": [...]} or
+{"error": sentence}. What the function prints goes to stderr, whatever it prints with. It ends when stdin
+does, which is when the service ends, and at the deadline of a call, saying on stderr where the function was.
 """
 
 import asyncio
@@ -9,128 +10,93 @@ import faulthandler
 import inspect
 import json
 import os
+import queue
 import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cache
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
 from service_kit.logs import configure_logs
 from shared_schemas.evaluate_result import EvaluateResult
-from shared_schemas.json_text import encodable
-from task_app.errors import RewardFunctionFailed, TaskAppError, boundary, clipped
+from task_app.errors import TaskAppError, boundary
 from task_app.plugin_files import module_of
 from task_app.protocols import RewardFunction
 from task_app.reward_functions.decorator import EPISODES, NoResult, finding
 
 
-class Session(SpawnProcess):
-    """A process that `begin` makes the leader of a session: it ends with all that it started there."""
-
-    def terminate(self) -> None:
-        _kill_group(self.pid)
-        self.kill()  # where it leads no session yet
-
-    def is_alive(self) -> bool:
-        alive = super().is_alive()
-        if not alive:
-            _kill_group(self.pid)
-        return alive
-
-
-class Sessions(SpawnContext):
-    """Each process is a fresh interpreter: a fork may copy a lock that a thread of the service holds."""
-
-    Process = Session
-
-
-def _kill_group(pid: int | None) -> None:
-    if pid is not None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-
-
-def begin(file: Path, name: str, environment: Mapping[str, str], prints: Connection, start_s: float) -> None:
-    """Leave what the service has, then import the file: within `start_s`, or the process ends."""
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(prints.fileno(), 1)
-    os.dup2(prints.fileno(), 2)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    threading.Thread(target=_end_with_the_service, daemon=True).start()
+def main(file: str, name: str) -> None:
+    """Serve until the service is gone."""
+    asked, answers = _exchange()
     configure_logs("info")
-    faulthandler.dump_traceback_later(start_s, exit=True)
-    with suppress(TaskAppError):  # the first call says so
-        _function(file, name)
-    faulthandler.cancel_dump_traceback_later()
+    with asyncio.Runner() as runner:
+        try:
+            with boundary(f"{file}: REWARD_FUNCTIONS[{name!r}]"):
+                function: RewardFunction = module_of(Path(file)).REWARD_FUNCTIONS[name]
+        except TaskAppError as exc:
+            _say(answers, {"error": exc.detail})
+            return
+        _say(answers, {"mode": function.mode})
+        for line in iter(_lines_of(asked).get, None):
+            _say(answers, _answer(function, json.loads(line), runner, name))
 
 
-def _end_with_the_service() -> None:
-    service = parent_process()
-    assert service is not None
-    wait([service.sentinel])
-    os.killpg(0, signal.SIGKILL)
+def _exchange() -> tuple[BinaryIO, BinaryIO]:
+    """stdin and stdout, for us alone: the function finds an empty stdin, and prints to stderr."""
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return asked, answers
 
 
-@cache
-def _function(file: Path, name: str) -> RewardFunction:
-    with boundary(f"{file}: REWARD_FUNCTIONS[{name!r}]"):
-        function: RewardFunction = module_of(file).REWARD_FUNCTIONS[name]
-    return function
+def _lines_of(asked: BinaryIO) -> "queue.SimpleQueue[bytes | None]":
+    """Lines as they come, read by a thread: it sees the end also while the function runs."""
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in asked:
+            lines.put(line)
+        _end()
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
-@cache
-def _runner() -> asyncio.Runner:
-    """One event loop for all calls: what an `async def` opens is bound to it."""
-    return asyncio.Runner()
+def _end() -> None:
+    """With what the function may have started: the service made this process the leader of a group.
 
-
-def answer(
-    file: Path, name: str, episodes: Sequence[Mapping[str, Any]], *, deadline_s: float, max_bytes: int
-) -> str:
-    """The results as JSON. At the deadline stderr is told where the function is; the service kills it.
-
-    Raises:
-        RewardFunctionFailed: the function gave none. Nothing of its own may cross over, neither an object
-            nor an exception: the service would import its class.
+    Run by hand it may be in the group of a shell, which it leaves alone.
     """
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _say(answers: BinaryIO, told: Mapping[str, Any]) -> None:
+    answers.write(json.dumps(told).encode() + b"\n")
+    answers.flush()
+
+
+def _answer(
+    function: RewardFunction, asked: Mapping[str, Any], runner: asyncio.Runner, name: str
+) -> dict[str, Any]:
     # A thread that needs no interpreter lock: a regular expression that backtracks for ever holds it.
-    faulthandler.dump_traceback_later(deadline_s)
+    faulthandler.dump_traceback_later(asked["deadline_s"], exit=True)
     try:
         with boundary(f"reward function {name!r}"):
-            results = _called(_function(file, name), episodes)
-            told = json.dumps([result.model_dump(mode="json") for result in results])
+            results = _called(function, asked["episodes"], runner)
+            return {"results": [result.model_dump(mode="json") for result in results]}
     except TaskAppError as exc:
-        raise _failed(_reason(exc, name)) from None
-    except BaseException as exc:
-        how = f"raised {type(exc).__name__}"
-        if isinstance(exc, SystemExit):
-            how = f"ended its process (exit code {exc.code or 0}) before it answered"
-        raise _failed(f"reward function {name!r} {how}") from None
+        return {"error": _told(exc, name)}
     finally:
         faulthandler.cancel_dump_traceback_later()
-    if len(told) > max_bytes:
-        raise _failed(f"reward function {name!r} answered more than {max_bytes} bytes")
-    return told
 
 
-def _failed(reason: str) -> RewardFunctionFailed:
-    return RewardFunctionFailed(encodable(clipped(reason, 500)))
-
-
-def _reason(exc: TaskAppError, name: str) -> str:
+def _told(exc: TaskAppError, name: str) -> str:
     """One sentence; for an answer that is none, without the exception that says so."""
     cause = exc.__cause__
     if isinstance(cause, NoResult):
@@ -141,22 +107,26 @@ def _reason(exc: TaskAppError, name: str) -> str:
     return exc.detail
 
 
-def _called(function: RewardFunction, episodes: Sequence[Mapping[str, Any]]) -> Sequence[EvaluateResult]:
+def _called(
+    function: RewardFunction, episodes: Sequence[Mapping[str, Any]], runner: asyncio.Runner
+) -> Sequence[EvaluateResult]:
     if function.mode == "pointwise":
-        return [_awaited(function(**episode)) for episode in episodes]
+        return [_waited(function(**episode), runner) for episode in episodes]
     columns = {fact: [episode[fact] for episode in episodes] for fact in episodes[0]}
     columns[EPISODES["batch"]] = columns.pop(EPISODES["pointwise"])
-    results: Sequence[EvaluateResult] = _awaited(function(**columns))
-    if len(results) != len(episodes):
-        raise NoResult(f"returned {len(results)} results for {len(episodes)} episodes")
+    results: Sequence[EvaluateResult] = _waited(function(**columns), runner)
     return results
 
 
-def _awaited(answer: Any) -> Any:
+def _waited(answer: Any, runner: asyncio.Runner) -> Any:
     if not inspect.isawaitable(answer):
         return answer
 
     async def wait() -> Any:
         return await answer
 
-    return _runner().run(wait())
+    return runner.run(wait())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

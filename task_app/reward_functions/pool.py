@@ -14,7 +14,7 @@ from shared_schemas.messages import Message
 from shared_schemas.trajectory import Trajectory
 from task_app.errors import CriticalError, RewardFunctionFailed
 from task_app.plugins import PlugBoards, RewardPlugin
-from task_app.reward_functions.process import DEADLINE, RewardProcesses
+from task_app.reward_functions.process import DEADLINE, RewardProcess
 from task_app.reward_functions.rewarded import episode_of, rewarded
 from task_app.settings import Settings
 
@@ -68,7 +68,7 @@ class RewardPool:
     A function in batch mode is given what waits for it when a process is free: never a wait for more, so a
     batch is one episode or several, of any group, and a result may not depend on who else is in it.
 
-    A call lasts `reward_deadline_s` at most, and one that waits for a process `reward_start_s` more; a batch
+    A call lasts `reward_deadline_s` at most, and one that starts its process `reward_start_s` more; a batch
     that fails lasts three of these: its own, then one by one as many episodes as begin within a further
     deadline. An episode waits for (calls before it) / `max_reward_processes` of such times, then for its own.
     """
@@ -79,10 +79,7 @@ class RewardPool:
     clock: Callable[[], float] = time.monotonic
     _waiting: deque[_Asked] = field(default_factory=deque)
     _calls: set["asyncio.Task[None]"] = field(default_factory=set)
-    _processes: RewardProcesses = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._processes = RewardProcesses(self.name, self.plugin, self.settings)
+    _idle: list[RewardProcess] = field(default_factory=list)
 
     async def judged(self, episode: Episode) -> EvaluateResult:
         asked = _Asked(episode, asyncio.get_running_loop().create_future())
@@ -98,7 +95,9 @@ class RewardPool:
         for call in tuple(self._calls):
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
-        await self._processes.close()
+        for process in self._idle:
+            await process.end()
+        self._idle.clear()
 
     def _start_calls(self) -> None:
         while self._waiting and len(self._calls) < self.settings.max_reward_processes:
@@ -123,7 +122,7 @@ class RewardPool:
 
     async def _serve(self, batch: Sequence[_Asked]) -> None:
         try:
-            results = await self._processes.ask([asked.episode for asked in batch])
+            results = await self._call([asked.episode for asked in batch])
         except RewardFunctionFailed as exc:
             await self._one_by_one(batch, exc)
             return
@@ -147,10 +146,27 @@ class RewardPool:
             else:
                 await self._serve([asked])
 
+    async def _call(self, episodes: Sequence[Episode]) -> Sequence[EvaluateResult]:
+        """Ask a process that is free, or a new one; only one that answered, if with an error, is kept."""
+        process = self._idle.pop() if self._idle else None
+        if process is not None and not process.waits:
+            await process.end()  # it died meanwhile
+            process = None
+        process = process or await RewardProcess.started(self.name, self.plugin, self.settings)
+        try:
+            return await process.ask(episodes)
+        finally:
+            if process.waits:
+                self._idle.append(process)
+            else:
+                await process.end()
+
     def _ended(self, batch: Sequence[_Asked], call: "asyncio.Task[None]") -> None:
         self._calls.discard(call)
         for asked in batch:
             self._give_up(asked)
+        if not call.cancelled() and call.exception() is not None:
+            call.get_loop().call_exception_handler({"message": "reward call", "exception": call.exception()})
         self._start_calls()
 
     def _give_up(self, asked: _Asked) -> None:

@@ -1,22 +1,23 @@
-"""The processes of a reward function, from the service's side: a pool of pebble's, and what they print."""
+"""One child process of a reward function, from the service's side: start, ask, end."""
 
 import asyncio
+import json
 import os
+import signal
 import sys
-import time
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import Pipe
+from contextlib import suppress
 from typing import Any
 
 import structlog
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
-from task_app.errors import RewardFunctionFailed
+from shared_schemas.json_text import encodable
+from task_app.errors import RewardFunctionFailed, clipped
 from task_app.plugins import RewardPlugin
-from task_app.reward_functions.child import Sessions, answer, begin
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
@@ -28,99 +29,132 @@ HARMLESS = (
 )  # fmt: skip
 # The code of what took too long.
 DEADLINE = "reward_function_deadline"
-# At the deadline the child says where it was; this long after it, it is killed.
-GRACE_S = 0.1
-# Lines of up to 4,096 bytes are written whole into a pipe, and this is all that one holds.
-_PRINTED_AT_ONCE = 65_536
+# The child ends itself at the deadline, and says where it was; this long after it, we end it.
+GRACE_S = 1.0
+_PRINTED_AT_ONCE = 4_096
 _PRINTED_A_CALL = 65_536
-_RESULTS = TypeAdapter(tuple[EvaluateResult, ...])
+_END_S = 5.0
 
 
-class RewardProcesses:
-    """As many as the settings say, started at the first call. One that was killed or died is replaced.
+class _Reply(Body):
+    results: tuple[EvaluateResult, ...] | None = None
+    error: str | None = None
 
-    To cancel a call kills its process.
-    """
 
-    def __init__(self, name: str, plugin: RewardPlugin, settings: Settings) -> None:
+class RewardProcess:
+    """Made by `started`. When it no longer waits for a question it is to be ended."""
+
+    def __init__(self, name: str, process: Process, settings: Settings) -> None:
         self._name = name
-        self._file = plugin.file
+        self._process = process
         self._settings = settings
-        self._prints = _Prints(name)
-        self._pool: ProcessPool | None = None
+        self._answered = True
+        self._logged = self._left_out = 0
+        self._prints = asyncio.create_task(self._log_prints())
+
+    @classmethod
+    async def started(cls, name: str, plugin: RewardPlugin, settings: Settings) -> "RewardProcess":
+        """A process that has imported the file of the function.
+
+        Raises:
+            RewardFunctionFailed: it could not, or not within `settings.reward_start_s`.
+        """
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", str(plugin.file), name,
+            stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=settings.max_reward_bytes,
+            env=environment_of(os.environ, settings.reward_variables), start_new_session=True,
+        )  # fmt: skip
+        made = cls(name, process, settings)
+        try:
+            told = await made._line(settings.reward_start_s, settings.reward_start_s, "did not start")
+            if "error" in told:
+                raise RewardFunctionFailed(f"the process of reward function {name!r}: {told['error']}")
+        except BaseException:
+            await made.end()
+            raise
+        return made
 
     async def ask(self, episodes: Sequence[Mapping[str, Any]]) -> tuple[EvaluateResult, ...]:
-        """Call the function with these episodes: one result for each.
+        """What the function says of these episodes, one result for each.
 
         Raises:
             RewardFunctionFailed: it raised, died, took too long, or answered what is no result.
         """
-        self._prints.count_anew()
-        deadline_s, start_s = self._settings.reward_deadline_s, self._settings.reward_start_s
-        most = {"deadline_s": deadline_s, "max_bytes": self._settings.max_reward_bytes}
-        is_new = self._pool is None
-        pool = self._pool = self._pool or self._new_pool()
-        begun_s = time.monotonic()
+        self._forget_prints()
+        deadline_s = self._settings.reward_deadline_s
+        asked = json.dumps({"deadline_s": deadline_s, "episodes": list(episodes)})
+        assert self._process.stdin is not None
+        self._answered = False
+        self._process.stdin.write(asked.encode() + b"\n")
+        told = await self._line(deadline_s + GRACE_S, deadline_s, "did not answer")
+        self._answered = True
         try:
-            told = await self._result(pool.schedule(answer, (self._file, self._name, episodes), most))
-            return _RESULTS.validate_json(told)
-        except TimeoutError as exc:
-            raise self._late("did not answer", deadline_s) from exc
-        except ProcessExpired as exc:
-            how = f"signal {-exc.exitcode}" if exc.exitcode < 0 else f"exit code {exc.exitcode}"
-            raise self._failed(f"ended its process ({how}) before it answered") from exc
+            reply = _Reply.model_validate(told)
         except ValidationError as exc:
             raise self._failed(f"answered what is no result: {exc.errors()[0]['msg']}") from exc
-        except (BrokenProcessPool, RuntimeError) as exc:
-            # A process died that had no call: one that had waited for calls, or one that could not start.
-            await self._end(pool)
-            if is_new and time.monotonic() - begun_s >= start_s:
-                raise self._late("did not start", start_s) from exc
-            if is_new:
-                raise self._failed("ended its process before it answered") from exc
-        return await self.ask(episodes)
+        if reply.results is None or len(reply.results) != len(episodes):
+            raise RewardFunctionFailed(encodable(clipped(reply.error or "it answered nothing", 500)))
+        return reply.results
 
-    async def _result(self, future: ProcessFuture[str]) -> str:
-        """Wait until the deadline, counted from when a process takes the call, and kill it then.
+    @property
+    def waits(self) -> bool:
+        """Whether it lives and has answered what it was asked."""
+        return self._answered and self._process.returncode is None
 
-        Pebble's own timeout goes by a clock that can be set.
-        """
-        deadline_s, start_s = self._settings.reward_deadline_s, self._settings.reward_start_s
-        result = asyncio.wrap_future(future)
+    async def end(self) -> None:
+        """Kill it, with whatever it started, and wait until nothing of it is left. Who is cancelled while
+        it waits, a second time perhaps, still does: else its pipes and its exit were nobody's."""
+        ending = asyncio.ensure_future(self._end())
+        cancelled = None
+        while not ending.done():
+            try:
+                await asyncio.wait([ending])
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+        if cancelled is not None:
+            raise cancelled
+        ending.result()
+
+    async def _end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        # What it started in a session of its own may hold the pipe for ever.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+                await self._prints
+        self._prints.cancel()
+        # A pipe that somebody still holds, or that was too full to be read on, is closed from here; asyncio's
+        # Process has no other way to say it. It happens at the loop's next turn.
+        self._process._transport.close()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+    async def _line(self, within_s: float, told_s: float, did_not: str) -> dict[str, Any]:
+        """The next line of the process, which is a JSON object."""
+        assert self._process.stdout is not None
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
         try:
-            async with asyncio.timeout(start_s + deadline_s):
-                while not future.running() and not result.done():
-                    await asyncio.wait({result}, timeout=GRACE_S / 2)
-            async with asyncio.timeout(deadline_s + GRACE_S):
-                return await result
-        finally:
-            result.cancel()
-
-    async def close(self) -> None:
-        """Kill them, with whatever they started."""
-        if self._pool is not None:
-            await self._end(self._pool)
-        self._prints.close()
-
-    def _new_pool(self) -> ProcessPool:
-        return ProcessPool(
-            self._settings.max_reward_processes,
-            initializer=begin,
-            initargs=(
-                self._file,
-                self._name,
-                environment_of(os.environ, self._settings.reward_variables),
-                self._prints.writer,
-                self._settings.reward_start_s,
-            ),
-            context=Sessions(),
-        )
-
-    async def _end(self, pool: ProcessPool) -> None:
-        if self._pool is pool:
-            self._pool = None
-        pool.stop()  # type: ignore[no-untyped-call]
-        await asyncio.to_thread(pool.join)
+            async with asyncio.timeout(within_s):
+                line = await self._process.stdout.readline()
+                # It may have closed its end and live on.
+                code = 0 if line.endswith(b"\n") else await self._process.wait()
+        except TimeoutError as exc:
+            raise self._late(did_not, told_s) from exc
+        except ValueError as exc:  # how a StreamReader says that a line is longer than its limit
+            raise self._failed(f"answered more than {self._settings.max_reward_bytes} bytes") from exc
+        if not line.endswith(b"\n"):
+            # By its own watchdog, which only the deadline of a call wakes.
+            if loop.time() - begun_s >= told_s:
+                raise self._late(did_not, told_s)
+            raise self._failed(f"ended its process ({_how(code)}) before it answered")
+        try:
+            told: dict[str, Any] = json.loads(line)
+        except ValueError as exc:
+            raise self._failed("wrote into the exchange of its process") from exc
+        return told
 
     def _failed(self, what: str) -> RewardFunctionFailed:
         return RewardFunctionFailed(f"reward function {self._name!r} {what}")
@@ -132,39 +166,17 @@ class RewardProcesses:
             code=DEADLINE,
         )
 
-
-class _Prints:
-    """What the function prints goes to our log; per call no more than a bound, then only how much."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._logged = self._left_out = 0
-        self._reader, self.writer = Pipe(duplex=False)
-        os.set_blocking(self._reader.fileno(), False)
-        asyncio.get_running_loop().add_reader(self._reader.fileno(), self._read)
-
-    def count_anew(self) -> None:
-        """Begin a call's count, and say what the log does not hold."""
-        if self._left_out:
-            log.warning("reward_function_prints_left_out", reward_function=self._name, bytes=self._left_out)
-        self._logged = self._left_out = 0
-
-    def close(self) -> None:
-        """Log what the pipe still holds: what a process left running may hold it open for ever."""
-        while self._read():
-            pass
-        self.count_anew()
-        asyncio.get_running_loop().remove_reader(self._reader.fileno())
-        self._reader.close()
-        self.writer.close()
-
-    def _read(self) -> bool:
-        try:
-            printed = os.read(self._reader.fileno(), _PRINTED_AT_ONCE)
-        except BlockingIOError:
-            return False
-        self._log(printed)
-        return True
+    async def _log_prints(self) -> None:
+        """What the function prints goes to our log; of one call no more than a bound, then only how much."""
+        assert self._process.stderr is not None
+        begun = b""
+        while printed := await self._process.stderr.read(_PRINTED_AT_ONCE):
+            whole, newline, begun = (begun + printed).rpartition(b"\n")
+            if len(begun) > _PRINTED_AT_ONCE:
+                whole, begun = whole + newline + begun, b""
+            self._log(whole)
+        self._log(begun)
+        self._forget_prints()
 
     def _log(self, printed: bytes) -> None:
         if not printed.strip():
@@ -176,9 +188,19 @@ class _Prints:
         text = printed.decode("utf-8", "replace")
         log.info("reward_function_printed", reward_function=self._name, text=text)
 
+    def _forget_prints(self) -> None:
+        """Count from 0 again, and say what the log does not hold."""
+        if self._left_out:
+            log.warning("reward_function_prints_left_out", reward_function=self._name, bytes=self._left_out)
+        self._logged = self._left_out = 0
+
 
 def environment_of(ours: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
     """The environment variables of the process: the harmless ones of ours, those that the operator lists, and
     where Python finds modules. No key is among the first."""
     chosen = {name: ours[name] for name in (*HARMLESS, *more) if name in ours}
     return chosen | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

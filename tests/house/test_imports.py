@@ -11,7 +11,6 @@ DOORS = {
     "bm25s": ["task_app/environments/documents/search.py"],
     "crafter": ["task_app/environments/crafter"],
     "opensimplex": ["task_app/environments/crafter"],
-    "pebble": ["task_app/reward_functions/process.py"],
     "PIL": ["task_app/observing/pictures.py", "trainer_backend/report"],
     "httpx": ["trainer_backend/collect/environment_client.py", "trainer_backend/terminal/jobs_client.py"],
     "yaml": ["task_app/interactions/config_file.py"],

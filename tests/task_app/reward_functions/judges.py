@@ -83,11 +83,6 @@ def leaves(messages, **kwargs):
 
 
 @reward_function
-def dies(messages, **kwargs):
-    os._exit(4)
-
-
-@reward_function
 def number(messages, **kwargs):
     return 0.5
 
