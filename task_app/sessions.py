@@ -31,36 +31,26 @@ T = TypeVar("T")
 
 
 class Journal(Protocol):
-    """Where an environment session is written down; called with its lock held (task_app.journal.sessions).
+    """Where a session is written down; called with its lock held (task_app.journal.sessions).
 
     On return what was done survives the process. Where it cannot be written, a request without an
     Idempotency-Key is told so by JournalFailed; one with a key is by task_app.guards.once.
     """
 
-    def ready(self, session: "EnvironmentSession") -> None:
-        """Before anything happens: the next record will follow the last one; raises JournalFailed."""
+    def ready(self, session: "EnvironmentSession | PolicySession") -> None:
+        """Before anything happens: what happened before is written; raises JournalFailed."""
 
     def reset(self, session: "EnvironmentSession") -> None:
-        """It has been reset."""
+        """The environment has been reset."""
 
     def stepped(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None:
-        """It has taken a decision."""
-
-    def remove(self) -> None:
-        """It has ended."""
-
-
-class PolicyJournal(Protocol):
-    """Where a policy session is written down; as above."""
-
-    def ready(self, session: "PolicySession") -> None:
-        """Before it is asked; raises JournalFailed."""
+        """The environment has taken a decision."""
 
     def decided(self, session: "PolicySession") -> None:
-        """It has decided."""
+        """The policy has decided."""
 
     def remove(self) -> None:
-        """It has ended."""
+        """The session has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -221,5 +211,5 @@ class PolicySession:
     rl_run_id: str | None = None
     switches: StepRewards | None = None
     lock: SessionLock = field(default_factory=SessionLock)
-    journal: PolicyJournal | None = None
+    journal: Journal | None = None
     key_lost: bool = False

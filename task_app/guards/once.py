@@ -19,7 +19,7 @@ from task_app.errors import (
     InvalidRequest,
     JournalFailed,
 )
-from task_app.journal.sessions import CLAIM, Answer, Claim, Database, RawHeaders
+from task_app.journal.sessions import WORK, Answer, Database, RawHeaders, Work
 
 HEADER = b"idempotency-key"
 LONGEST_KEY = 200
@@ -41,7 +41,7 @@ class Once:
     def __init__(self, app: ASGIApp, *, database: Database) -> None:
         self._app = app
         self._database = database
-        self._claims = database.claims
+        self._keyed = database.keyed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -56,7 +56,7 @@ class Once:
             digest = request_digest(scope["method"], scope["raw_path"], scope["query_string"], body)
             earlier = await self._earlier(key, digest)
             if earlier is None:
-                claim = self._claim(key, digest, path=scope["path"])
+                work = self._begin(key, digest, path=scope["path"])
         except ServiceError as error:
             await problem_response(error)(scope, receive, send)
             return
@@ -65,7 +65,7 @@ class Once:
         if earlier is not None:
             await _send(earlier, send, extra=(REPLAYED,))
         else:
-            await self._carry_out(claim, scope, given(body, receive), send)
+            await self._carry_out(work, scope, given(body, receive), send)
 
     async def _earlier(self, key: str, digest: str) -> Answer | None:
         """The answer of this request if it came before, waited for if that is still carried out.
@@ -74,43 +74,43 @@ class Once:
             IdempotencyConflict: the key came with another request.
             JournalFailed: it was carried out, but the answer cannot be written.
         """
-        while (claim := self._claims.get(key)) is not None:
-            _check_same(claim.digest, digest)
-            if claim.is_open:
-                await claim.settled.wait()
+        while (work := self._keyed.get(key)) is not None:
+            _check_same(work.digest, digest)
+            if work.is_open:
+                await work.settled.wait()
             else:
-                self._database.write_answer(claim)
+                self._database.write(work)
         stored = self._database.answer(key)
         if stored is None:
             return None
         _check_same(stored[0], digest)
         return stored[1] or _lost("the task app was killed before it answered")
 
-    def _claim(self, key: str, digest: str, *, path: str) -> Claim:
-        """Claim a new key for a request that is carried out now; raises CapacityReached."""
+    def _begin(self, key: str, digest: str, *, path: str) -> Work:
+        """A new key, whose request is carried out now; raises CapacityReached."""
         most = self._database.most
-        if len(self._claims) >= most:
+        if len(self._keyed) >= most:
             raise CapacityReached(f"{most} requests with an Idempotency-Key are being carried out")
-        claim = Claim(key=key, digest=digest, survives=not path.startswith(OF_THIS_PROCESS))
-        self._claims[key] = claim
-        return claim
+        work = Work(key, digest, survives=not path.startswith(OF_THIS_PROCESS))
+        self._keyed[key] = work
+        return work
 
-    async def _carry_out(self, claim: Claim, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _carry_out(self, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
         kept = _Kept()
-        token = CLAIM.set(claim)
+        token = WORK.set(work)
         try:
             await self._app(scope, receive, kept)
         except BaseException:
             # How far it came is not known: to do it again would be the worse mistake.
             with suppress(JournalFailed):
-                self._settle(claim, _lost("it failed inside the task app"))
+                self._settle(work, _lost("it failed inside the task app"))
             raise
         finally:
-            CLAIM.reset(token)
+            WORK.reset(token)
         answer = kept.answer()
-        if answer.status in NOT_TAKEN and not claim.has_done_something:
-            del self._claims[claim.key]
-            claim.settled.set()
+        if answer.status in NOT_TAKEN and not work.has_done_something:
+            del self._keyed[work.key]
+            work.settled.set()
             await _send(answer, send)
             return
         kept_answer = answer
@@ -119,16 +119,16 @@ class Once:
         elif answer.size > self._database.most_bytes:
             kept_answer = _lost("its answer was too large to keep")
         try:
-            self._settle(claim, kept_answer)
+            self._settle(work, kept_answer)
         except JournalFailed as error:
             answer = _answer_of(error)
         await _send(answer, send)
 
-    def _settle(self, claim: Claim, answer: Answer) -> None:
+    def _settle(self, work: Work, answer: Answer) -> None:
         """Keep the answer, and let those who wait for it go on; raises JournalFailed."""
-        claim.answer = answer
-        claim.settled.set()
-        self._database.write_answer(claim)
+        work.answer = answer
+        work.settled.set()
+        self._database.write(work)
 
 
 class _Kept:

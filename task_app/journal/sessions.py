@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -56,9 +56,6 @@ FILE = "sessions.sqlite3"
 FORMAT = 3
 # "TWSN": what `file` and the next start know the database by.
 APPLICATION_ID = 0x5457534E
-# Pages between two moves of the log into the file, which wait for the disk: about a millisecond each.
-PAGES_A_CHECKPOINT = 200
-FREE_SPACE = "free space under the task app's --state-dir"
 SCHEMA = f"""
 BEGIN;
 CREATE TABLE sessions (id TEXT PRIMARY KEY, facts TEXT NOT NULL, snapshot BLOB);
@@ -78,6 +75,21 @@ RawHeaders = tuple[tuple[bytes, bytes], ...]
 Session = EnvironmentSession | PolicySession
 
 
+class Wording(NamedTuple):
+    """What a request did that cannot be written; "the journal cannot be written" follows these words."""
+
+    what: str
+    hint: str
+
+
+FREE_SPACE = "free space under the task app's --state-dir"
+NOTHING_DONE = Wording("nothing was done:", f"{FREE_SPACE}, then send it again")
+CARRIED_OUT = Wording(
+    "this request was carried out, but",
+    f"{FREE_SPACE}, then send it again with this Idempotency-Key: it is not carried out twice",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A response, as it was sent."""
@@ -93,41 +105,32 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What a request did and the database does not hold yet: statements, by session."""
+    """What a request did to sessions and the database does not hold yet: statements, by session.
 
-    changes: dict[str, list[Statement]] = field(default_factory=dict)
-
-    @property
-    def is_open(self) -> bool:
-        """It is not at its end; it is written then."""
-        return False
-
-
-@dataclass(slots=True, eq=False)
-class Claim(Work):
-    """One Idempotency-Key while its request is carried out, and until the answer is in the database.
-
-    `survives`: the answer is of use to the next process. `begun`: the database holds a part of what it did.
+    One with an Idempotency-Key is written with its answer, or in part before, for another request: then it
+    has `begun`. `survives`: the answer is of use to the next process.
     """
 
-    key: str = field(kw_only=True)
-    digest: str = field(kw_only=True)
-    survives: bool = field(default=True, kw_only=True)
+    key: str = ""
+    digest: str = ""
+    survives: bool = True
     answer: Answer | None = None
     begun: bool = False
+    changes: dict[str, list[Statement]] = field(default_factory=dict)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_open(self) -> bool:
-        return self.answer is None
+        """Its answer is yet to come."""
+        return bool(self.key) and self.answer is None
 
     @property
     def has_done_something(self) -> bool:
         return bool(self.changes) or self.begun
 
 
-# The claim of the request that is being carried out.
-CLAIM: ContextVar[Claim | None] = ContextVar("claim", default=None)
+# What the request that is being carried out does, if it has an Idempotency-Key.
+WORK: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 class Database:
@@ -153,7 +156,7 @@ class Database:
         self.most, self.most_bytes, self._most_s = most, most_bytes, most_s
         self._clock = clock
         # Requests that are carried out, or whose answer could not be written, by key.
-        self.claims: dict[str, Claim] = {}
+        self.keyed: dict[str, Work] = {}
         self._connection: sqlite3.Connection | None = None
         # What is not written of a session: all of it is of one request.
         self._unwritten: dict[str, Work] = {}
@@ -205,7 +208,7 @@ class Database:
             with self._lock:
                 row = self.connection.execute(asked, (key, self._clock() - self._most_s)).fetchone()
         except sqlite3.Error as exc:
-            raise _nothing_done(exc) from exc
+            raise _failed(NOTHING_DONE, exc) from exc
         if row is None or row[1] is None:
             return row and (row[0], None)
         digest, status, headers, body = row
@@ -213,103 +216,88 @@ class Database:
         return digest, Answer(status, tuple((name, value) for name, _, value in lines), body)
 
     def ready(self, session_id: str) -> None:
-        """Write what another request did to the session; raises sqlite3.Error."""
+        """Write what another request did to the session, before anything happens; raises JournalFailed."""
         with self._lock:
             work = self._unwritten.get(session_id)
-            if work is not None and work is not _open_claim():
-                self.write(work)
+            if work is not None and work is not _open_work():
+                self.write(work, NOTHING_DONE)
 
-    def record(self, session_id: str, statements: list[Statement], *, anew: bool) -> None:
+    def record(self, session_id: str, statements: list[Statement], done: Wording, *, anew: bool) -> None:
         """Keep what was done to a session for the answer of its keyed request; without a key, write it now.
 
         Args:
             session_id: whose it is.
             statements: what was done.
+            done: the same in words.
             anew: they say all of the session, so what was not written yet need not be.
 
         Raises:
-            sqlite3.Error: it could not be written; the next write takes it along.
+            JournalFailed: the next write takes it along.
         """
         with self._lock:
-            claim = _open_claim()
-            work = self._unwritten.setdefault(session_id, claim or Work())
+            own = _open_work()
+            work = self._unwritten.setdefault(session_id, own or Work())
             if anew:
                 work.changes.pop(session_id, None)
             work.changes.setdefault(session_id, []).extend(statements)
-            if work is not claim:
-                self.write(work)
+            if work is not own:
+                self.write(work, done)
 
     def discard(self, session_id: str) -> None:
         """What could not be written of the session need not be."""
         with self._lock:
-            work = self._unwritten.pop(session_id, None)
-            if work is not None:
-                del work.changes[session_id]
+            del self._unwritten.pop(session_id).changes[session_id]
 
-    def write(self, work: Work) -> None:
+    def write(self, work: Work, done: Wording = CARRIED_OUT) -> None:
         """Write in one transaction what a request did, its answer, and what could not be written before.
 
         Raises:
-            sqlite3.Error: nothing was written.
+            JournalFailed: nothing was written; the next write tries again.
         """
         with self._lock:
             works = list(dict.fromkeys([*self._failed, work]))
             try:
                 self._commit(works)
-            except sqlite3.Error:
+            except sqlite3.Error as exc:
                 self._failed = [each for each in works if not each.is_open]
-                raise
+                raise _failed(done, exc) from exc
             self._failed = []
             for each in works:
                 for session_id in each.changes:
                     del self._unwritten[session_id]
                 each.changes.clear()
-                if isinstance(each, Claim):
-                    each.begun = True
-                    if not each.is_open:
-                        self.claims.pop(each.key, None)
-
-    def write_answer(self, claim: Claim) -> None:
-        """Write an answer with all that was done for it: nobody is told of it before.
-
-        Raises:
-            JournalFailed: it is kept, and can be written later.
-        """
-        try:
-            self.write(claim)
-        except sqlite3.Error as exc:
-            hint = f"{FREE_SPACE}, then send it again with this Idempotency-Key: it is not carried out twice"
-            raise _failed("this request was carried out, but", exc, hint=hint) from exc
+                each.begun = True
+                if not each.is_open:
+                    self.keyed.pop(each.key, None)
 
     def _commit(self, works: Sequence[Work]) -> None:
         kept, connection = self.kept, self.connection
+        connection.execute("BEGIN")
         try:
-            connection.execute("BEGIN")
             for work in works:
                 for statement in chain(*work.changes.values()):
                     connection.execute(*statement)
-                if isinstance(work, Claim):
+                if work.key:
                     self._put(work)
             connection.execute("COMMIT")
-        except sqlite3.Error:
+        except BaseException:
             self.kept = kept
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
 
-    def _put(self, claim: Claim) -> None:
+    def _put(self, work: Work) -> None:
         """Write the row of a key as it is now; the oldest answers make room for it."""
-        answer, at_s = claim.answer, self._clock()
-        self._forget("key = ?", claim.key)
-        if answer is None:
-            row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
-        else:
+        answer, at_s = work.answer, self._clock()
+        self._forget("key = ?", work.key)
+        row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
+        if answer is not None:
+            state, size = "kept" if work.survives else "process", answer.size
             headers = b"\n".join(name + b":" + value for name, value in answer.headers)
-            state = "kept" if claim.survives else "process"
-            row = (state, at_s, answer.size, answer.status, headers, answer.body)
-            self._make_room(answer.size, at_s)
+            row = (state, at_s, size, answer.status, headers, answer.body)
+            self._make_room(size, at_s)
         self.connection.execute(
-            "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (claim.key, claim.digest, *row)
+            "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (work.key, work.digest, *row)
         )
         self.kept = (self.kept[0] + 1, self.kept[1] + row[2])
 
@@ -367,10 +355,10 @@ class SessionStore:
         """The sessions of the process before. One that cannot be brought back is named in the log, and stays
         in the database."""
         policies: dict[str, PolicySession] = {}
+        environments: dict[str, EnvironmentSession] = {}
         for session_id, facts, snapshot in self._rows("policy"):
             with _refusing(session_id):
                 policies[session_id] = self._policy(session_id, json.loads(facts), snapshot, make_context())
-        environments: dict[str, EnvironmentSession] = {}
         for session_id, facts, snapshot in self._rows("env"):
             with _refusing(session_id):
                 session = self._environment(json.loads(facts), snapshot)
@@ -379,7 +367,7 @@ class SessionStore:
                     if policy.bound_env_id == session_id and policy.switches is not None:
                         session.switches[policy_id] = policy.switches
                 if snapshot is None:
-                    await session.reset(json.loads(facts)["seed"])
+                    await session.reset(session.seed)
                 since = await self._played(session_id, session)
                 session.journal = SessionJournal(self, session_id, since=since)
                 environments[session_id] = session
@@ -408,7 +396,7 @@ class SessionStore:
         else:
             spec = EnvSpec.model_validate(facts["env"])
             environment = self.boards.environment(spec.env_name, spec.config)
-            session = EnvironmentSession(environment=environment, spec=spec)
+            session = EnvironmentSession(environment=environment, spec=spec, seed=facts["seed"])
         session.rl_run_id = facts["rl_run_id"]
         session.switches = {name: StepRewards.model_validate(one) for name, one in facts["switches"].items()}
         return session
@@ -429,7 +417,7 @@ class SessionStore:
 
 
 class SessionJournal:
-    """Writes one session down while it lives (task_app.sessions.Journal and PolicyJournal).
+    """Writes one session down while it lives (task_app.sessions.Journal).
 
     What is done without an Idempotency-Key is in the database when these return, or they raise JournalFailed.
 
@@ -440,7 +428,7 @@ class SessionJournal:
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
-        self._store = store
+        self._store, self._database = store, store.database
         self._id = session_id
         self._since = since
         self._removed = False
@@ -448,17 +436,14 @@ class SessionJournal:
     def begin(self, session: Session) -> None:
         """Write a new session, as it is now."""
         try:
-            self._store.database.record(self._id, self._whole(session), anew=True)
-        except sqlite3.Error as exc:
-            self._store.database.discard(self._id)
-            raise _nothing_done(exc) from exc
+            self._database.record(self._id, self._whole(session), NOTHING_DONE, anew=True)
+        except JournalFailed:
+            self._database.discard(self._id)
+            raise
 
     def ready(self, session: Session) -> None:
         """Before anything happens: what others did to the session is written."""
-        try:
-            self._store.database.ready(self._id)
-        except sqlite3.Error as exc:
-            raise _nothing_done(exc) from exc
+        self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:
         """The environment has been reset; what was before does not count any more."""
@@ -493,13 +478,9 @@ class SessionJournal:
         self._removed = True
 
     def _write(self, statements: list[Statement], *, anew: bool, done: str) -> None:
-        if self._removed:
-            return
-        try:
-            self._store.database.record(self._id, statements, anew=anew)
-        except sqlite3.Error as exc:
-            hint = "do not send it again; the next request writes it first"
-            raise _failed(done, exc, hint=hint) from exc
+        if not self._removed:
+            words = Wording(done, "do not send it again; the next request writes it first")
+            self._database.record(self._id, statements, words, anew=anew)
 
     def _snapshot(self, session: EnvironmentSession) -> list[Statement] | None:
         self._since = 0
@@ -546,21 +527,16 @@ def seen(outcome: DecisionOutcome) -> str:
     return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
 
 
-def _failed(what: str, exc: sqlite3.Error, *, hint: str) -> JournalFailed:
-    """`what` came of it, in words that end before "the journal cannot be written"."""
+def _failed(done: Wording, exc: sqlite3.Error) -> JournalFailed:
     log.error("journal_failed", reason=str(exc))
-    return JournalFailed(f"{what} the journal cannot be written: {exc}", hint=hint)
+    return JournalFailed(f"{done.what} the journal cannot be written: {exc}", hint=done.hint)
 
 
-def _nothing_done(exc: sqlite3.Error) -> JournalFailed:
-    return _failed("nothing was done:", exc, hint=f"{FREE_SPACE}, then send it again")
-
-
-def _open_claim() -> Claim | None:
+def _open_work() -> Work | None:
     """That of the request that is being carried out, if it has a key."""
-    claim = CLAIM.get()
+    work = WORK.get()
     # One that is answered already left something running that does not belong to its answer.
-    return claim if claim is not None and claim.is_open else None
+    return work if work is not None and work.is_open else None
 
 
 @contextmanager
@@ -586,10 +562,16 @@ def _opened(folder: Path) -> sqlite3.Connection:
         reason = exc.strerror if isinstance(exc, OSError) else str(exc)
         raise SettingsError(f"{folder} cannot be used: {reason}", where="--state-dir") from exc
     try:
-        _check(connection, path)
+        _prepare(connection, path)
     except sqlite3.Error as exc:
         connection.close()
-        raise _refusal(folder, exc) from exc
+        if getattr(exc, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            raise SettingsError(f"{folder} is in use by another task app", where="--state-dir") from exc
+        raise SettingsError(
+            f"{path} cannot be read, as if damaged: {exc}",
+            where="--state-dir",
+            hint="name another folder, or move this file away: the sessions in it are lost",
+        ) from exc
     except SettingsError:
         connection.close()
         raise
@@ -600,40 +582,25 @@ def _connected(path: str) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
 
 
-def _check(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the tables of a new database, or see that another one is whole and of this format."""
-    for pragma in (
-        "locking_mode = EXCLUSIVE",
-        "journal_mode = WAL",
-        # A kill loses nothing that was committed; a power cut may lose the last seconds, and never the file.
-        "synchronous = NORMAL",
-        f"wal_autocheckpoint = {PAGES_A_CHECKPOINT}",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """See that the database is whole and of this format; a new one gets its tables."""
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     (application_id,), (version,), (tables,) = (
         connection.execute(asked).fetchone()
         for asked in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
     )
-    if not tables:
-        connection.executescript(SCHEMA)
-    elif application_id != APPLICATION_ID:
+    if tables and application_id != APPLICATION_ID:
         raise SettingsError(f"{path} is a database, but not of a task app", where="--state-dir")
-    elif version != FORMAT:
+    if tables and version != FORMAT:
         raise SettingsError(
             f"{path} has format {version}; this task app reads {FORMAT}",
             where="--state-dir",
             hint="name another folder; the sessions in this one need the version that wrote them",
         )
-    elif (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+    if (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise sqlite3.DatabaseError(found)
-
-
-def _refusal(folder: Path, exc: sqlite3.Error) -> SettingsError:
-    """Why the database cannot be opened, in words."""
-    if getattr(exc, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-        return SettingsError(f"{folder} is in use by another task app", where="--state-dir")
-    return SettingsError(
-        f"{folder / FILE} cannot be read, as if damaged: {exc}",
-        where="--state-dir",
-        hint="name another folder, or move this one away: the sessions in it are lost",
-    )
+    connection.execute("PRAGMA journal_mode = WAL")
+    # A kill loses nothing that was committed; a power cut may lose the last seconds, and never the file.
+    connection.execute("PRAGMA synchronous = NORMAL")
+    if not tables:
+        connection.executescript(SCHEMA)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from task_app.guards.once import request_digest
-from task_app.journal.sessions import Answer, Claim, Database
+from task_app.journal.sessions import Answer, Database, Work
 from tests.task_app.counting import running_app
 from tests.task_app.slow import Gates, slow_boards
 
@@ -140,7 +140,7 @@ def opened(folder=None, clock=None, **bounds):
 
 def answered(database, *keys, body=b"x", digest="digest", **more):
     for key in keys:
-        database.write_answer(Claim(key=key, digest=digest, answer=Answer(200, (), body), **more))
+        database.write(Work(key=key, digest=digest, answer=Answer(200, (), body), **more))
 
 
 def known(database, keys):
@@ -174,12 +174,12 @@ def test_a_key_that_is_used_again_after_its_time_counts_once():
 
 def test_what_is_being_carried_out_is_never_forgotten():
     database = opened(most=1, most_bytes=10)
-    under_way = Claim(key="under way", digest="digest")
+    under_way = Work(key="under way", digest="digest")
     database.write(under_way)
     answered(database, *"abc")
     assert known(database, ["under way", *"abc"]) == ["under way", "c"]
     under_way.answer = Answer(200, (), b"xy")
-    database.write_answer(under_way)
+    database.write(under_way)
     assert (known(database, ["under way", "c"]), database.kept) == (["under way"], (1, 2))
     database.close()
 
@@ -200,9 +200,9 @@ async def test_a_task_app_that_carries_out_as_many_keyed_requests_as_it_may_take
 def test_the_next_process_has_the_answers_as_they_were_and_those_that_were_cut_short_as_lost(tmp_path):
     database = opened(tmp_path)
     headers = ((b"a", b"\xff: b"), (b"c", b""))
-    database.write_answer(Claim(key="k", digest="d", answer=Answer(200, headers, b"\x00\xff")))
+    database.write(Work(key="k", digest="d", answer=Answer(200, headers, b"\x00\xff")))
     answered(database, "of this process", survives=False)
-    database.write(Claim(key="cut short", digest="d"))
+    database.write(Work(key="cut short", digest="d"))
     database.close()
     again = opened(tmp_path)
     assert again.answer("k") == ("d", Answer(200, headers, b"\x00\xff"))

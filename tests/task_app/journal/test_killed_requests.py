@@ -12,7 +12,7 @@ import pytest
 from service_kit.problems import problem_response
 from task_app.errors import SessionBusy
 from task_app.guards.once import Once, request_digest
-from task_app.journal.sessions import CLAIM, Claim, Database
+from task_app.journal.sessions import NOTHING_DONE, WORK, Database, Work
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import boards, rollout
 from tests.task_app.guards.test_idempotency import keyed
@@ -29,9 +29,9 @@ def unanswered(client, path, json, key="k"):
     """What is done within is due to this request, which the kill will leave without an answer."""
     sent = client.build_request("POST", path, json=json)
     digest = request_digest("POST", path.encode(), b"", sent.content)
-    token = CLAIM.set(Claim(key=key, digest=digest))
+    token = WORK.set(Work(key=key, digest=digest))
     yield
-    CLAIM.reset(token)
+    WORK.reset(token)
 
 
 async def created(client, env_name, **headers):
@@ -245,7 +245,9 @@ async def test_a_refusal_after_something_was_done_does_not_free_the_key(does_som
     async def app(scope, receive, send):
         asked.append(scope["path"])
         if does_something:
-            database.record("env_1", [("DELETE FROM steps WHERE session = ?", ("env_1",))], anew=True)
+            database.record(
+                "env_1", [("DELETE FROM steps WHERE session = ?", ("env_1",))], NOTHING_DONE, anew=True
+            )
         await problem_response(SessionBusy("it is busy"))(scope, receive, send)
 
     once = Once(app, database=database)

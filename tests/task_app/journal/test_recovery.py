@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from service_kit.errors import SettingsError
 from task_app.app import create_app
-from task_app.journal.sessions import CLAIM, FILE, Claim
+from task_app.journal.sessions import FILE, WORK, Work
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment
@@ -161,9 +161,9 @@ async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(
     # The kill hits between the record of a step and the answer to it.
     async with app_on(left) as client:
         session = client._transport.app.state.services.environments.find(env_id)
-        token = CLAIM.set(Claim(key="late", digest="digest"))
+        token = WORK.set(Work(key="late", digest="digest"))
         answer = await step(client, env_id, acts("move_right"))
-        CLAIM.reset(token)
+        WORK.reset(token)
         assert (answer["info"]["turn"], session.turn) == (2, 2)
         again = tmp_path / "again"
         shutil.copytree(left, again)
@@ -174,9 +174,9 @@ async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(
 
 async def test_a_session_that_nobody_was_told_of_is_forgotten(tmp_path):
     async with app_on(tmp_path / "s") as client:
-        token = CLAIM.set(Claim(key="late", digest="digest"))
+        token = WORK.set(Work(key="late", digest="digest"))
         await created(client)
-        CLAIM.reset(token)
+        WORK.reset(token)
         left = killed(tmp_path / "s", tmp_path)
     async with app_on(left, max_sessions=1) as client:
         await created(client)
@@ -198,9 +198,9 @@ async def test_what_was_answered_stays_done_over_any_number_of_restarts(tmp_path
     async with app_on(folder) as client:
         env_id = await created(client)
         await step(client, env_id, **keyed("told"))
-        token = CLAIM.set(Claim(key="late", digest="digest"))
+        token = WORK.set(Work(key="late", digest="digest"))
         await step(client, env_id)
-        CLAIM.reset(token)
+        WORK.reset(token)
         shutil.copytree(folder, tmp_path / "1")
     for number in (1, 2):
         async with app_on(tmp_path / f"{number}", max_idempotency_keys=1) as client:
