@@ -184,7 +184,7 @@ class Services:
             self.policies.adopt(policy_id, policy)
         log.info(
             "sessions_recovered",
-            environments=len(environments), policies=len(policies), answers=self.database.kept[0],
+            environments=len(environments), policies=len(policies), answers=self.database.totals[0],
         )  # fmt: skip
 
     async def drain(self, *, within_s: float) -> None:

@@ -41,7 +41,7 @@ class Once:
     def __init__(self, app: ASGIApp, *, database: Database) -> None:
         self._app = app
         self._database = database
-        self._keyed = database.keyed
+        self._requests = database.requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -74,7 +74,7 @@ class Once:
             IdempotencyConflict: the key came with another request.
             JournalFailed: it was carried out, but the answer cannot be written.
         """
-        while (work := self._keyed.get(key)) is not None:
+        while (work := self._requests.get(key)) is not None:
             _check_same(work.digest, digest)
             if work.is_open:
                 await work.settled.wait()
@@ -84,40 +84,40 @@ class Once:
         if stored is None:
             return None
         _check_same(stored[0], digest)
-        return stored[1] or _lost("the task app was killed before it answered")
+        return stored[1] or _lost_answer("the task app was killed before it answered")
 
     def _begin(self, key: str, digest: str, *, path: str) -> Work:
         """A new key, whose request is carried out now; raises CapacityReached."""
         most = self._database.most
-        if len(self._keyed) >= most:
+        if len(self._requests) >= most:
             raise CapacityReached(f"{most} requests with an Idempotency-Key are being carried out")
         work = Work(key, digest, survives=not path.startswith(OF_THIS_PROCESS))
-        self._keyed[key] = work
+        self._requests[key] = work
         return work
 
     async def _carry_out(self, work: Work, scope: Scope, receive: Receive, send: Send) -> None:
-        kept = _Kept()
+        recorder = _Recorder()
         token = WORK.set(work)
         try:
-            await self._app(scope, receive, kept)
+            await self._app(scope, receive, recorder)
         except BaseException:
             # How far it came is not known: to do it again would be the worse mistake.
             with suppress(JournalFailed):
-                self._settle(work, _lost("it failed inside the task app"))
+                self._settle(work, _lost_answer("it failed inside the task app"))
             raise
         finally:
             WORK.reset(token)
-        answer = kept.answer()
-        if answer.status in NOT_TAKEN and not work.has_done_something:
-            del self._keyed[work.key]
+        answer = recorder.answer()
+        if answer.status in NOT_TAKEN and not work.has_effects:
+            del self._requests[work.key]
             work.settled.set()
             await _send(answer, send)
             return
         kept_answer = answer
         if answer.status in NOT_TAKEN:
-            kept_answer = _lost(f"it was cut short with {answer.status}")
+            kept_answer = _lost_answer(f"it was cut short with {answer.status}")
         elif answer.size > self._database.most_bytes:
-            kept_answer = _lost("its answer was too large to keep")
+            kept_answer = _lost_answer("its answer was too large to keep")
         try:
             self._settle(work, kept_answer)
         except JournalFailed as error:
@@ -131,7 +131,7 @@ class Once:
         self._database.write(work)
 
 
-class _Kept:
+class _Recorder:
     """A send channel that keeps the response: nothing leaves before it is remembered."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ def _check_same(earlier: str, digest: str) -> None:
         )
 
 
-def _lost(reason: str) -> Answer:
+def _lost_answer(reason: str) -> Answer:
     """What a retry is told when its request may have been carried out, but the answer is not there."""
     return _answer_of(
         AnswerLost(

@@ -108,14 +108,14 @@ class Work:
     """What a request did to sessions and the database does not hold yet: statements, by session.
 
     One with an Idempotency-Key is written with its answer, or in part before, for another request: then it
-    has `begun`. `survives`: the answer is of use to the next process.
+    `is_begun`. `survives`: the answer is of use to the next process.
     """
 
     key: str = ""
     digest: str = ""
     survives: bool = True
     answer: Answer | None = None
-    begun: bool = False
+    is_begun: bool = False
     changes: dict[str, list[Statement]] = field(default_factory=dict)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -125,8 +125,8 @@ class Work:
         return bool(self.key) and self.answer is None
 
     @property
-    def has_done_something(self) -> bool:
-        return bool(self.changes) or self.begun
+    def has_effects(self) -> bool:
+        return bool(self.changes) or self.is_begun
 
 
 # What the request that is being carried out does, if it has an Idempotency-Key.
@@ -156,14 +156,14 @@ class Database:
         self.most, self.most_bytes, self._most_s = most, most_bytes, most_s
         self._clock = clock
         # Requests that are carried out, or whose answer could not be written, by key.
-        self.keyed: dict[str, Work] = {}
+        self.requests: dict[str, Work] = {}
         self._connection: sqlite3.Connection | None = None
         # What is not written of a session: all of it is of one request.
         self._unwritten: dict[str, Work] = {}
         # What could not be written.
-        self._failed: list[Work] = []
+        self._backlog: list[Work] = []
         # Keys in the database, and the bytes of their answers.
-        self.kept = (0, 0)
+        self.totals = (0, 0)
         # Slow steps end in threads, requests on the event loop.
         self._lock = threading.RLock()
 
@@ -189,7 +189,7 @@ class Database:
         self.connection.execute("DELETE FROM answers WHERE state = 'process'")
         self.connection.execute("UPDATE answers SET state = 'kept', at_s = ?", (self._clock(),))
         held = "SELECT count(*), coalesce(sum(size), 0) FROM answers"
-        self.kept = self.connection.execute(held).fetchone()
+        self.totals = self.connection.execute(held).fetchone()
 
     def close(self) -> None:
         """Let another process use the folder."""
@@ -208,7 +208,7 @@ class Database:
             with self._lock:
                 row = self.connection.execute(asked, (key, self._clock() - self._most_s)).fetchone()
         except sqlite3.Error as exc:
-            raise _failed(NOTHING_DONE, exc) from exc
+            raise _error(NOTHING_DONE, exc) from exc
         if row is None or row[1] is None:
             return row and (row[0], None)
         digest, status, headers, body = row
@@ -222,14 +222,14 @@ class Database:
             if work is not None and work is not _open_work():
                 self.write(work, NOTHING_DONE)
 
-    def record(self, session_id: str, statements: list[Statement], done: Wording, *, anew: bool) -> None:
+    def record(self, session_id: str, statements: list[Statement], wording: Wording, *, whole: bool) -> None:
         """Keep what was done to a session for the answer of its keyed request; without a key, write it now.
 
         Args:
             session_id: whose it is.
             statements: what was done.
-            done: the same in words.
-            anew: they say all of the session, so what was not written yet need not be.
+            wording: the same in words, for an error.
+            whole: they say all of the session, so what was not written yet need not be.
 
         Raises:
             JournalFailed: the next write takes it along.
@@ -237,41 +237,41 @@ class Database:
         with self._lock:
             own = _open_work()
             work = self._unwritten.setdefault(session_id, own or Work())
-            if anew:
+            if whole:
                 work.changes.pop(session_id, None)
             work.changes.setdefault(session_id, []).extend(statements)
             if work is not own:
-                self.write(work, done)
+                self.write(work, wording)
 
     def discard(self, session_id: str) -> None:
         """What could not be written of the session need not be."""
         with self._lock:
             del self._unwritten.pop(session_id).changes[session_id]
 
-    def write(self, work: Work, done: Wording = CARRIED_OUT) -> None:
+    def write(self, work: Work, wording: Wording = CARRIED_OUT) -> None:
         """Write in one transaction what a request did, its answer, and what could not be written before.
 
         Raises:
             JournalFailed: nothing was written; the next write tries again.
         """
         with self._lock:
-            works = list(dict.fromkeys([*self._failed, work]))
+            works = list(dict.fromkeys([*self._backlog, work]))
             try:
                 self._commit(works)
             except sqlite3.Error as exc:
-                self._failed = [each for each in works if not each.is_open]
-                raise _failed(done, exc) from exc
-            self._failed = []
+                self._backlog = [each for each in works if not each.is_open]
+                raise _error(wording, exc) from exc
+            self._backlog = []
             for each in works:
                 for session_id in each.changes:
                     del self._unwritten[session_id]
                 each.changes.clear()
-                each.begun = True
+                each.is_begun = True
                 if not each.is_open:
-                    self.keyed.pop(each.key, None)
+                    self.requests.pop(each.key, None)
 
     def _commit(self, works: Sequence[Work]) -> None:
-        kept, connection = self.kept, self.connection
+        totals, connection = self.totals, self.connection
         connection.execute("BEGIN")
         try:
             for work in works:
@@ -281,7 +281,7 @@ class Database:
                     self._put(work)
             connection.execute("COMMIT")
         except BaseException:
-            self.kept = kept
+            self.totals = totals
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
@@ -299,13 +299,13 @@ class Database:
         self.connection.execute(
             "INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (work.key, work.digest, *row)
         )
-        self.kept = (self.kept[0] + 1, self.kept[1] + row[2])
+        self.totals = (self.totals[0] + 1, self.totals[1] + row[2])
 
     def _make_room(self, size: int, at_s: float) -> None:
         """Forget the oldest answers until one more is within the bounds."""
         oldest = "SELECT rowid, at_s FROM answers WHERE state != 'open' ORDER BY rowid LIMIT 1"
         while (row := self.connection.execute(oldest).fetchone()) is not None:
-            fits = self.kept[0] < self.most and self.kept[1] + size <= self.most_bytes
+            fits = self.totals[0] < self.most and self.totals[1] + size <= self.most_bytes
             if fits and row[1] >= at_s - self._most_s:
                 return
             self._forget("rowid = ?", row[0])
@@ -314,7 +314,7 @@ class Database:
         row = self.connection.execute(f"SELECT rowid, size FROM answers WHERE {which}", (value,)).fetchone()
         if row is not None:
             self.connection.execute("DELETE FROM answers WHERE rowid = ?", row[:1])
-            self.kept = (self.kept[0] - 1, self.kept[1] - row[1])
+            self.totals = (self.totals[0] - 1, self.totals[1] - row[1])
 
 
 class SessionStore:
@@ -357,10 +357,10 @@ class SessionStore:
         policies: dict[str, PolicySession] = {}
         environments: dict[str, EnvironmentSession] = {}
         for session_id, facts, snapshot in self._rows("policy"):
-            with _refusing(session_id):
+            with _one_session(session_id):
                 policies[session_id] = self._policy(session_id, json.loads(facts), snapshot, make_context())
         for session_id, facts, snapshot in self._rows("env"):
-            with _refusing(session_id):
+            with _one_session(session_id):
                 session = self._environment(json.loads(facts), snapshot)
                 session.threads = threads
                 for policy_id, policy in policies.items():
@@ -436,7 +436,7 @@ class SessionJournal:
     def begin(self, session: Session) -> None:
         """Write a new session, as it is now."""
         try:
-            self._database.record(self._id, self._whole(session), NOTHING_DONE, anew=True)
+            self._database.record(self._id, self._whole(session), NOTHING_DONE, whole=True)
         except JournalFailed:
             self._database.discard(self._id)
             raise
@@ -448,24 +448,28 @@ class SessionJournal:
     def reset(self, session: EnvironmentSession) -> None:
         """The environment has been reset; what was before does not count any more."""
         self._since = 0
-        self._write(self._row(_facts(session), None), anew=True, done="the reset was done, but")
+        self._write(self._row(_facts(session), None), whole=True, done="the reset was done, but")
 
     def stepped(self, session: EnvironmentSession, requests: Sequence[ToolRequest]) -> None:
         """The environment has taken a decision. Without snapshots it is played again from its last reset."""
         done = f"decision {session.turn} was taken, but"
         self._since += 1
         restorable = isinstance(session.environment, RestorableEnvironment)
-        if restorable and self._since >= self._store.snapshot_every and (whole := self._snapshot(session)):
-            self._write(whole, anew=True, done=done)
+        if (
+            restorable
+            and self._since >= self._store.snapshot_every
+            and (everything := self._snapshot(session))
+        ):
+            self._write(everything, whole=True, done=done)
             return
         # The text alone: it can be written whatever it says, and the arguments follow from it.
         calls = json.dumps([[call.name, call.raw_arguments] for call in requests])
         row = (self._id, session.turn, calls, seen(session.past[-1].outcome))
-        self._write([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], anew=False, done=done)
+        self._write([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, done=done)
 
     def decided(self, session: PolicySession) -> None:
         """The policy has decided."""
-        self._write(self._whole(session), anew=True, done=f"decision {session.turn} was made, but")
+        self._write(self._whole(session), whole=True, done=f"decision {session.turn} was made, but")
 
     def remove(self) -> None:
         """The session has ended. If that cannot be written now, the next write takes it along."""
@@ -474,13 +478,13 @@ class SessionJournal:
             ("DELETE FROM sessions WHERE id = ?", (self._id,)),
         ]
         with suppress(JournalFailed):
-            self._write(ended, anew=True, done="a session has ended, but")
+            self._write(ended, whole=True, done="a session has ended, but")
         self._removed = True
 
-    def _write(self, statements: list[Statement], *, anew: bool, done: str) -> None:
+    def _write(self, statements: list[Statement], *, whole: bool, done: str) -> None:
         if not self._removed:
             words = Wording(done, "do not send it again; the next request writes it first")
-            self._database.record(self._id, statements, words, anew=anew)
+            self._database.record(self._id, statements, words, whole=whole)
 
     def _snapshot(self, session: EnvironmentSession) -> list[Statement] | None:
         self._since = 0
@@ -527,20 +531,20 @@ def seen(outcome: DecisionOutcome) -> str:
     return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
 
 
-def _failed(done: Wording, exc: sqlite3.Error) -> JournalFailed:
+def _error(wording: Wording, exc: sqlite3.Error) -> JournalFailed:
     log.error("journal_failed", reason=str(exc))
-    return JournalFailed(f"{done.what} the journal cannot be written: {exc}", hint=done.hint)
+    return JournalFailed(f"{wording.what} the journal cannot be written: {exc}", hint=wording.hint)
 
 
 def _open_work() -> Work | None:
-    """That of the request that is being carried out, if it has a key."""
+    """The work of the current request, if it has an Idempotency-Key and no answer yet."""
     work = WORK.get()
-    # One that is answered already left something running that does not belong to its answer.
+    # What still runs after its answer does not belong to it.
     return work if work is not None and work.is_open else None
 
 
 @contextmanager
-def _refusing(session_id: str) -> Iterator[None]:
+def _one_session(session_id: str) -> Iterator[None]:
     """A session that cannot be brought back costs no other one."""
     try:
         yield

@@ -157,7 +157,7 @@ def test_keys_are_forgotten_by_number_bytes_and_age_oldest_first():
     clock.now_s = 61.0
     assert known(database, "dl") == []
     answered(database, "n")
-    assert database.kept == (1, 1)
+    assert database.totals == (1, 1)
     database.close()
 
 
@@ -168,7 +168,7 @@ def test_a_key_that_is_used_again_after_its_time_counts_once():
     clock.now_s = 61.0
     answered(database, "k", body=b"last", digest="another")
     assert database.answer("k") == ("another", Answer(200, (), b"last"))
-    assert database.kept == (1, 4)
+    assert database.totals == (1, 4)
     database.close()
 
 
@@ -180,7 +180,7 @@ def test_what_is_being_carried_out_is_never_forgotten():
     assert known(database, ["under way", *"abc"]) == ["under way", "c"]
     under_way.answer = Answer(200, (), b"xy")
     database.write(under_way)
-    assert (known(database, ["under way", "c"]), database.kept) == (["under way"], (1, 2))
+    assert (known(database, ["under way", "c"]), database.totals) == (["under way"], (1, 2))
     database.close()
 
 
@@ -208,7 +208,7 @@ def test_the_next_process_has_the_answers_as_they_were_and_those_that_were_cut_s
     assert again.answer("k") == ("d", Answer(200, headers, b"\x00\xff"))
     assert again.answer("cut short") == ("d", None)
     assert again.answer("of this process") is None
-    assert again.kept[0] == 2
+    assert again.totals[0] == 2
     again.close()
 
 

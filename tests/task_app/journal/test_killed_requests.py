@@ -246,7 +246,7 @@ async def test_a_refusal_after_something_was_done_does_not_free_the_key(does_som
         asked.append(scope["path"])
         if does_something:
             database.record(
-                "env_1", [("DELETE FROM steps WHERE session = ?", ("env_1",))], NOTHING_DONE, anew=True
+                "env_1", [("DELETE FROM steps WHERE session = ?", ("env_1",))], NOTHING_DONE, whole=True
             )
         await problem_response(SessionBusy("it is busy"))(scope, receive, send)
 
