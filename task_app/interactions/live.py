@@ -97,7 +97,7 @@ class LiveInteraction:
         """For who traces the flow; what was said stands in no line."""
         log.debug(event, interaction=self.name, instance_id=self._calls.instance_id, **facts)
 
-    def _begun(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
         """Begin it on its loop; to cancel what is returned cancels it there."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -110,7 +110,7 @@ class LiveInteraction:
         try:
             async with asyncio.timeout(self._deadline_s):
                 with boundary(where):
-                    return await self._begun(work)
+                    return await self._submit(work)
         except TimeoutError as exc:
             told = f"{where} gave no answer within {self._deadline_s:g} s"
             raise InteractionFailed(told, code=DEADLINE) from exc
@@ -120,7 +120,7 @@ class LiveInteraction:
             raise InteractionFailed(exc.detail if named else f"{where}: {exc.detail}") from exc
 
     async def _end(self) -> None:
-        ending = self._begun(self._calls.finalise(self._deadline_s))
+        ending = self._submit(self._calls.finalise(self._deadline_s))
         # Both waits in `finalise`, and a moment for the threads.
         await asyncio.wait({ending}, timeout=2 * self._deadline_s + 1.0)
         self.hangs = not ending.done()
