@@ -32,3 +32,4 @@ async def served_app(
         yield client, server
     server.should_exit = True
     await serving
+    listener.close()
