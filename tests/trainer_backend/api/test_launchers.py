@@ -110,13 +110,13 @@ async def test_a_launchers_job_is_tried_at_its_task_app_before_it_is_queued(tmp_
             assert (await post(ancestors)).status_code == 201
             url = {"endpoint_base_url": app.url}
             good = (await served.client.post("/api/rl/verify_task_app", json=url)).json()
-            monkeypatch.setenv("ENVIRONMENT_API_KEY", "another")
+            monkeypatch.setenv("ENVIRONMENT_API_KEY", "zebra-quagga")
             bad = (await served.client.post("/rl/verify_task_app", json=url)).json()
             elsewhere = {"endpoint_base_url": "http://127.0.0.1:9"}
             other = await served.client.post("/rl/verify_task_app", json=elsewhere)
     assert good == {"any_ok": True, "attempts": [{"url": app.url, "status": 200, "detail": None}]}
     assert (bad["any_ok"], bad["attempts"][0]["status"]) == (False, None)
-    assert "401" in bad["attempts"][0]["detail"] and "another" not in str(bad)
+    assert "401" in bad["attempts"][0]["detail"] and "zebra" not in str(bad)
     assert other.status_code == 400 and "--allow-task-url" in other.json()["detail"]
 
 
