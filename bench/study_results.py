@@ -8,12 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from charts import COLOURS, png, whole_numbers
 from matplotlib.figure import Figure
 
 from trainer_backend.core.statistics import mean_interval
-from trainer_backend.report.charts import Theme, picture, whole_numbers
 from trainer_backend.report.story import read_story
-from trainer_backend.report.training_charts import stage_totals
+from trainer_backend.report.summary import stage_totals
 from trainer_backend.rundir.layout import open_run
 
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
@@ -213,11 +213,11 @@ def table(study: Study, outcome: Mapping[str, Any]) -> str:
 def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
     """Held-out curves: a thin line a seed with its interval, a thick one for the mean."""
 
-    def figure_of(figure: Figure, theme: Theme) -> None:
+    def figure_of(figure: Figure) -> None:
         axes = figure.subplots()
         for index, (arm, made) in enumerate(study.arms.items()):
             by_seed = outcome["arms"].get(arm, {})
-            colour, marker = theme.series[index], MARKERS[index]
+            colour, marker = COLOURS[index], MARKERS[index]
             for found in by_seed.values():
                 _thin(axes, found["evaluations"], colour, study.measure)
             x, mean = mean_curve([found["evaluations"] for found in by_seed.values()], study.measure)
@@ -229,7 +229,7 @@ def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
         axes.xaxis.set_major_locator(whole_numbers())
         axes.legend(loc="best", title="thin: one seed, with its 95 %")
 
-    path.write_bytes(picture(path.stem, "", figure_of, height_in=3.8).light)
+    path.write_bytes(png(figure_of, height_in=3.8))
 
 
 def mean_curve(curves: Sequence[Sequence[dict[str, Any]]], measure: str) -> tuple[list[int], list[float]]:

@@ -116,7 +116,7 @@ def new_environment(
 def write_run_report(
     run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=completion.run_directories)],
 ) -> None:
-    """Write RUN/report/report.html and its pictures from the files of the run."""
+    """Write RUN/report/report.html, the page of the run as one file, from the files of the run."""
     from trainer_backend.report.write import write_report
 
     print(write_report(open_run(run)))

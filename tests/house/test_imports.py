@@ -11,7 +11,7 @@ DOORS = {
     "bm25s": ["task_app/environments/documents/search.py"],
     "crafter": ["task_app/environments/crafter"],
     "opensimplex": ["task_app/environments/crafter"],
-    "PIL": ["task_app/observing/pictures.py", "trainer_backend/report"],
+    "PIL": ["task_app/observing/pictures.py"],
     "httpx": ["trainer_backend/collect/environment_client.py", "trainer_backend/terminal/jobs_client.py"],
     "yaml": ["task_app/interactions/config_file.py"],
     "aiohttp": [
@@ -29,7 +29,7 @@ DOORS = {
     "sqlalchemy": ["trainer_backend/store"],
     "alembic": ["trainer_backend/store"],
     "psycopg": ["trainer_backend/store"],
-    "matplotlib": ["trainer_backend/report"],
+    "matplotlib": [],
     "pyarrow": ["trainer_backend/rundir", "trainer_backend/data/records.py", "trainer_backend/export"],
     "typer": ["trainer_backend/__main__.py", "trainer_backend/terminal"],
     "fastapi": ["task_app", "trainer_backend/api", "trainer_backend/dashboard"],

@@ -4,6 +4,7 @@ import math
 from datetime import datetime
 from decimal import ROUND_HALF_UP, Decimal
 
+from trainer_backend.core.statistics import Interval
 from trainer_backend.dashboard.panels import Form
 
 NONE = "–"  # noqa: RUF001 (a dash, as a table has it)
@@ -33,6 +34,13 @@ def signed(value: float | None) -> str:
     if float(told.replace(",", "")) == 0.0:
         return "0"
     return ("+" if value > 0 else MINUS) + told
+
+
+def interval(found: Interval, sign: str = "") -> str:
+    """A mean with its 95 % interval, where it has one; `sign` "+" gives each number its own."""
+    if found.low is None or found.high is None:
+        return f"{found.mean:{sign}.2f}"
+    return f"{found.mean:{sign}.2f} (95 %: {found.low:{sign}.2f} to {found.high:{sign}.2f})"
 
 
 def duration(seconds: float | None) -> str:

@@ -1,6 +1,6 @@
 """Pure: a run's key figures: texts from the first and last rows of its metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ class Ends:
 
     first: Mapping[str, Any] | None
     last: Mapping[str, Any] | None
+
+
+def ends_of(rows: Sequence[Mapping[str, Any]]) -> Ends:
+    """Of rows of one kind, oldest first."""
+    return Ends(rows[0], rows[-1]) if rows else Ends(None, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class Panel:
         form: how its values are written.
         stacked: its lines are parts of a whole.
         wide: gets more room than the others.
+        x: what its values lie over.
+        scatter: its values are points, without a line between them.
     """
 
     key: str
@@ -51,6 +53,8 @@ class Panel:
     form: Form = "number"
     stacked: bool = False
     wide: bool = False
+    x: str = "iteration"
+    scatter: bool = False
 
 
 _ACHIEVEMENTS = "episode/unique_achievements"  # of an environment that has some
@@ -161,6 +165,11 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "ess", "Effective samples", "Of each policy's truncated weights, as a share of its samples.",
         (Line("mixture/*/ess", ""),),
+        form="percent",
+    ),
+    Panel(
+        "counted", "How much they counted", "A fixed policy's samples, as a share of as many of the actor's.",
+        (Line("mixture/*/counted_share", ""),),
         form="percent",
     ),
     Panel(

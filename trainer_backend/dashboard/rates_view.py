@@ -1,15 +1,53 @@
-"""Pure: success rate of each achievement, of the last evaluation beside the first."""
+"""Pure: the evaluations of a run, and the success rate of each achievement, last beside first."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainer_backend.core.proportions import wilson_interval
-from trainer_backend.dashboard.figures import NONE, spaced
+from trainer_backend.dashboard.figures import NONE, interval, number, spaced
 from trainer_backend.dashboard.key_view import Ends
 from trainer_backend.dashboard.sparks import Spark, spark_of
+from trainer_backend.evaluation.outcome import outcome_interval, outcome_name
+from trainer_backend.report.story import best_of
 from trainer_backend.store.rows import Series
 
 RATES = "eval/success_rates/"
+
+
+def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str]]:
+    """A head and a line an evaluation, the oldest first; empty before there is one.
+
+    A Crafter score stands in it where an environment has one.
+    """
+    if not rows:
+        return []
+    best, scored = best_of(rows), any("eval/crafter_score" in row for row in rows)
+    head = (
+        "iteration",
+        outcome_name(rows[-1]),
+        *["Crafter score"] * scored,
+        "decisions",
+        "invalid",
+        "episodes",
+    )
+    return [head] + [
+        (
+            f"{row['iteration']}{' (best)' if row is best else ''}",
+            interval(outcome_interval(row)),
+            *[number(_share(row, "eval/crafter_score"), "percent")] * scored,
+            number(row.get("eval/decisions")),
+            number(row.get("eval/invalid_frac"), "percent"),
+            str(row["eval/episodes"]),
+        )
+        for row in rows
+    ]
+
+
+def _share(row: Mapping[str, Any], name: str) -> float | None:
+    """Of a metric that counts in percent."""
+    value = row.get(name)
+    return None if value is None else value / 100
 
 
 @dataclass(frozen=True, slots=True)

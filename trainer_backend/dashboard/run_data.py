@@ -1,6 +1,6 @@
 """What the pages of a run read from the store and its directory, a few queries each."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
 from trainer_backend.store.rows import JobRow
 
-_POINTS = 400  # of all runs of a chart together, and one run has as many: it is some 400 pixels wide
+POINTS = 400  # of all runs of a chart together, and one run has as many: it is some 400 pixels wide
+_MOST_EVALUATIONS = 10_000
 _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 _KINDS = ("iteration", "evaluation")
 
@@ -48,30 +49,43 @@ def head(dashboard: Dashboard, job_id: str) -> Head:
 
 def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:
     """The panels that these runs have something for, and those of all that stands in none of them."""
-    known = sorted(known for known in reads.known_metrics(store, job_ids) if known[0] in _KINDS)
-    found = named_by(found_in(PANELS, known), _outcome(store, job_ids))
-    return found if len(job_ids) == 1 else one_line_each(found), rest_of(known)
-
-
-def _outcome(store: Store, job_ids: Sequence[str]) -> str:
-    """What all of these runs call their outcome; of runs that differ in that, just that."""
     of_runs = reads.last_lines(store, job_ids, _KINDS).values()
     names = {outcome_name(_row(line)) for lines in of_runs for line in lines.values()}
-    return names.pop() if len(names) == 1 else outcome_name(None)
+    return panels_for(reads.known_metrics(store, job_ids), names, runs=len(job_ids))
+
+
+def panels_for(
+    metrics: Iterable[tuple[str, str]], outcomes: Collection[str], *, runs: int
+) -> tuple[list[Panel], list[Panel]]:
+    """The panels of runs that have these metrics, and those of all that stands in none of them.
+
+    Args:
+        metrics: (kind, metric) pairs.
+        outcomes: what the runs call their outcome; where they differ in that, it is just that.
+    """
+    known = sorted(known for known in metrics if known[0] in _KINDS)
+    outcome = next(iter(outcomes)) if len(outcomes) == 1 else outcome_name(None)
+    found = named_by(found_in(PANELS, known), outcome)
+    return found if runs == 1 else one_line_each(found), rest_of(known)
 
 
 def charts(store: Store, runs: Sequence[JobRow], panels: Sequence[Panel]) -> list[Chart]:
     """Panels with their values; two queries for all of them and all runs."""
     ids = [job.id for job in runs]
     found = {
-        kind: reads.series(store, ids, _names(panels, kind), kind=kind, points=_POINTS // len(runs))
+        kind: reads.series(store, ids, _names(panels, kind), kind=kind, points=POINTS // len(runs))
         for kind in _KINDS
     }
     named: list[tuple[str, Curves]] = [
         (name, {(kind, metric): series for kind in _KINDS for metric, series in found[kind][job.id].items()})
         for name, job in zip(names_of(runs), runs, strict=True)
     ]
-    drawn = (chart_of(panel, named) for panel in panels)
+    return charts_of(named, panels)
+
+
+def charts_of(runs: Sequence[tuple[str, Curves]], panels: Iterable[Panel]) -> list[Chart]:
+    """The panels that have values in one of the runs, which are given by name."""
+    drawn = (chart_of(panel, runs) for panel in panels)
     return [chart for chart in drawn if chart is not None]
 
 
@@ -81,11 +95,17 @@ def names_of(runs: Sequence[JobRow]) -> list[str]:
     return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
 
 
-def ends(store: Store, job_id: str, kind: str) -> Ends:
-    """Of all rows of a kind."""
-    first = reads.metric_lines(store, job_id, kind=kind, limit=1)
-    last = reads.last_line(store, job_id, kind)
+def iteration_ends(store: Store, job_id: str) -> Ends:
+    """The first and the last iteration."""
+    first = reads.metric_lines(store, job_id, kind="iteration", limit=1)
+    last = reads.last_line(store, job_id, "iteration")
     return Ends(_row(first[0]) if first else None, _row(last) if last else None)
+
+
+def evaluations(store: Store, job_id: str) -> list[dict[str, Any]]:
+    """All of them, oldest first."""
+    found = reads.metric_lines(store, job_id, kind="evaluation", limit=_MOST_EVALUATIONS)
+    return [_row(line) for line in found]
 
 
 def _place(store: Store, job: JobRow) -> str:

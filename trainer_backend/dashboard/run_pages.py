@@ -12,9 +12,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from trainer_backend.dashboard import run_data
 from trainer_backend.dashboard.config_view import chosen_keys, differing_keys
 from trainer_backend.dashboard.errors import BadAddress
-from trainer_backend.dashboard.key_view import key_figures
+from trainer_backend.dashboard.key_view import Ends, ends_of, key_figures
 from trainer_backend.dashboard.log_view import log_lines
-from trainer_backend.dashboard.rates_view import RATES, success_rates
+from trainer_backend.dashboard.rates_view import RATES, evaluation_table, success_rates
 from trainer_backend.dashboard.rendering import HEADERS, page
 from trainer_backend.dashboard.routing import frame, page_router
 from trainer_backend.dashboard.series import table
@@ -28,7 +28,7 @@ from trainer_backend.store.rows import ENDED, JobRow, Series
 router = page_router()
 
 TABS = (("", "Charts"), ("rollouts", "Rollouts"), ("config", "Job"), ("log", "Log"))
-_DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 5", "12 4")
+DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 5", "12 4")
 _MOST_OTHERS = 5
 _LOG_LINES = 500
 _RATE_POINTS = 60
@@ -59,18 +59,35 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
             live=any(item.state not in ENDED for item in runs), differs=differing_keys(runs),
             **frame(request, "runs"),
         )  # fmt: skip
-    iterations, held_out = (run_data.ends(store, job_id, kind) for kind in ("iteration", "evaluation"))
-    told = outcome_name(held_out.last or iterations.last)
     return page(
         "run",
         panels=panels,
         rest=len(rest),
-        key=key_figures(iterations, held_out, told),
-        rates=success_rates(held_out, _rate_curves(store, job_id)),
         checkpoints=reads.checkpoints(store, job_id),
         lines=() if panels else log_lines(_told(runs[0], _FIRST_LINES)[0]),
+        **figures_of(
+            run_data.iteration_ends(store, job_id),
+            run_data.evaluations(store, job_id),
+            _rate_curves(store, job_id),
+        ),
         **run_frame(request, job_id, ""),
     )
+
+
+def figures_of(
+    iterations: Ends, evaluations: Sequence[Mapping[str, Any]], rates: Mapping[str, Series]
+) -> dict[str, Any]:
+    """The figures and tables of the page of a run.
+
+    Args:
+        rates: curves of the success rates over the evaluations, by metric.
+    """
+    held_out = ends_of(evaluations)
+    return {
+        "key": key_figures(iterations, held_out, outcome_name(held_out.last or iterations.last)),
+        "rates": success_rates(held_out, rates),
+        "evaluations": evaluation_table(evaluations),
+    }
 
 
 @router.get("/runs/{job_id}/head", response_class=HTMLResponse)
@@ -164,6 +181,6 @@ def _overlaid(runs: Sequence[JobRow]) -> list[dict[str, str]]:
         left = [item.id for item in runs if item is not job]
         without = f"/runs/{left[0]}?{_query(left[1:])}" if left else ""
         shown.append(
-            {"id": job.id, "name": name, "state": job.state, "dashes": _DASHES[index % 6], "without": without}
+            {"id": job.id, "name": name, "state": job.state, "dashes": DASHES[index % 6], "without": without}
         )
     return shown

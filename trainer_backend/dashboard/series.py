@@ -1,13 +1,14 @@
 """Pure: from stored series to what a chart, its table and its one-sentence summary show."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer_backend.dashboard.figures import number
 from trainer_backend.dashboard.panels import Line, Panel
 from trainer_backend.store.rows import Series
+from trainer_backend.store.sync_lines import numbers_of
 
 # By (kind, metric).
 Curves = Mapping[tuple[str, str], Series]
@@ -36,10 +37,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel with its values: all curves over the same iterations."""
+    """A panel with its values: all curves over the same iterations, or whatever else its panel has as x."""
 
     panel: Panel
-    iterations_N: tuple[int, ...]
+    iterations_N: tuple[float, ...]
     curves: tuple[Curve, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -49,6 +50,8 @@ class Chart:
             "title": self.panel.title,
             "form": self.panel.form,
             "stacked": self.panel.stacked,
+            "unit": self.panel.x,
+            "scatter": self.panel.scatter,
             "summary": summary(self),
             "x": self.iterations_N,
             "curves": [_curve_json(curve) for curve in self.curves],
@@ -92,13 +95,35 @@ class _Found(NamedTuple):
         return ((series, series.low_N), (series, series.high_N)) if thinned else ()
 
 
+def curves_of(rows: Iterable[Mapping[str, Any]], *, points: int) -> Curves:
+    """The curves of a run from the rows of its metrics, thinned as those of the store are."""
+    values: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        for name, value in numbers_of(row):
+            values.setdefault((row["kind"], name), {})[row["iteration"]] = value
+    last = max((at for known in values.values() for at in known), default=0)
+    return {key: _thinned(known, last // points + 1) for key, known in values.items()}
+
+
+def _thinned(values: Mapping[int, float], stride: int) -> Series:
+    """Means of stretches of so many iterations, and how far each reaches."""
+    stretches: dict[int, list[int]] = {}
+    for at in sorted(values):
+        stretches.setdefault(at // stride, []).append(at)
+    each = [[values[at] for at in stretch] for stretch in stretches.values()]
+    return Series(
+        tuple(stretch[-1] for stretch in stretches.values()),
+        tuple(sum(of) / len(of) for of in each), tuple(map(min, each)), tuple(map(max, each)),
+    )  # fmt: skip
+
+
 def summary(chart: Chart) -> str:
     """For who cannot see it: where each curve begins and ends, and how far it reached."""
     told = [text for curve in chart.curves if (text := _told(chart, curve))]
     return f"{chart.panel.title}. {'; '.join(told)}."
 
 
-def table(chart: Chart) -> list[tuple[int, list[str]]]:
+def table(chart: Chart) -> list[tuple[float, list[str]]]:
     """A row an iteration, the newest first: the value of each curve, and of a band its bounds."""
     form = chart.panel.form
     return [
@@ -135,11 +160,13 @@ def _told(chart: Chart, curve: Curve) -> str:
     if not known:
         return ""
     (begin, first), (end, last) = known[0], known[-1]
+    if chart.panel.scatter:
+        return f"{curve.label}: {len(known):,} points"
     if begin == end:
-        return f"{curve.label}: {number(first, form)} at iteration {begin}"
+        return f"{curve.label}: {number(first, form)} at {chart.panel.x} {begin}"
     low, high = (number(bound([value for _, value in known]), form) for bound in (min, max))
     return (
-        f"{curve.label}: {number(first, form)} at iteration {begin}, {number(last, form)} at {end}, "
+        f"{curve.label}: {number(first, form)} at {chart.panel.x} {begin}, {number(last, form)} at {end}, "
         f"between {low} and {high}"
     )
 

@@ -1,21 +1,25 @@
-"""`write_comparison`: a folder with one HTML file and its pictures, for runs side by side."""
+"""`write_comparison`: the dashboard's page of runs laid over one another, saved as one HTML file."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from trainer_backend.core.proportions import wilson_interval
 from trainer_backend.core.statistics import Interval
+from trainer_backend.dashboard.figures import spaced
+from trainer_backend.dashboard.rendering import saved_page
+from trainer_backend.dashboard.run_data import POINTS, charts_of, panels_for
+from trainer_backend.dashboard.run_pages import DASHES
+from trainer_backend.dashboard.series import curves_of
 from trainer_backend.evaluation.outcome import outcome_interval
-from trainer_backend.report.comparison import Paired, Side, against_first, outcome_of, setting_differences
-from trainer_backend.report.comparison_charts import (
+from trainer_backend.report.comparison import (
+    Paired,
+    Side,
     achievements,
-    entropies,
-    held_out_curves,
-    success_rates_side_by_side,
-    training_curves,
+    against_first,
+    outcome_of,
+    setting_differences,
 )
-from trainer_backend.report.learning_charts import capitalized, spaced
-from trainer_backend.report.page import Section, render
 from trainer_backend.report.write import save
 
 FILE = "comparison.html"
@@ -23,7 +27,7 @@ _NONE = "-"
 
 
 def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
-    """Write comparison.html and its PNGs; what was there before is replaced.
+    """Write comparison.html; what was there before is replaced.
 
     Returns:
         The HTML file.
@@ -31,21 +35,26 @@ def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
     Raises:
         RunDirectoryError: the disk is full, or refuses.
     """
-    sections = _sections(sides)
-    html = render(
-        "comparison.html.jinja",
-        title="comparison of " + ", ".join(side.name for side in sides),
-        names=[side.name for side in sides],
+    runs = [(side.name, curves_of(side.story.rows, points=POINTS // len(sides))) for side in sides]
+    shown, _ = panels_for({key for _, curves in runs for key in curves}, {outcome_of(sides)}, runs=len(sides))
+    charts = charts_of(runs, shown)
+    html = saved_page(
+        "compare",
+        charts,
+        panels=[chart.panel for chart in charts],
+        overlaid=[
+            {"name": side.name, "state": side.state, "dashes": DASHES[(at + at // 6) % 6], "without": ""}
+            for at, side in enumerate(sides)
+        ],
+        live=False,
         columns=summary_columns(sides),
         summary=summary_rows(sides),
         doubts=doubts(sides),
-        settings=setting_differences(sides),
-        sections=sections,
+        differs=setting_differences(sides),
         rates=_rate_rows(sides),
+        saved_at=datetime.now(UTC),
     )
-    path = folder / FILE
-    save(path, html, [section.picture for section in sections if section.picture is not None])
-    return path
+    return save(folder / FILE, html)
 
 
 def summary_columns(sides: Sequence[Side]) -> list[str]:
@@ -121,34 +130,3 @@ def _rate(side: Side, name: str) -> str:
     count = int(side.last["eval/episodes"])
     rate = side.last.get("eval/success_rates", {}).get(name, 0.0)
     return _told(wilson_interval(round(rate * count), count), "{:.0%}")
-
-
-def _sections(sides: Sequence[Side]) -> list[Section]:
-    measured = capitalized(outcome_of(sides))
-    no_iteration, no_evaluation = "No run has finished an iteration.", "No run has been evaluated."
-    told = [
-        (
-            "Held-out episodes",
-            f"{measured} an episode: mean and 95 % band of each evaluation.",
-            held_out_curves(sides),
-            no_evaluation,
-        ),
-        (
-            "Training episodes",
-            f"{measured} an episode: mean of each iteration's episodes, drawn at the iterations that "
-            "their policy had behind it.",
-            training_curves(sides),
-            no_iteration,
-        ),
-        ("Entropy", "Of the policy, mean over an iteration's updates.", entropies(sides), no_iteration),
-    ]
-    if achievements(sides) or not any(side.last for side in sides):
-        told.append(
-            (
-                "Success rate of each achievement",
-                "Share of held-out episodes that unlocked it, in each run's last evaluation.",
-                success_rates_side_by_side(sides),
-                no_evaluation,
-            )
-        )
-    return [Section(title, text, picture, missing) for title, text, picture, missing in told]

@@ -13,6 +13,9 @@ from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.report.stored_episodes import paired_difference
 from trainer_backend.report.story import Row, Story, read_story
 from trainer_backend.rundir.layout import open_run
+from trainer_backend.rundir.state import watch
+from trainer_backend.store.rows import JobState
+from trainer_backend.store.states import state_of_run
 
 # Where these differ, the same seed is another task, and a difference is not the policy's alone.
 _TASK = (
@@ -29,6 +32,7 @@ class Side:
 
     name: str
     story: Story
+    state: JobState
 
     @property
     def last(self) -> Row | None:
@@ -67,8 +71,10 @@ def read_sides(paths: Sequence[Path]) -> list[Side]:
     twice = next((path for path in whole if whole.count(path) > 1), None)
     if twice is not None:
         raise JobError(f"{twice} is given twice; a run compared with itself tells nothing")
-    stories = [read_story(open_run(path)) for path in paths]
-    return [Side(name, story) for name, story in zip(_names(whole), stories, strict=True)]
+    return [
+        Side(name, read_story(open_run(path)), state_of_run(watch(path))[0])
+        for name, path in zip(_names(whole), paths, strict=True)
+    ]
 
 
 def setting_differences(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
@@ -90,6 +96,13 @@ def outcome_of(sides: Sequence[Side]) -> str:
     """What the figures of all runs are called; "outcome" where it is not the same in all."""
     names = {side.outcome for side in sides} - {None}
     return str(names.pop()) if len(names) == 1 else "outcome"
+
+
+def achievements(sides: Sequence[Side]) -> list[str]:
+    """All names in the last evaluations, the rarest of the first run that has one first."""
+    rates = [side.last.get("eval/success_rates", {}) for side in sides if side.last is not None]
+    names = {name for row in rates for name in row}
+    return sorted(names, key=lambda name: (*(row.get(name, 0.0) for row in rates), name))
 
 
 def against_first(sides: Sequence[Side]) -> list[Paired | None]:

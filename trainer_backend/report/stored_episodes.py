@@ -3,20 +3,13 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.sources import row_of
 from trainer_backend.core.policies import ACTOR, policy_in
-from trainer_backend.core.statistics import Interval, group_interval, mean_interval
+from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.report.story import Story
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
-
-
-def outcome_of_groups(path: Path, job_name: str) -> Interval | None:
-    """Mean outcome of the actor's episodes of a training file, with the interval over groups."""
-    rows = _of_the_actor(path, job_name, ["group_id", "outcome_reward"])
-    return group_interval((row["group_id"], row["outcome_reward"]) for row in rows)
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
@@ -24,7 +17,9 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
     sums: defaultdict[int, float] = defaultdict(float)
     episodes = 0
     for path in paths:
-        for row in _of_the_actor(path, job_name, ["decisions"]):
+        for row in finished_rows(path, ["decisions", "model"]):
+            if policy_in(job_name, row["model"]) != ACTOR:
+                continue  # what a fixed policy played stands in no curve of the actor
             episodes += 1
             for decision in row["decisions"]:
                 sums[decision["turn"]] += decision["reward"] or 0.0
@@ -54,12 +49,6 @@ def best_episode(path: Path) -> Rollout | None:
         return None
     best = min(rows, key=lambda row: (-row["outcome_reward"], row["env_steps"], row["rollout_id"]))
     return read_rollout(path, best["rollout_id"])
-
-
-def _of_the_actor(path: Path, job_name: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Episodes of a training file; what a fixed policy played stands in no curve of the actor."""
-    rows = finished_rows(path, [*columns, "model"])
-    return [row for row in rows if policy_in(job_name, row["model"]) == ACTOR]
 
 
 def _outcome_by_world(path: Path) -> dict[str | int, float]:

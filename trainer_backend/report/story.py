@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer_backend.evaluation.outcome import outcome_name
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -46,12 +47,7 @@ class Story:
 
     @property
     def best_evaluation(self) -> Row | None:
-        """The evaluation that `checkpoints/best` belongs to: highest mean outcome, the first of equals.
-
-        One that lost episodes for good is passed over, as it is for the checkpoint.
-        """
-        whole = [row for row in self.evaluations if not row.get("rollout/failed")]
-        return max(whole, key=lambda row: row["eval/outcome_reward"], default=None)
+        return best_of(self.evaluations)
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
@@ -75,6 +71,11 @@ class Story:
     def unit(self) -> str:
         """What an evaluation plays once each."""
         return "world" if self.job.data is None else "row"
+
+    @property
+    def outcome(self) -> str:
+        """What the environment calls the outcome of an episode."""
+        return outcome_name(self.told)
 
     @property
     def teacher(self) -> Row | None:
@@ -107,6 +108,15 @@ class Story:
 
     def _of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row.get("kind") == kind]
+
+
+def best_of(evaluations: Sequence[Row]) -> Row | None:
+    """The evaluation that `checkpoints/best` belongs to: highest mean outcome, the first of equals.
+
+    One that lost episodes for good is passed over, as it is for the checkpoint.
+    """
+    whole = [row for row in evaluations if not row.get("rollout/failed")]
+    return max(whole, key=lambda row: row["eval/outcome_reward"], default=None)
 
 
 def read_story(directory: RunDirectory) -> Story:

@@ -1,5 +1,6 @@
-"""Which state of a job may follow which. Pure."""
+"""Which state of a job may follow which, and which one a run directory tells of. Pure."""
 
+from trainer_backend.rundir.state import Watched
 from trainer_backend.store.errors import JobConflict
 from trainer_backend.store.rows import ENDED, JobRow, JobState
 
@@ -15,6 +16,20 @@ _AFTER: dict[JobState, frozenset[JobState]] = {
     "succeeded": frozenset(),
     "failed": frozenset({"queued", "cancelled"}),
 }
+
+_OF_RUNS: dict[str, JobState] = {"ended": "succeeded", "stopped": "paused", "failed": "failed"}
+_GONE = "its process ended without a word; turnwise train --resume goes on"
+
+
+def state_of_run(watched: Watched) -> tuple[JobState, str | None, str | None]:
+    """State, code and detail of a run that no service runs, by its lock and what it wrote last."""
+    if watched.holder is not None:
+        return "running", None, None
+    if watched.interrupted:
+        return "failed", "killed", _GONE
+    if watched.state is None:  # of a version that wrote none
+        return "paused", None, None
+    return _OF_RUNS[watched.state.state], watched.state.code or None, watched.state.detail or None
 
 
 def refuse_unended(job: JobRow) -> None:

@@ -1,11 +1,13 @@
 """Checkpoint folders: which stand, which is the best, and what they take of the disk."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from sqlalchemy import delete, insert, select
 
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.store.database import Store
+from trainer_backend.store.rows import CheckpointRow
 from trainer_backend.store.tables import Checkpoint
 from trainer_backend.store.writing import job_number
 
@@ -20,22 +22,22 @@ def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:
         stored = {row.folder: row.best for row in connection.execute(query)}
     if stored == {path.name: path == best for _, path in found}:
         return False
-    rows = [
-        {
-            "job": job,
-            "folder": path.name,
-            "iteration": iteration,
-            "best": path == best,
-            "bytes": _size(path),
-        }
-        for iteration, path in found
-    ]
+    rows = [{"job": job, **asdict(row)} for row in checkpoint_rows(folder)]
     with store.writing() as connection:
         job_number(connection, job_id, lock=True)
         connection.execute(delete(Checkpoint).where(Checkpoint.job == job))
         if rows:
             connection.execute(insert(Checkpoint), rows)
     return True
+
+
+def checkpoint_rows(folder: Path) -> list[CheckpointRow]:
+    """Whole checkpoints, oldest first."""
+    best = best_checkpoint(folder)
+    return [
+        CheckpointRow(path.name, iteration, path == best, _size(path))
+        for iteration, path in whole_checkpoints(folder)
+    ]
 
 
 def _size(folder: Path) -> int:

@@ -4,15 +4,13 @@ from datetime import datetime
 
 from trainer_backend.rundir.state import Watched
 from trainer_backend.store.jobs import Changes
-from trainer_backend.store.rows import ENDED, JobRow, JobState
-
-_STATES: dict[str, JobState] = {"ended": "succeeded", "stopped": "paused", "failed": "failed"}
-_GONE = "its process ended without a word; turnwise train --resume goes on"
+from trainer_backend.store.rows import ENDED, JobRow
+from trainer_backend.store.states import state_of_run
 
 
 def changes_for_found(job: JobRow, watched: Watched, now: datetime) -> Changes | None:
     """What to change in its row; None: it is as the row says."""
-    state, code, detail = _found(watched)
+    state, code, detail = state_of_run(watched)
     if (job.state, job.code, job.detail) == (state, code, detail):
         return None
     changes: Changes = {"state": state, "code": code, "detail": detail}
@@ -20,14 +18,3 @@ def changes_for_found(job: JobRow, watched: Watched, now: datetime) -> Changes |
     if state == "running" and job.started is None:
         changes["started"] = now
     return changes
-
-
-def _found(watched: Watched) -> tuple[JobState, str | None, str | None]:
-    if watched.holder is not None:
-        return "running", None, None
-    if watched.interrupted:
-        return "failed", "killed", _GONE
-    if watched.state is None:  # of a version that wrote none
-        return "paused", None, None
-    state = _STATES[watched.state.state]
-    return state, watched.state.code or None, watched.state.detail or None

@@ -1,8 +1,6 @@
 """What a report and a table tell of a mixture, on figures worked by hand."""
 
 import io
-import re
-from html import unescape
 
 import pytest
 from rich.console import Console
@@ -10,12 +8,12 @@ from rich.console import Console
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import COW, FIRST, TABLE, WOOD, empty_run, evaluation_row, rollout
 from tests.trainer_backend.report.hand_made import iteration_row as row_of_actor
-from tests.trainer_backend.report.test_report import no_frames, told
+from tests.trainer_backend.report.test_report import charts, no_frames, told
 from trainer_backend.report.compare import write_comparison
 from trainer_backend.report.comparison import read_sides, setting_differences
-from trainer_backend.report.mixture import mixture_lines, mixture_settings
-from trainer_backend.report.stored_episodes import outcome_of_groups, reward_by_turn
+from trainer_backend.report.stored_episodes import reward_by_turn
 from trainer_backend.report.story import read_story
+from trainer_backend.report.summary import figure_lines
 from trainer_backend.report.write import write_report
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.terminal.progress import ConsoleReporter
@@ -78,13 +76,11 @@ def run(tmp_path):
 
 def test_stored_episodes_of_a_fixed_policy_stand_in_no_curve_of_the_actor(run):
     path = run.rollouts_file("iteration_2")
-    assert outcome_of_groups(path, "tiny").mean == 0.5, "1 in one group, 0 in the other"
     assert reward_by_turn([path], "tiny") == [2.0, 0.25]
-    assert outcome_of_groups(run.rollouts_file("iteration_1"), "tiny") is None
 
 
 def test_each_policy_is_told_with_its_episodes_its_outcome_and_how_much_they_counted(run):
-    lines = dict(mixture_lines(read_story(run)))
+    lines = dict(figure_lines(read_story(run)))
     assert lines["training episodes by 'actor'"] == "2, 1.00 unique achievements on average"
     # 4 episodes of 3 and 2 of 6 are 4 on average; (4 * 50 % + 2 * 20 %) / 6 = 40 %
     assert lines["training episodes by 'fixed'"] == (
@@ -92,28 +88,22 @@ def test_each_policy_is_told_with_its_episodes_its_outcome_and_how_much_they_cou
     )
 
 
-def test_the_settings_name_the_fixed_policy_and_the_schedule():
-    assert mixture_settings(JOB) == [
-        ("fixed policy 'fixed'", "teacher; objective = decoupled, behaviour_weight_cap = 4.0"),
-        ("rollout_allocation_schedule", "constant: alpha = 0.25, unit = rollout"),
-    ]
-    assert mixture_settings(tiny_job()) == []
-
-
 def test_the_report_lives_with_an_iteration_that_the_actor_did_not_play(run):
-    text = unescape(
-        told(re.sub(r"data:image/png;base64,[^\"]+", "", write_report(run, frames=no_frames).read_text()))
-    )
-    assert "training episodes, first and last iteration 1.00, 1.00 unique achievements" in text
-    assert "2 of 2 finished" in text
-    assert (run.report / "policies.png").read_bytes().startswith(b"\x89PNG")
+    html = write_report(run, frames=no_frames).read_text()
+    assert "2 of 2 iterations" in told(html)
+    found = charts(html)
+    by_policy = {curve["label"]: curve["y"] for curve in found["by_policy"]["curves"]}
+    assert by_policy == {"actor": [None, 1.0], "fixed": [3.0, 6.0]}
+    assert [curve["y"] for curve in found["counted"]["curves"]] == [[0.5, 0.2]]
 
 
 def test_a_run_of_a_fixed_policy_alone_has_no_curve_of_the_actor(tmp_path):
     run = empty_run(JOB, tmp_path / "run")
     run.append_metrics(rows()[0])
-    write_report(run, frames=no_frames)
-    assert {path.stem for path in run.report.glob("*.png")} & {"learning_curve", "reward_per_turn"} == set()
+    assert (
+        charts(write_report(run, frames=no_frames).read_text()).keys() & {"outcome", "reward_by_turn"}
+        == set()
+    )
     other = empty_run(tiny_job(), tmp_path / "other")
     write_comparison(read_sides([run.path, other.path]), tmp_path / "out")
 

@@ -1,5 +1,9 @@
+import base64
+import hashlib
 import io
+import json
 import re
+from html import unescape
 
 import pytest
 from PIL import Image
@@ -15,8 +19,6 @@ from trainer_backend.report.replay import Frame
 from trainer_backend.report.write import write_report
 from trainer_backend.running.train_command import tell_end
 
-CHARTS = {"learning_curve", "success_rates", "reward_per_turn", "update_health", "time_per_stage"}
-
 
 def no_frames(job, episode, turns):
     raise TaskAppError("no task app <here>")
@@ -30,7 +32,14 @@ def grey_frames(job, episode, turns):
 
 def told(html):
     """The page as a reader sees it: without tags, blanks folded."""
-    return " ".join(re.sub(r"<[^>]+>", " ", html).split())
+    shown = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S)
+    return " ".join(re.sub(r"<[^>]+>", " ", shown).split())
+
+
+def charts(html):
+    """The charts that a saved page draws, by key."""
+    (text,) = re.findall(r'<script type="application/json" id="saved-charts">(.*?)</script>', html, re.S)
+    return {chart["key"]: chart for chart in json.loads(text)}
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +50,12 @@ def report(tmp_path_factory):
 
 def test_the_figures_are_those_worked_by_hand(report):
     text = told(report.read_text())
-    assert "2 of 2 finished" in text
+    assert "2 of 2 iterations" in text
     assert "after iteration 0 (first) 0.50 unique" in text  # worlds with 1 and 0
     assert "after iteration 2 (best, last) 2.00 (95 %: 1.00 to 3.00) unique" in text
     # world 10: 3 - 1, world 11: 1 - 0; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
     assert "last minus first, world by world +1.50 (95 %: -4.85 to +7.85), 2 worlds" in text
-    assert "training episodes, first and last iteration 1.00, 2.00 unique" in text
+    assert "training unique achievements 2 1 at iteration 1" in text
     assert "iterations with any event reward 50%" in text
     assert "time, all stages 1 min 12 s" in text  # 2 x (20 + 1 + 5) + 2 x 10
 
@@ -82,13 +91,13 @@ def test_failures_are_counted_by_cause(report):
     text = told(report.read_text())
     assert "failed: inference_unavailable 4" in text
     assert "rollouts lost for good 2 of 14" in text  # 2 x (4 + 1) + 2 x 2
-    assert "ended by max decisions 100.0% of iteration 2" in text
+    assert charts(report.read_text())["endings"]["curves"][0]["label"] == "max decisions"
 
 
 def test_switches_and_seeds_are_told(report):
-    text = told(report.read_text())
-    assert "step_rewards_mode decision_stepwise" in text
-    assert "job seed 1" in text
+    text = unescape(told(report.read_text()))
+    assert 'step_rewards_mode = "decision_stepwise"' in text
+    assert "job.seed 1 0" in text  # chosen, and its default
     assert "4, seeds 1073741824 to 1073741827, temperature 1" in text
 
 
@@ -96,7 +105,7 @@ def test_the_best_episode_is_shown_decision_by_decision(report):
     html = report.read_text()
     assert "World 10, evaluation after iteration 2: 3 unique achievements in 3 decisions" in html
     for caption in ("0: the start", "1: collect wood", "2: eat cow", "3: place table"):
-        assert f"<span>{caption}</span>" in html
+        assert f"<figcaption>{caption}</figcaption>" in html
 
 
 def test_what_the_model_saw_is_escaped(report):
@@ -105,24 +114,32 @@ def test_what_the_model_saw_is_escaped(report):
     assert "&lt;script&gt;alert(&#39;saw&#39;)&lt;/script&gt;" in html
 
 
-def test_the_page_needs_no_other_file_and_every_picture_is_described(report):
+def test_the_page_needs_no_other_file_and_runs_nothing_but_its_own_scripts(report):
     html = report.read_text()
-    links = re.findall(r'\b(?:src|srcset|href)="([^"]{0,40})', html)
-    assert links
-    assert all(link.startswith("data:image/png;base64,") for link in links)
-    assert "http" not in re.sub(r'"data:[^"]+"', "", html)
-    images = re.findall(r"<img [^>]*>", html)
-    assert all(re.search(r'alt="[^"]{10,}"', image) for image in images)
+    assert [path.name for path in report.parent.iterdir()] == ["report.html"]
+    links = re.findall(r'\b(?:src|href)="([^"]{0,40})', html)
+    assert {link.split(",")[0] for link in links} == {"#main", "data:image/png;base64"}
+    assert not re.search(
+        r"\b(?:hx|data-live|data-charts)\b", html.partition("<body>")[2].partition("<script")[0]
+    )
+    assert all(re.search(r'alt="[^"]{10,}"', image) for image in re.findall(r"<img [^>]*>", html))
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', html)
+    policy = unescape(policy)
+    scripts = re.findall(r'<script(?: type="module")?>(.*?)</script>', html, re.S)
+    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert re.findall(r"script-src (.*?);", policy) == [" ".join(f"'sha256-{one}'" for one in digests)]
 
 
-def test_pictures_lie_beside_the_page_for_light_and_dark_and_are_not_blank(report):
-    found = {path.name for path in report.parent.glob("*.png")}
-    names = CHARTS | {"filmstrip"}
-    assert found == {f"{name}.png" for name in names} | {f"{name}.dark.png" for name in names}
-    for name in sorted(found):
-        picture = Image.open(report.parent / name).convert("RGB")
-        assert len(picture.getcolors(1 << 20)) > 20, name
-        assert picture.getpixel((0, 0)) == ((22, 27, 34) if "dark" in name else (255, 255, 255))
+def test_curves_by_decision_turn_are_those_worked_by_hand(report):
+    found = charts(report.read_text())
+    assert found["achieved_by_turn"]["unit"] == "decision turn"
+    assert [curve["y"] for curve in found["achieved_by_turn"]["curves"]] == [[1.0, 0.0], [2.0, 0.0]]
+    # two episodes of iteration 1: r_t of 1.0, 0.5 and of 3.0; in iteration 2 the first has 1.0, 1.0
+    first, last = found["reward_by_turn"]["curves"]
+    assert (first["label"], first["y"]) == ("iteration 1", [2.0, 0.25])
+    assert (last["label"], last["y"]) == ("iteration 2", [2.0, 0.5])
+    assert (found["outcome"]["x"], found["outcome"]["curves"][0]["y"]) == ([0, 1, 2], [None, 1.0, 2.0])
 
 
 def test_without_a_task_app_the_strip_is_missing_and_the_reason_is_told(tmp_path):
@@ -130,7 +147,6 @@ def test_without_a_task_app_the_strip_is_missing_and_the_reason_is_told(tmp_path
     html = write_report(run, frames=no_frames).read_text()
     assert "No pictures: no task app &lt;here&gt;" in html
     assert "collect wood" in html
-    assert not (run.report / "filmstrip.png").exists()
 
 
 def test_a_full_disk_is_told_with_the_folder(tmp_path):
@@ -142,15 +158,13 @@ def test_a_full_disk_is_told_with_the_folder(tmp_path):
 def test_a_run_that_has_only_begun_says_what_is_missing(tmp_path):
     run = empty_run(tiny_job(training__iterations=7), tmp_path / "run")
     text = told(write_report(run, frames=no_frames).read_text())
-    assert "0 of 7 finished" in text
+    assert "0 of 7 iterations" in text
     for missing in (
         "No evaluation has been done yet.",
         "No iteration has finished yet.",
-        "No stage has finished yet.",
         "No evaluation has stored an episode yet.",
     ):
         assert missing in text
-    assert not list(run.report.glob("*.png"))
 
 
 def test_metrics_without_their_rollout_files_still_make_a_report(tmp_path):

@@ -1,9 +1,6 @@
-import pytest
-
-from tests.trainer_backend.report.hand_made import COW, FIRST, LAST, TABLE, WOOD, rollout
+from tests.trainer_backend.report.hand_made import FIRST, LAST, WOOD, rollout
 from trainer_backend.report.stored_episodes import (
     best_episode,
-    outcome_of_groups,
     paired_difference,
     reward_by_turn,
 )
@@ -17,14 +14,6 @@ def failed(item):
 def stored(path, rollouts, credits=None):
     write_rollouts(path, rollouts, credits)
     return path
-
-
-def test_groups_are_the_independent_values_not_episodes(tmp_path):
-    # group means (1 + 3) / 2 = 2 and 1; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
-    siblings = [rollout(1, [WOOD]), rollout(1, [WOOD, COW, TABLE], sibling=1), rollout(2, [COW], group="g1")]
-    found = outcome_of_groups(stored(tmp_path / "a.parquet", [*siblings, failed(siblings[0])]), "tiny")
-    assert (found.mean, found.count) == (1.5, 2)
-    assert found.high == pytest.approx(1.5 + 12.706 * 0.5)
 
 
 def test_what_a_server_calls_its_model_takes_no_episode_from_the_actor(tmp_path):

@@ -1,7 +1,9 @@
-// Draws every figure.chart of a [data-charts] element from the JSON at its address, and draws it again when that changes.
+// Draws every figure.chart of a [data-charts] element from the JSON at its address, and draws it again when that changes;
+// in a saved page, from the JSON that stands in it.
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 5], [12, 4]];
 const BAND = 0.16, STACK = 0.38;
 const style = getComputedStyle(document.documentElement);
+let fine = 1; // how much larger than its place a plot is drawn: a style sheet makes it smaller again, for paper
 const colour = (name) => style.getPropertyValue(name).trim();
 const clear = (css, alpha) => {
   const [r, g, b] = [1, 3, 5].map((at) => parseInt(css.slice(at, at + 2), 16));
@@ -22,7 +24,7 @@ export function number(value, form) {
 // Colour and dashes go together: who cannot tell the colours apart has the dashes. Of one run they are the line's, of several the run's.
 function look(curve) {
   const sign = curve.run || curve.line;
-  return { stroke: colour(`--s${sign % 6}`), dash: DASHES[sign % 6] };
+  return { stroke: colour(`--s${sign % 6}`), dash: DASHES[(sign + Math.floor(sign / 6)) % 6] };
 }
 
 function columns(chart) {
@@ -33,8 +35,9 @@ function columns(chart) {
     let y = curve.y;
     if (chart.stacked) y = below = y.map((value, at) => below[at] + (value ?? 0));
     series.push({
-      label: curve.label, stroke, dash, width: 1.6, spanGaps: true,
-      points: { show: curve.dots || chart.x.length === 1, size: 6, fill: curve.dots ? colour("--raised") : stroke, stroke },
+      label: curve.label, stroke, dash: dash.map((length) => length * fine), width: 1.6 * fine, spanGaps: true,
+      points: { show: curve.dots || chart.x.length === 1, size: 6 * fine, fill: curve.dots ? colour("--raised") : stroke, stroke },
+      ...(chart.scatter && { paths: () => null, points: { show: true, size: 3 * fine, fill: stroke, width: 0 } }),
       ...(chart.stacked && { fill: clear(stroke, STACK) }),
     });
     data.push(y);
@@ -57,17 +60,17 @@ function range(plot, low, high) {
 }
 
 function options(figure, chart, series, bands, width, height) {
-  const axis = { stroke: colour("--soft"), font: "11px system-ui, sans-serif", ticks: { show: false },
-    grid: { stroke: colour("--grid"), width: 1 } };
+  const axis = { stroke: colour("--soft"), font: `${11 * fine}px system-ui, sans-serif`, ticks: { show: false },
+    gap: 4 * fine, grid: { stroke: colour("--grid"), width: fine } };
   const whole = (plot, splits) => splits.map((at) => (Number.isInteger(at) ? at : ""));
   return {
-    width, height, series, bands, legend: { show: false }, padding: [8, 8, 0, 0],
+    width: width * fine, height: height * fine, series, bands, legend: { show: false }, padding: [8 * fine, 8 * fine, 0, 0],
     scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range } },
     axes: [
-      { ...axis, size: 24, gap: 4, values: whole },
-      { ...axis, size: (plot, values) => 10 + 6.4 * Math.max(2, ...(values ?? []).map((one) => String(one).length)), gap: 4, values: (plot, splits) => splits.map((at) => number(at, chart.form === "percent" ? "percent" : "")) },
+      { ...axis, space: 50 * fine, size: 24 * fine, values: chart.scatter ? (plot, splits) => splits.map((at) => number(at)) : whole },
+      { ...axis, space: 30 * fine, size: (plot, values) => fine * (10 + 6.4 * Math.max(2, ...(values ?? []).map((one) => String(one).length))), values: (plot, splits) => splits.map((at) => number(at, chart.form === "percent" ? "percent" : "")) },
     ],
-    cursor: { y: false, sync: { key: "run", scales: ["x", null] }, points: { size: 6 }, drag: { x: true, y: false } },
+    cursor: { y: false, sync: { key: chart.unit, scales: ["x", null] }, points: { size: 6 }, drag: { x: true, y: false } },
     hooks: { setCursor: [(plot) => tell(figure, plot.cursor.idx)] },
   };
 }
@@ -83,7 +86,7 @@ function tell(figure, index) {
     cell.textContent = number(chart.stacked ? value ?? 0 : value, chart.form); // a part that is not told of is 0
   });
   const where = figure.querySelector(".where");
-  if (where) where.textContent = index === null || index === undefined ? "" : `iteration ${chart.x[at]}`;
+  if (where) where.textContent = index === null || index === undefined ? "" : `${chart.unit} ${chart.x[at]}`;
 }
 
 function legend(figure, chart) {
@@ -110,7 +113,7 @@ function legend(figure, chart) {
   });
   const where = document.createElement("li");
   where.className = "where soft";
-  list.replaceChildren(...items, where);
+  list.replaceChildren(...(chart.scatter ? [] : items), where); // a point has its name in the title
 }
 
 function draw(figure, chart) {
@@ -150,13 +153,13 @@ function walk(event) {
   const index = Math.min(last, Math.max(0, (plot.cursor.idx ?? (step < 0 ? last + 1 : -1)) + step));
   plot.setCursor({ left: plot.valToPos(chart.x[index], "x"), top: 10 });
   const told = chart.curves.map((curve) => `${curve.label} ${number(curve.y[index], chart.form)}`);
-  figure.querySelector("[aria-live]").textContent = `iteration ${chart.x[index]}: ${told.join(", ")}`;
+  figure.querySelector("[aria-live]").textContent = `${chart.unit} ${chart.x[index]}: ${told.join(", ")}`;
 }
 
 const resized = new ResizeObserver((entries) => {
   for (const { target } of entries) {
     const known = plots.get(target.closest("figure.chart"));
-    if (known && target.clientWidth && target.clientWidth !== known.plot.width) known.plot.setSize({ width: target.clientWidth, height: target.clientHeight });
+    if (known && fine === 1 && target.clientWidth && target.clientWidth !== known.plot.width) known.plot.setSize({ width: target.clientWidth, height: target.clientHeight });
   }
 });
 
@@ -165,6 +168,12 @@ export async function refresh(room) {
   const answer = await fetch(room.dataset.charts, { headers: { Accept: "application/json" } });
   if (!answer.ok) throw new Error(`${room.dataset.charts}: ${answer.status}`);
   const { charts } = await answer.json();
+  const complete = showAll(room, charts);
+  room.setAttribute("aria-busy", "false");
+  return complete;
+}
+
+function showAll(room, charts) {
   let complete = true;
   for (const chart of charts) {
     const figure = room.querySelector(`[data-chart="${CSS.escape(chart.key)}"]`);
@@ -172,11 +181,20 @@ export async function refresh(room) {
     if (!plots.has(figure)) resized.observe(figure.querySelector(".plot"));
     goOn(figure, chart);
   }
-  room.setAttribute("aria-busy", "false");
   return complete;
 }
 
 document.addEventListener("keydown", walk);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  for (const [figure, { chart }] of plots) draw(figure, chart);
-});
+const again = () => [...plots].forEach(([figure, { chart }]) => draw(figure, chart)); // of a copy: drawing puts a figure at the end
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+// On paper: dark on white, and finer than a screen.
+for (const [event, factor] of [["beforeprint", 3], ["afterprint", 1]]) {
+  addEventListener(event, () => {
+    fine = factor;
+    document.documentElement.toggleAttribute("data-print", factor > 1);
+    again();
+  });
+}
+
+const saved = document.getElementById("saved-charts");
+if (saved) showAll(document, JSON.parse(saved.textContent));
