@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from demo_iteration import QUICK, played
 
 from shared_schemas.rollouts import Rollout
-from trainer_backend.credit import credit, credits_of
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.jobfile.schema import JobConfig
 
 LIMIT = 0.0015
@@ -59,8 +59,8 @@ def memory_growth(job: JobConfig, rollouts: Sequence[Rollout]) -> tuple[float, f
     groups = sorted({rollout.group_id for rollout in rollouts})
     some = set(groups[: max(1, len(groups) // 4)])
     quarter = [rollout for rollout in rollouts if rollout.group_id in some]
-    whole = peak_bytes(lambda: credit(job, rollouts)) / decisions(rollouts)
-    return whole, whole / (peak_bytes(lambda: credit(job, quarter)) / decisions(quarter))
+    whole = peak_bytes(lambda: CreditAssignment.of(job).credit(rollouts)) / decisions(rollouts)
+    return whole, whole / (peak_bytes(lambda: CreditAssignment.of(job).credit(quarter)) / decisions(quarter))
 
 
 def decisions(rollouts: Sequence[Rollout]) -> int:
@@ -76,9 +76,11 @@ def main() -> int:
     rollouts = [item for item in found.rollouts if item.trajectory is not None]
     own, gigpo = found.job, with_estimator(found.job, "gigpo")
     took = {
-        f"all of credit, {own.algorithm.advantage}": least_s(lambda: credit(own, rollouts)),
-        "of that rewards and advantages": least_s(lambda: credits_of(own, rollouts)),
-        "all of credit, gigpo": least_s(lambda: credit(gigpo, rollouts)),
+        f"all of credit, {own.algorithm.advantage}": least_s(
+            lambda: CreditAssignment.of(own).credit(rollouts)
+        ),
+        "of that rewards and advantages": least_s(lambda: CreditAssignment.of(own).credits(rollouts)),
+        "all of credit, gigpo": least_s(lambda: CreditAssignment.of(gigpo).credit(rollouts)),
     }
     print(f"an iteration of {decisions(rollouts)} decisions took {found.cpu_s:.2f} s of CPU time")
     for name, seconds in took.items():

@@ -43,7 +43,7 @@ from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.mixture_history import past_of
 from trainer_backend.core.segments import segments_of
-from trainer_backend.credit import credit
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.job import load_job
 from trainer_backend.jobfile.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.jobfile.schema import JobConfig, ModelTable
@@ -55,7 +55,6 @@ from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.running.mixture import rollout_metrics
 from trainer_backend.running.start import run_job
-from trainer_backend.sampled_by import by_actor
 
 LIMIT = 0.01
 LONG = 1_000  # iterations
@@ -121,11 +120,12 @@ def added(found: Played) -> dict[str, float]:
     plan, plain = Planner(job, "run", asked, fixed=fixed), Planner(alone, "run", asked)
     adaptive = AllocationTable(type="adaptive", alpha_0=0.5, unit="rollout")
     learning = job.model_copy(update={"rollout_allocation_schedule": adaptive})
-    requests, credits = plan.training(1), credit(job, rollouts).credits
+    requests, credits = plan.training(1), CreditAssignment.of(job).credit(rollouts).credits
 
     def apart() -> None:
-        by_actor(job, rollouts)
-        rollout_metrics(job, (), 1, asked=requests, rollouts=rollouts, credits=credits)
+        policies = CreditAssignment.of(job).policies
+        policies.by_actor(rollouts)
+        rollout_metrics(policies, plan.schedule, 1, asked=requests, rollouts=rollouts, credits=credits)
 
     def looking_back(file: Path) -> None:
         past = past_of(read_lines(file), ["fixed"])

@@ -31,7 +31,7 @@ from demo_iteration import played
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.one_row import one_row
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.credit import credit
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.learner.attention import attention_for
 from trainer_backend.learner.by_length import groups_of
 from trainer_backend.learner.device import place
@@ -52,7 +52,7 @@ class Sizes:
 def crafter() -> tuple[list[Segment], Sizes]:
     """Every decision of an iteration of the demo, collected by its own job."""
     found = played()
-    episodes = credit(found.job, found.rollouts).episodes
+    episodes = CreditAssignment.of(found.job).credit(found.rollouts).episodes
     table = found.job.training
     sizes = Sizes(table.batch_decisions, table.row_tokens, table.micro_batch_tokens)
     return [segment for episode in episodes for segment in episode.segments], sizes

@@ -72,7 +72,7 @@ def costs(found: Played, run: RunDirectory) -> dict[str, Cost]:
         begun.remove()
 
     iterations, updates = itertools.count(2), itertools.count(2)
-    saving = Saving(found.job, run, learner)
+    saving = Saving(found.job.training, found.job.evaluation, run, learner)
 
     def checkpoint() -> None:
         saving.write(Progress(next(iterations), 1, 13))

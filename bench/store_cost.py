@@ -23,7 +23,7 @@ from pathlib import Path
 
 from demo_iteration import QUICK, Played, played
 
-from trainer_backend.credit import credit
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.ledger import Consumed, append_consumed
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
@@ -58,7 +58,7 @@ def measured(
 ) -> tuple[float, float]:
     """Seconds of the sync that brings an iteration, and of one that finds nothing."""
     job, _ = jobs.create(store, jobs.NewJob("demo", config="", home="bench", run_dir=run.path))
-    credits = list(credit(found.job, found.rollouts).credits)
+    credits = list(CreditAssignment.of(found.job).credit(found.rollouts).credits)
     for iteration in range(1, ITERATIONS + 1):
         finish(run, found, iteration, credits)
     sync_run(store, job.id, run)

@@ -13,7 +13,7 @@ from trainer_backend.collect.collector import Collection, joined
 from trainer_backend.core.branching import by_parent
 from trainer_backend.core.critic import firsts
 from trainer_backend.core.statistics import staleness_metrics
-from trainer_backend.credit import NOTHING, Credited, Measured, credit, final_views, segments_by_rollout
+from trainer_backend.credit import NOTHING, Credited, Measured
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.evaluation.metrics import (
     collection_metrics,
@@ -21,13 +21,12 @@ from trainer_backend.evaluation.metrics import (
     finished_trajectories,
     refuse_empty,
 )
-from trainer_backend.plugins import estimator
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.ledger import Consumed, append_consumed
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import Spool
 from trainer_backend.running.collecting import collected
-from trainer_backend.running.gathered import Gathered, gathered_metrics, inference_metrics
+from trainer_backend.running.gathered import IterationResult, inference_metrics, iteration_metrics
 from trainer_backend.running.mixture import (
     refuse_other_sampler,
     refuse_silent_policy,
@@ -36,7 +35,6 @@ from trainer_backend.running.mixture import (
 )
 from trainer_backend.running.run import Run
 from trainer_backend.running.saving import Saving
-from trainer_backend.sampled_by import by_actor
 
 __all__ = ["Run", "train", "work_left"]
 
@@ -50,7 +48,7 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
     so what is saved is always the end of an iteration. That holds for errors of rollouts and updates too.
     """
-    saving = Saving(run.job, run.directory, run.learner)
+    saving = run.saving()
     await run.server.publish(progress.policy_version)
     saving.mark_best()  # a kill may have come between an evaluation and this
     while True:
@@ -60,15 +58,15 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
             if saving.evaluation_due(progress):
                 await _evaluate(run, saving, progress, stop)
             ends = progress.iteration >= run.job.training.iterations or stop.is_set()
-            gathered = None if ends else await _gather(run, saving, progress, stop)
+            result = None if ends else await _collected(run, saving, progress, stop)
         except TrainerError:
             await saving.save(progress)
             raise
-        if gathered is None:
+        if result is None:
             await saving.save(progress)
             return progress
         try:
-            progress = await _learn(run, saving, progress, gathered)
+            progress = await _learn(run, saving, progress, result)
         except UpdateStopped as error:
             if not error.steps_taken:  # else the weights are those of no iteration's end
                 await saving.save(progress)
@@ -77,123 +75,157 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
 
 def work_left(run: Run, progress: Progress) -> bool:
     """Whether a resumed run would have something to do."""
-    saving = Saving(run.job, run.directory, run.learner)
+    saving = run.saving()
     return progress.iteration < run.job.training.iterations or saving.evaluation_due(progress)
 
 
-async def _gather(run: Run, saving: Saving, progress: Progress, stop: asyncio.Event) -> Gathered | None:
-    """Stops 2 to 10; None when it was stopped while it collected.
+class Iteration:
+    """Stops 2 to 10 of an iteration, a round of rollouts at a time: collected, credited, stored.
 
     What a round brought is stored before the task apps forget it and before another round is asked for.
+
+    Args:
+        progress: where the iteration begins.
+        resumable: the weights of now are saved, so that a later start could go on with these rollouts.
     """
-    started, iteration = time.monotonic(), progress.iteration + 1
-    rounds: list[Collection] = []
-    branched: list[Collection] = []
-    measured = NOTHING
-    collect_s, before = 0.0, run.server.totals()
-    refilled, planner = 0, run.planner
-    requests = planner.training(iteration)  # 2, 3
-    wanted: list[RolloutRequest] = []
-    spool = None
-    if saving.is_saved(progress.iteration):  # else no start would have these weights again
-        spool = run.spool(f"iteration_{iteration}", requests, progress.policy_version)
-    while True:
-        wanted += requests
-        asked = time.monotonic()
-        found = await _collect(
-            run, requests, _stage("collect", iteration, len(rounds)), spool, stop
-        )  # 4 to 6
-        if found is None:
-            return None
-        new = planner.branches(found.rollouts)  # 3; none, but for an estimator that asks for them
+
+    def __init__(self, run: Run, progress: Progress, *, resumable: bool) -> None:
+        self._run, self._started = run, time.monotonic()
+        self.number = progress.iteration + 1
+        self._name = f"iteration_{self.number}"
+        self._totals, self._planner, self._credit = run.server.totals(), run.planner, run.credit
+        self._requests = self._planner.training(self.number)  # 2, 3
+        self._all_requests: list[RolloutRequest] = []
+        self._spool = run.spool(self._name, self._requests, progress.policy_version) if resumable else None
+        self._rounds: list[Collection] = []
+        self._branches: list[Collection] = []
+        self._measured, self._credited = NOTHING, Credited([], [], {}, [])
+        self._refilled, self._collect_s = 0, 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has a round, and no other is to be asked for in place of flat groups."""
+        most = self._run.job.training.refill_rounds
+        return bool(self._rounds) and (not self._missing or len(self._rounds) > most)
+
+    @property
+    def _missing(self) -> int:
+        return len(self._credited.flat) - self._refilled
+
+    async def add_round(self, stop: asyncio.Event) -> bool:
+        """Collect the next round, credit all rounds anew, and store them; False where a stop came first."""
+        run, refills = self._run, len(self._rounds)
+        if refills:
+            missing = self._missing
+            self._requests = self._planner.refill(self.number, refills, missing, refilled=self._refilled)
+            self._refilled += missing
+        self._all_requests += self._requests
+        began, stage = time.monotonic(), _stage("collect", self.number, refills)
+        collection = await _collect(run, self._requests, stage, self._spool, stop)  # 4 to 6
+        if collection is None:
+            return False
+        new = self._planner.branches(collection.rollouts)  # 3; none, but for an estimator that asks for them
         if new:  # what goes wrong with them loses no parent
-            _store(run, f"iteration_{iteration}", joined([*rounds, found]), None, measured)
-        beside = await _collect(run, new, _stage("branches", iteration, len(rounds)), spool, stop)  # 4 to 6
-        if beside is None:
+            _store(run, self._name, joined([*self._rounds, collection]), None, self._measured)
+        stage = _stage("branches", self.number, refills)
+        branches = await _collect(run, new, stage, self._spool, stop)  # 4 to 6
+        if branches is None:
+            return False
+        self._collect_s += time.monotonic() - began
+        self._rounds.append(collection)
+        self._branches.append(branches)
+        await self._credit_and_store(collection)  # 7 to 10
+        await run.collector.ack(run.run_id, [*collection.all, *branches.all])
+        return True
+
+    def result(self) -> IterationResult:
+        """What all rounds came to."""
+        collection, credited = joined(self._rounds), self._credited
+        trajectories = finished_trajectories(collection.rollouts, self._name)
+        inferred = inference_metrics(self._totals, self._run.server.totals())
+        ended = time.monotonic()
+        mixture = rollout_metrics(
+            self._credit.policies, self._planner.schedule, self.number,
+            asked=self._all_requests, rollouts=collection.rollouts, credits=credited.credits,
+        )  # fmt: skip
+        return IterationResult(
+            collection=collection,
+            branches=joined(self._branches),
+            trajectories=trajectories,
+            credited=credited,
+            inference=inferred,
+            refilled=self._refilled,
+            started=self._started,
+            collect_s=self._collect_s,
+            ended=ended,
+            mixture=mixture,
+        )
+
+    async def _credit_and_store(self, newest: Collection) -> None:
+        """Rollouts that cannot be credited are stored too: what was wrong with them can be looked at."""
+        collection, branches = joined(self._rounds), joined(self._branches)
+        policies = self._credit.policies
+
+        def keep(credits: Sequence[Credit] | None) -> None:
+            if self._credit.estimator.needs_branches:  # so also that none was played
+                _store(self._run, f"branches_{self.number}", branches, None, self._measured)
+            _store(self._run, self._name, collection, credits, self._measured)
+
+        try:
+            # First: of an iteration that is a fixed policy's own, it is the cause.
+            refuse_silent_policy(policies, self._requests, newest)
+            refuse_other_sampler(policies, self._requests, newest)
+            refuse_unreadable_policy(policies, newest)
+            refuse_empty(collection, self._name.replace("_", " "))
+            self._measured = await self._measure(collection, branches)  # 7, 8
+            self._credited = self._credit.credit(collection.rollouts, self._measured)  # 7, 9, 10
+        except TrainerError:
+            keep(None)
+            raise
+        keep(self._credited.credits)
+
+    async def _measure(self, collection: Collection, branches: Collection) -> Measured:
+        """Stop 8, where the estimator or the rewards of the job need it: of what is not measured yet."""
+        known, credit, learner = self._measured, self._credit, self._run.learner
+        values, after, scored = dict(known.values), dict(known.after or {}), dict(known.scored)
+        if credit.estimator.needs_values:
+            new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
+            episodes, views = credit.segments(new), credit.final_views(new)
+            states = {f"{name}{_AFTER}": [view] for name, view in views.items()}
+            scores = await asyncio.to_thread(learner.values, episodes | states)
+            values |= {name: scores[name] for name in episodes}
+            after |= {name: firsts(scores[f"{name}{_AFTER}"])[0] for name in views}
+        if credit.rewards.pays_kl:
+            rollouts = (*collection.rollouts, *branches.rollouts)
+            new = [rollout for rollout in rollouts if rollout.rollout_id not in scored]
+            tokens = await asyncio.to_thread(learner.score, credit.segments(new))
+            lengths = {
+                item.rollout_id: len(item.trajectory.steps) for item in new if item.trajectory is not None
+            }
+            scored |= {name: item.over(lengths[name]) for name, item in tokens.items()}
+        return Measured(values, after, by_parent(branches.rollouts), scored)
+
+
+async def _collected(
+    run: Run, saving: Saving, progress: Progress, stop: asyncio.Event
+) -> IterationResult | None:
+    """Stops 2 to 10; None where a stop came first."""
+    iteration = Iteration(run, progress, resumable=saving.is_saved(progress.iteration))
+    while not iteration.is_complete:
+        if not await iteration.add_round(stop):
             return None
-        collect_s += time.monotonic() - asked
-        rounds.append(found)
-        branched.append(beside)
-        collection, branches = joined(rounds), joined(branched)
-        credited, measured = await _credited(
-            run, iteration, collection, branches, measured, asked=requests, found=found
-        )  # 7 to 10
-        await run.collector.ack(run.run_id, [*found.all, *beside.all])
-        missing = len(credited.flat) - refilled
-        if not missing or len(rounds) > run.job.training.refill_rounds:
-            break
-        requests = planner.refill(iteration, len(rounds), missing, refilled=refilled)
-        refilled += missing
-    trajectories = finished_trajectories(collection.rollouts, f"iteration_{iteration}")
-    inferred = inference_metrics(before, run.server.totals())
-    ended = time.monotonic()
-    mixture = rollout_metrics(
-        run.job, planner.history, iteration,
-        asked=wanted, rollouts=collection.rollouts, credits=credited.credits,
-    )  # fmt: skip
-    return Gathered(
-        collection, branches, trajectories, credited, inferred, refilled, started, collect_s, ended, mixture
-    )
+    return iteration.result()
 
 
-async def _credited(
-    run: Run, iteration: int, collection: Collection, branches: Collection, known: Measured,
-    *, asked: Sequence[RolloutRequest], found: Collection,
-) -> tuple[Credited, Measured]:  # fmt: skip
-    """Credit the rollouts and store them; stored they are also when they cannot be credited.
-
-    `known` was measured of those of earlier rounds; with that of this one it is given back. `asked` are the
-    requests of this round, and `found` what came of them.
-    """
-    name, measured = f"iteration_{iteration}", known
-
-    def keep(credits: Sequence[Credit] | None) -> None:
-        if estimator(run.job.algorithm.advantage).needs_branches:  # so also that none was played
-            _store(run, f"branches_{iteration}", branches, None, measured)
-        _store(run, name, collection, credits, measured)
-
-    try:
-        refuse_silent_policy(run.job, asked, found)  # first: of an iteration that is its own, it is the cause
-        refuse_other_sampler(run.job, asked, found)
-        refuse_unreadable_policy(run.job, found)
-        refuse_empty(collection, name.replace("_", " "))
-        measured = await _measured(run, collection, branches, known)  # 7, 8
-        credited = credit(run.job, collection.rollouts, measured)  # 7, 9, 10
-    except TrainerError:
-        keep(None)  # what was wrong with them can be looked at
-        raise
-    keep(credited.credits)
-    return credited, measured
-
-
-async def _measured(run: Run, collection: Collection, branches: Collection, known: Measured) -> Measured:
-    """Stop 8, where the estimator or the rewards of the job need it: of what is not `known`."""
-    values, after, scored = dict(known.values), dict(known.after or {}), dict(known.scored)
-    if estimator(run.job.algorithm.advantage).needs_values:
-        new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
-        episodes, views = segments_by_rollout(run.job, new), final_views(run.job, new)
-        states = {f"{name}{_AFTER}": [view] for name, view in views.items()}
-        scores = await asyncio.to_thread(run.learner.values, episodes | states)
-        values |= {name: scores[name] for name in episodes}
-        after |= {name: firsts(scores[f"{name}{_AFTER}"])[0] for name in views}
-    if run.job.training.kl_reward_coef > 0:
-        rollouts = (*collection.rollouts, *branches.rollouts)
-        new = [rollout for rollout in rollouts if rollout.rollout_id not in scored]
-        found = await asyncio.to_thread(run.learner.score, segments_by_rollout(run.job, new))
-        lengths = {item.rollout_id: len(item.trajectory.steps) for item in new if item.trajectory is not None}
-        scored |= {name: item.over(lengths[name]) for name, item in found.items()}
-    return Measured(values, after, by_parent(branches.rollouts), scored)
-
-
-async def _learn(run: Run, saving: Saving, progress: Progress, gathered: Gathered) -> Progress:
+async def _learn(run: Run, saving: Saving, progress: Progress, result: IterationResult) -> Progress:
     """Stops 11 to 13: the update, the new weights served, what it consumed, the row of metrics."""
     iteration = progress.iteration + 1
     started = time.monotonic()
     run.reporter.stage(f"update {iteration}", 0, 1)
-    update = await _updated(run, gathered, iteration)  # 8 (log-probs), 11
+    update = await _updated(run, result, iteration)  # 8 (log-probs), 11
     updated = time.monotonic()
     steps = int(update["optim/steps"])
-    own = by_actor(run.job, gathered.collection.rollouts)
+    own = run.credit.policies.by_actor(result.collection.rollouts)
     played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
     staleness = staleness_metrics(played, progress.policy_version)
     progress = replace(
@@ -207,7 +239,7 @@ async def _learn(run: Run, saving: Saving, progress: Progress, gathered: Gathere
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **gathered_metrics(run.job, gathered, ended=time.monotonic()),
+        **iteration_metrics(result, own, ended=time.monotonic()),
         **update,
         "policy/version": progress.policy_version,
         **staleness,
@@ -216,16 +248,16 @@ async def _learn(run: Run, saving: Saving, progress: Progress, gathered: Gathere
         "time/checkpoint_s": saving.take_seconds(),
         "recovery/resumes": float(run.resumes),
     }
-    consumed = tuple(episode.rollout_id for episode in gathered.credited.episodes)
+    consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
     append_consumed(run.directory.path, Consumed(iteration, progress.policy_version, consumed))
     run.directory.append_metrics(row)
     run.reporter.metrics(row)
     return progress
 
 
-async def _updated(run: Run, gathered: Gathered, iteration: int) -> dict[str, float]:
+async def _updated(run: Run, result: IterationResult, iteration: int) -> dict[str, float]:
     """Metrics of the update. Where every group was flat and is skipped, there is none to make."""
-    episodes = gathered.credited.episodes
+    episodes = result.credited.episodes
     if not episodes:
         run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")
         return {"optim/steps": 0.0, "optim/steps_skipped": 0.0}

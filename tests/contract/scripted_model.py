@@ -12,13 +12,13 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.services.policy_server import model_name
 from trainer_backend.services.task_apps import task_apps
 
 END = "<|end|>"
@@ -88,9 +88,9 @@ class ScriptedEngine:
 async def played(job: JobConfig, engine: ScriptedEngine, folder: Path) -> list[Rollout]:
     """The first iteration of the job, in the order of the plan."""
     key = SecretStr("scripted")
-    app = create_gateway({model_name(job): ServedPolicy(engine, engine.tokenizer)}, key=key)
+    app = create_gateway({model_of(job.job.name, ACTOR): ServedPolicy(engine, engine.tokenizer)}, key=key)
     with ServerThread(app, Listener("127.0.0.1", 0)) as url:
-        plan = Planner(job, "run", Inference(url, model_name(job), key)).training(1)
+        plan = Planner(job, "run", Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
         async with task_apps(job, folder / "task_app.log") as apps:
             found = await Collector(apps, timeout_s=100).collect(plan)
     assert not found.failed, found.failed

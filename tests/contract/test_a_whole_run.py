@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import rows_of, tiny_job, train_job
-from trainer_backend.credit import credit
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
 from trainer_backend.rundir.ledger import read_ledger
@@ -98,7 +98,7 @@ def test_the_rollouts_are_plain_parquet_with_the_credit_of_every_decision(traine
 def test_a_stored_rollout_is_credited_again_to_the_same_numbers(trained):
     directory, _, _ = trained
     path = directory.rollouts_file("iteration_2")
-    again = credit(directory.job(), read_rollouts(path))
+    again = CreditAssignment.of(directory.job()).credit(read_rollouts(path))
     rows = pq.read_table(path).to_pylist()
     stored = [[decision["advantage"] for decision in row["decisions"]] for row in rows]
     assert [list(item.advantages_T) for item in again.credits] == stored

@@ -18,6 +18,7 @@ from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import segments_of
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.jobfile.schema import JobConfig
@@ -27,7 +28,6 @@ from trainer_backend.models import build_preset, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.sampled_by import policy_by
 from trainer_backend.services.fixed_folders import checked_folders
 from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences
 from trainer_backend.services.policy_server import serving
@@ -106,8 +106,11 @@ def sampled(rollout: Rollout) -> list[float]:
 
 
 def by_policy(job: JobConfig, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    names = {policy_by(job, rollout) for rollout in rollouts}
-    return {name: [item for item in rollouts if policy_by(job, item) == name] for name in names}
+    names = {CreditAssignment.of(job).policies.policy_by(rollout) for rollout in rollouts}
+    return {
+        name: [item for item in rollouts if CreditAssignment.of(job).policies.policy_by(item) == name]
+        for name in names
+    }
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.errors import JobError
 from trainer_backend.recredit.estimators import recredited, stored_iterations
 from trainer_backend.rundir.rollout_files import finished_rows
@@ -26,7 +27,7 @@ def test_gigpo_compares_decisions_that_were_made_in_one_state(tmp_path: Path):
         assert decision["advantage"] == pytest.approx(joined)
     algorithm = job.algorithm.model_copy(update={"state_hashing_function": "text"})
     by_text = job.model_copy(update={"algorithm": algorithm})
-    found = recredited(by_text, stored_iterations(directory, []), ["gigpo"])
+    found = recredited(CreditAssignment.of(by_text), stored_iterations(directory, []), ["gigpo"])
     assert not found.refused, "the job stored the text's keys too"
 
 

@@ -13,7 +13,7 @@ from tests.trainer_backend.test_train import finished, run_of
 from trainer_backend.collect.collector import Collection
 from trainer_backend.core.errors import RewardError
 from trainer_backend.core.kl_reward import ScoredTokens
-from trainer_backend.credit import Measured, credit
+from trainer_backend.credit import CreditAssignment, Measured
 from trainer_backend.errors import TaskAppError
 from trainer_backend.protocols import Progress
 from trainer_backend.recredit.estimators import recredited, stored_iterations, stored_measured
@@ -91,7 +91,7 @@ def bare(requests: Sequence[RolloutRequest]) -> Collection:
 def again(run: Run) -> Any:
     """`branch` and `stepwise` of what is stored."""
     stored, beside = stored_iterations(run.directory, []), stored_measured(run.directory, [])
-    return recredited(run.job, stored, ["stepwise", "branch"], beside)
+    return recredited(CreditAssignment.of(run.job), stored, ["stepwise", "branch"], beside)
 
 
 async def test_an_iteration_in_which_no_chosen_decision_was_reached_is_recredited_beside_one_with_branches(
@@ -134,7 +134,7 @@ async def test_what_is_wrong_with_branches_refuses_their_estimator_alone(tmp_pat
     (name, by_turn), *_ = (beside[0].branches or {}).items()
     broken = {turn: [without_counters(item) for item in found] for turn, found in by_turn.items()}
     first = Measured(branches={**(beside[0].branches or {}), name: broken})
-    found = recredited(job, stored, ["stepwise", "branch"], [first, beside[1]])
+    found = recredited(CreditAssignment.of(job), stored, ["stepwise", "branch"], [first, beside[1]])
     assert found.refused.keys() == {"branch"} and "no decision_rewards" in found.refused["branch"]
     assert len(found.credits["stepwise"]) == 16
 
@@ -158,7 +158,7 @@ def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_
         for item in requests
     ]
     measured = Measured(scored={item.rollout_id: scored(item, 0.1 * n) for n, item in enumerate(rollouts)})
-    found = credit(run.job, rollouts, measured)
+    found = CreditAssignment.of(run.job).credit(rollouts, measured)
     others = list(dict.fromkeys(item.group_id for item in requests if item.group_id != spread))
     assert found.flat == others
     assert found.metrics["group/flat"] == len(others) > 0
@@ -172,4 +172,4 @@ def test_log_probs_of_another_number_of_decisions_are_refused_by_name(tmp_path: 
     of_all = {item.rollout_id: scored(item, 0.5) for item in rollouts}
     short = {rollouts[1].rollout_id: ScoredTokens([[-1.0]], [[-1.0]])}
     with pytest.raises(RewardError, match=r"train/1/0/1.*log-probs of 1 decisions, but it has 2"):
-        credit(run.job, rollouts, Measured(scored=of_all | short))
+        CreditAssignment.of(run.job).credit(rollouts, Measured(scored=of_all | short))

@@ -8,11 +8,10 @@ from shared_schemas.trajectory import PolicyLogprobs, Sampling, StopReason, User
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue
 from trainer_backend.core.errors import AdvantageError
-from trainer_backend.credit import Measured, credits_of, final_views
+from trainer_backend.credit import CreditAssignment, Measured
 from trainer_backend.errors import JobError
 from trainer_backend.job import parse_job
 from trainer_backend.plugins import ESTIMATORS
-from trainer_backend.sampled_by import final_view_by
 
 TURN_SCORES = {"training__step_rewards_enabled": True, "training__step_rewards_mode": "env_sparse"}
 
@@ -39,7 +38,7 @@ def two_dialogues():
 
 def credits(rollouts, **algorithm):
     keys = {f"algorithm__{key}": value for key, value in algorithm.items()}
-    return credits_of(tiny_job(**TURN_SCORES, **keys), rollouts)
+    return CreditAssignment.of(tiny_job(**TURN_SCORES, **keys)).credits(rollouts)
 
 
 GIGPO = {"advantage": "gigpo", "fnorm": "one", "gamma": 0.5, "omega": 0.5}
@@ -111,13 +110,13 @@ def with_tokens(calls, final_view=None):
 
 def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_begun():
     grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9,)))
-    view = final_view_by(tiny_job(), grown)
+    view = CreditAssignment.of(tiny_job()).policies.final_view_by(grown)
     assert view.token_ids == (1, 2, 3, 4, 5, 6, 7, 8, 9)
     assert view.sampled_positions == (8,), "the token after the whole prompt, that of no decision of its own"
     fresh = with_tokens([(0, (1, 2), (3,))], final_view=(0, (1, 4), (9,)))
-    assert final_view_by(tiny_job(), fresh).token_ids == (1, 4, 9)
-    assert final_view_by(tiny_job(), with_tokens([(0, (1, 2), (3,))])) is None
-    assert final_views(tiny_job(), [grown])["r/0"] == view
+    assert CreditAssignment.of(tiny_job()).policies.final_view_by(fresh).token_ids == (1, 4, 9)
+    assert CreditAssignment.of(tiny_job()).policies.final_view_by(with_tokens([(0, (1, 2), (3,))])) is None
+    assert CreditAssignment.of(tiny_job()).final_views([grown])["r/0"] == view
 
 
 def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked():
@@ -125,16 +124,16 @@ def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked
     keys = {"algorithm__advantage": "gae", "algorithm__gamma": 0.5, "algorithm__bootstrap_truncated": True}
     job, cut = tiny_job(**TURN_SCORES, **keys), with_tokens([(0, (1, 2), (3,))])
     values = {"r/0": [1.0]}
-    (found,) = credits_of(job, [cut], Measured(values, {"r/0": 4.0}))
+    (found,) = CreditAssignment.of(job).credits([cut], Measured(values, {"r/0": 4.0}))
     assert (found.advantages_T, found.returns_T, found.value_after) == ([1.0], [2.0], 4.0)
     silent = cut.trajectory.model_copy(update={"stop_reason": StopReason.MAX_USER_TURNS})
     for measured, rollout in (
         (Measured(values, {}), cut),  # the prompt did not fit
         (Measured(values, {"r/0": 4.0}), cut.model_copy(update={"trajectory": silent})),
     ):
-        assert credits_of(job, [rollout], measured)[0].advantages_T == [-1.0]
+        assert CreditAssignment.of(job).credits([rollout], measured)[0].advantages_T == [-1.0]
     with pytest.raises(AdvantageError, match="rollout r/0: no value of the state after its last decision"):
-        credits_of(job, [cut], Measured(values))
+        CreditAssignment.of(job).credits([cut], Measured(values))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trainer_backend.__main__ import app
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.recredit.command import recredit_run
@@ -75,8 +76,9 @@ def test_rollouts_that_were_played_with_rewards_off_are_credited_by_their_counte
         step.model_copy(update={"metadata": type(step.metadata)()}) for step in first.trajectory.steps
     )
     bare = first.model_copy(update={"trajectory": first.trajectory.model_copy(update={"steps": bare_steps})})
+    credit = CreditAssignment.of(job)
     with_records, without = (
-        recredited(job, [[rollout]], ["grpo"]).credits["grpo"][0].rewards_T for rollout in (first, bare)
+        recredited(credit, [[rollout]], ["grpo"]).credits["grpo"][0].rewards_T for rollout in (first, bare)
     )
     assert without == with_records
 

@@ -210,7 +210,7 @@ def _foreign_keys(config: JobConfig, bounds: Bounds) -> Iterator[str]:
     for home, variable in named:
         if variable is not None and variable not in bounds.key_variables:
             yield f"{home}.api_key_env names a variable that posted jobs may not read (--allow-key-variable)"
-    for host in (*hosts_to_call(config), *hosts_of_fixed_policies(config)):
+    for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.fixed_policies)):
         if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
             yield (
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "

@@ -8,14 +8,17 @@ from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Rollout, RolloutLimits, RolloutRequest, Start
-from trainer_backend.collect.samplers import Inference, model_config, samplers
-from trainer_backend.collect.sources import Origin, Source, group_name, largest_origin, source_of
+from trainer_backend.collect.samplers import Inference, model_config, samplers, schedule_of
+from trainer_backend.collect.sources import Origin, Source, group_name, source_of
+from trainer_backend.core.allocation import DrawnSchedule
 from trainer_backend.core.branching import branch_turns, invalid_before, seconds_before
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.dataset import DataSet
+from trainer_backend.jobfile.rollout_table import RolloutTable
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 
 __all__ = ["Inference", "Planner", "retried", "stored_state_keys"]
@@ -133,7 +136,7 @@ class Planner:
                 seed = derived_seed(self.job.job.seed, "evaluation", 0, group, 0)
                 sampling = self.job.sampling_of(None)
                 sampling = sampling.model_copy(update={"temperature": self.job.evaluation_temperature})
-                config = model_config(self.job, self._server(ACTOR), sampling, seed=seed)
+                config = model_config(self.job.multi_turn, self._server(ACTOR), sampling, seed=seed)
                 config |= self.job.rollout.policy_config
             config |= policy_config or {}
             requests.append(
@@ -149,12 +152,18 @@ class Planner:
         rollout, server = self.job.rollout, self._server(policy)
         table = None if policy == ACTOR else self.job.fixed(policy)
         seed = derived_seed(self.job.job.seed, *seed_parts)
-        config = model_config(self.job, server, self.job.sampling_of(table), seed=seed)
+        config = model_config(self.job.multi_turn, server, self.job.sampling_of(table), seed=seed)
         return _spec(rollout.policy_name, {**config, **rollout.policy_config}, server)
 
     def largest(self) -> RolloutRequest:
         """One of the row that takes the most room, of all that are trained or evaluated on."""
-        return self._groups("train", 1, [largest_origin(self.job, self.data)], siblings=1)[0]
+        return self._groups("train", 1, [self._source.largest()], siblings=1)[0]
+
+    @property
+    def schedule(self) -> DrawnSchedule | None:
+        """Who samples what; None where the job has no fixed policy."""
+        table, fixed = self.job.rollout_allocation_schedule, self.job.fixed_policies
+        return schedule_of(table, fixed, seed=self.job.job.seed, history=self.history)
 
     @property
     def _groups_per_iteration(self) -> int:
@@ -165,7 +174,9 @@ class Planner:
     ) -> list[RolloutRequest]:
         """A group on each origin; `siblings`: only so many of each, the first ones."""
         requests = []
-        chosen = samplers(self.job, self.history, stage, iteration, groups=len(origins), siblings=siblings)
+        table, size = self.job.rollout_allocation_schedule, siblings or self.job.training.group_size
+        unit = "iteration" if table is None else table.unit
+        chosen = samplers(self.schedule, unit, stage, iteration, groups=len(origins), siblings=size)
         for group, origin in enumerate(origins):
             for sibling, policy in enumerate(chosen[group]):
                 requests.append(
@@ -173,7 +184,7 @@ class Planner:
                         stage=stage, iteration=iteration, group=group, sibling=sibling, origin=origin,
                         policy=self.sampled_by(policy, stage, iteration, group, sibling),
                         step_rewards=self.job.training.step_rewards,
-                        state_keys=stored_state_keys(self.job),
+                        state_keys=stored_state_keys(self.job.algorithm, self.job.rollout),
                         snapshot_turns=self._snapshot_turns(stage, iteration, group, sibling),
                         final_view=self.job.algorithm.bootstrap_truncated,
                     )
@@ -282,10 +293,10 @@ def _spec(name: str, config: Mapping[str, Any], server: Inference | None) -> Pol
     )
 
 
-def stored_state_keys(job: JobConfig) -> tuple[str, ...]:
+def stored_state_keys(algorithm: AlgorithmTable, rollout: RolloutTable) -> tuple[str, ...]:
     """Those that the job names, and the one that its estimator compares decisions by."""
-    needed = estimator(job.algorithm.advantage).needs_state_keys
-    names = [*job.rollout.state_keys, *([job.algorithm.state_hashing_function] if needed else [])]
+    needed = estimator(algorithm.advantage).needs_state_keys
+    names = [*rollout.state_keys, *([algorithm.state_hashing_function] if needed else [])]
     return tuple(dict.fromkeys(names))
 
 

@@ -12,7 +12,8 @@ from trainer_backend.core.allocation import DrawnSchedule
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR, policy_of
 from trainer_backend.core.selection import ByReward, Selection, Weighted
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.mixture_table import AllocationTable, MixingUnit, RolloutOnlyTable
+from trainer_backend.jobfile.multi_turn_table import MultiTurnTable
 from trainer_backend.plugins import allocation
 
 
@@ -33,7 +34,9 @@ class Inference:
     asks: Mapping[str, Any] = field(default_factory=dict)
 
 
-def model_config(job: JobConfig, inference: Inference, sampling: Sampling, *, seed: int) -> dict[str, Any]:
+def model_config(
+    table: MultiTurnTable, inference: Inference, sampling: Sampling, *, seed: int
+) -> dict[str, Any]:
     """The config of a policy that asks a model."""
     return {
         "inference_url": inference.url,
@@ -42,15 +45,15 @@ def model_config(job: JobConfig, inference: Inference, sampling: Sampling, *, se
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": sampling.max_tokens,
-        **({"max_model_length": min(_lengths(job, inference))} if job.multi_turn.enable else {}),
+        **({"max_model_length": min(_lengths(table, inference))} if table.enable else {}),
         **inference.asks,
         "seed": seed,
     }
 
 
-def _lengths(job: JobConfig, inference: Inference) -> list[int]:
+def _lengths(table: MultiTurnTable, inference: Inference) -> list[int]:
     """That bound prompt and response; the model plans with the lower one, where it may ask."""
-    found = (job.multi_turn.max_model_length, inference.max_model_len)
+    found = (table.max_model_length, inference.max_model_len)
     return [length for length in found if length is not None]
 
 
@@ -59,13 +62,20 @@ def sampler_of(request: RolloutRequest) -> str:
     return policy_of(request.policy.config.get("model"))
 
 
-def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> DrawnSchedule | None:
+def schedule_of(
+    table: AllocationTable | None,
+    active: Sequence[RolloutOnlyTable],
+    *,
+    seed: int,
+    history: Sequence[Past] = (),
+) -> DrawnSchedule | None:
     """The schedule of a job; None where it has no fixed policy, and so no choice.
 
     Args:
+        active: its fixed policies.
+        seed: of the job.
         history: iterations that are over, for what looks back on them.
     """
-    table, active = job.rollout_allocation_schedule, job.fixed_policies
     if table is None or not active:
         return None
     plug = allocation(table.type)
@@ -73,41 +83,39 @@ def schedule_of(job: JobConfig, history: Sequence[Past] = ()) -> DrawnSchedule |
     selection: Selection = Weighted({item.name: item.weight for item in active})
     if table.selection == "reward":
         selection = ByReward([item.name for item in active], history)
-    return plug.schedule(keys, seed=job.job.seed, selection=selection, history=history)
+    return plug.schedule(keys, seed=seed, selection=selection, history=history)
 
 
-def looks_back(job: JobConfig) -> bool:
+def looks_back(table: AllocationTable | None) -> bool:
     """Whether its choices depend on what earlier iterations told."""
-    table = job.rollout_allocation_schedule
     return table is not None and (allocation(table.type).looks_back or table.selection == "reward")
 
 
 def samplers(
-    job: JobConfig,
-    history: Sequence[Past],
+    schedule: DrawnSchedule | None,
+    unit: MixingUnit,
     stage: str,
     iteration: int,
     *,
     groups: int,
-    siblings: int | None = None,
+    siblings: int,
 ) -> list[list[str]]:
     """[groups][siblings] who samples each rollout of a stage of an iteration, by the job's mixing unit.
 
     All of an iteration includes its refills; otherwise each group, or rollout, of a refill draws for itself.
 
     Args:
-        siblings: the first ones of each group; absent: all.
+        schedule: None: the actor samples all.
+        siblings: the first ones of each group.
     """
-    size, table = siblings or job.training.group_size, job.rollout_allocation_schedule
-    schedule = schedule_of(job, history)
-    if schedule is None or table is None:
-        return [[ACTOR] * size for _ in range(groups)]
-    if table.unit == "iteration":
-        return [[schedule.get_policy_choice(iteration)] * size] * groups
-    if table.unit == "group":
+    if schedule is None:
+        return [[ACTOR] * siblings for _ in range(groups)]
+    if unit == "iteration":
+        return [[schedule.get_policy_choice(iteration)] * siblings] * groups
+    if unit == "group":
         chosen = schedule.choices(iteration, [(stage, group) for group in range(groups)])
-        return [[policy] * size for policy in chosen]
+        return [[policy] * siblings for policy in chosen]
     chosen = schedule.choices(
-        iteration, [(stage, group, sibling) for group in range(groups) for sibling in range(size)]
+        iteration, [(stage, group, sibling) for group in range(groups) for sibling in range(siblings)]
     )
-    return [chosen[group * size : (group + 1) * size] for group in range(groups)]
+    return [chosen[group * siblings : (group + 1) * siblings] for group in range(groups)]

@@ -18,6 +18,7 @@ from trainer_backend.core.seeds import (
 )
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
+from trainer_backend.jobfile.data_table import DataTable
 from trainer_backend.jobfile.schema import JobConfig
 
 
@@ -62,6 +63,9 @@ class Source(Protocol):
     def of_group(self, group_id: str, seed: int) -> Origin:
         """Where a group that was played has started."""
 
+    def largest(self) -> Origin:
+        """One whose request is the longest, held-out ones too."""
+
 
 def source_of(job: JobConfig, data: DataSet | None) -> Source:
     """The source of a job.
@@ -102,6 +106,9 @@ class Worlds:
     def of_group(self, group_id: str, seed: int) -> Origin:
         return Origin(seed)
 
+    def largest(self) -> Origin:
+        return self.evaluation(most=1)[0]  # all are alike
+
     def _held_out(self) -> Sequence[int]:
         return evaluation_worlds(self.job.evaluation.instances, self.job.evaluation.seeds)
 
@@ -139,6 +146,9 @@ class Rows:
         assert row_id is not None, "the groups of a job with [data] are named with their rows"
         return self.origin(self.data.by_id[row_id])
 
+    def largest(self) -> Origin:
+        return max(map(self.origin, (*self.data.training, *self.data.evaluation)), key=bytes_of)
+
     def origin(self, row: Row) -> Origin:
         """Where a group of this row starts."""
         table = self.job.data
@@ -160,19 +170,11 @@ def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
     )
 
 
-def interaction_names(job: JobConfig, data: DataSet) -> frozenset[str | None]:
+def interaction_names(table: DataTable, data: DataSet) -> frozenset[str | None]:
     """Of all rows, held-out ones too; None where one leaves the choice to the task app."""
-    rows = Rows(job, data)
-    origins = [rows.origin(row) for row in (*data.training, *data.evaluation)]
-    return frozenset(origin.interaction.name for origin in origins if origin.interaction is not None)
-
-
-def largest_origin(job: JobConfig, data: DataSet | None) -> Origin:
-    """That of the row whose request is the longest, held-out ones too; without a data set all are alike."""
-    if data is None:
-        return Worlds(job).evaluation(most=1)[0]
-    source = Rows(job, data)
-    return max(map(source.origin, (*data.training, *data.evaluation)), key=bytes_of)
+    rows = (*data.training, *data.evaluation)
+    chosen = [_interaction(row, table.interaction) for row in rows]
+    return frozenset(interaction.name for interaction in chosen if interaction is not None)
 
 
 def bytes_of(origin: Origin) -> int:

@@ -21,8 +21,10 @@ from trainer_backend.collect.sources import interaction_names, row_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
-from trainer_backend.jobfile.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB
+from trainer_backend.jobfile.multi_turn_table import MultiTurnTable
+from trainer_backend.jobfile.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB, RolloutTable
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"
@@ -72,7 +74,9 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
     policies = _policies(planner, from_scratch=from_scratch)
     first = planner.first_training()
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
-    asked = interaction_names(planner.job, planner.data) if planner.data is not None else frozenset()
+    asked: frozenset[str | None] = frozenset()
+    if planner.data is not None and planner.job.data is not None:
+        asked = interaction_names(planner.job.data, planner.data)
     largest = planner.largest()
     unpaid: str | None = None
     environment_key = partial(_environment_key, row_of(first.group_id))
@@ -178,9 +182,9 @@ def _no_interaction(told: str) -> JobError:
     )
 
 
-def _never_asked(job: JobConfig) -> JobError:
+def _never_asked(env_name: str) -> JobError:
     return JobError(
-        f"nobody would ask the interaction in {job.rollout.env_name!r}, where only tool calls count",
+        f"nobody would ask the interaction in {env_name!r}, where only tool calls count",
         where="data.interaction, or interaction_kwargs of a row",
         hint="Leave it out: the environment scores the episode itself; 'dialogue' is answered in words.",
     )
@@ -211,11 +215,11 @@ async def _try(
     branches = job is not None and estimator(job.algorithm.advantage).needs_branches
     try:
         if job is not None and created.info.conversation:
-            _refuse_conversation(job)
+            _refuse_conversation(job.rollout.env_name, job.multi_turn, job.algorithm)
             if answered and not created.info.takes_answers:
-                raise _never_asked(job)
+                raise _never_asked(job.rollout.env_name)
         if job is not None:
-            _refuse_unknown_state_keys(job, created, client)
+            _refuse_unknown_state_keys(job.algorithm, job.rollout, created, client)
         if branches:
             await client.snapshot(created.id)
     except Refused as refused:
@@ -225,29 +229,30 @@ async def _try(
     return created
 
 
-def _refuse_unknown_state_keys(job: JobConfig, made: Created, client: TaskAppClient) -> None:
+def _refuse_unknown_state_keys(
+    algorithm: AlgorithmTable, rollout: RolloutTable, made: Created, client: TaskAppClient
+) -> None:
     known = made.info.state_keys
-    for name in stored_state_keys(job):
+    for name in stored_state_keys(algorithm, rollout):
         if name not in known:
-            listed = name in job.rollout.state_keys
+            listed = name in rollout.state_keys
             raise JobError(
-                f"{job.rollout.env_name!r} has no state key {name!r}{did_you_mean(name, known)} "
+                f"{rollout.env_name!r} has no state key {name!r}{did_you_mean(name, known)} "
                 f"(says the task app at {client.url})",
                 where="rollout.state_keys" if listed else "algorithm.state_hashing_function",
             )
 
 
-def _refuse_conversation(job: JobConfig) -> None:
-    name = job.rollout.env_name
-    if not job.multi_turn.enable:
+def _refuse_conversation(name: str, multi_turn: MultiTurnTable, algorithm: AlgorithmTable) -> None:
+    if not multi_turn.enable:
         raise JobError(
             f"it is false, and the environment {name!r} is a conversation",
             where="multi_turn.enable",
             hint="With true, the other keys of [multi_turn] say what bounds it.",
         )
-    if estimator(job.algorithm.advantage).needs_branches:
+    if estimator(algorithm.advantage).needs_branches:
         raise JobError(
-            f"{job.algorithm.advantage!r} plays on from snapshots, and {name!r} is a conversation, which no "
+            f"{algorithm.advantage!r} plays on from snapshots, and {name!r} is a conversation, which no "
             "snapshot holds",
             where="algorithm.advantage",
         )

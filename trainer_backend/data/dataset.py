@@ -64,7 +64,7 @@ def data_of(job: JobConfig) -> DataSet | None:
         JobError: the job has interactions, and no row is for one.
     """
     data = None if job.data is None else read_data(job.data, instances=job.evaluation.instances)
-    if job.multi_turn.interaction_config_path is not None and not _has_interactions(job, data):
+    if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
         told = (
             "no row has interaction_kwargs"
             if data is not None
@@ -78,11 +78,11 @@ def data_of(job: JobConfig) -> DataSet | None:
     return data
 
 
-def _has_interactions(job: JobConfig, data: DataSet | None) -> bool:
-    if data is None or job.data is None:
+def _has_interactions(table: DataTable | None, data: DataSet | None) -> bool:
+    if data is None or table is None:
         return False
     rows = (*data.training, *data.evaluation)
-    return job.data.interaction is not None or any(row.interaction is not None for row in rows)
+    return table.interaction is not None or any(row.interaction is not None for row in rows)
 
 
 def read_data(table: DataTable, *, instances: int) -> DataSet:

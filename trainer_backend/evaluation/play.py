@@ -20,6 +20,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.evaluation.metrics import refuse_empty
 from trainer_backend.evaluation.result import Evaluated, evaluated
 from trainer_backend.job import LoadedJob, load_job
+from trainer_backend.jobfile.rollout_table import WarmupTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.urls import shown
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
@@ -172,14 +173,14 @@ def _task_app_log() -> Iterator[Path]:
 
 def _plan(job: JobConfig, player: Scripted | Inference, data: DataSet | None) -> list[RolloutRequest]:
     if isinstance(player, Scripted):
-        teacher, config = _teacher(job, player.policy_name)
-        planner = Planner(job, _run_id(job), teacher, data)
+        teacher, config = _teacher(job.warmup, player.policy_name)
+        planner = Planner(job, _run_id(job.job.name), teacher, data)
         return planner.evaluation(
             "scripted", policy_name=player.policy_name, policy_config={**config, **player.config}
         )
     # Token ids are needed to train on an episode, not to judge it, and only gateways of ours send them.
     plain = {"ask_token_ids": False, **job.rollout.policy_config}
-    return Planner(job, _run_id(job), player, data).evaluation("model", policy_config=plain)
+    return Planner(job, _run_id(job.job.name), player, data).evaluation("model", policy_config=plain)
 
 
 async def _checkpoint(
@@ -190,7 +191,7 @@ async def _checkpoint(
 
     policy = await asyncio.to_thread(FolderPolicy, job, player.folder)
     with policy.serving() as inference:
-        plan = Planner(job, _run_id(job), inference, data).evaluation("checkpoint")
+        plan = Planner(job, _run_id(job.job.name), inference, data).evaluation("checkpoint")
         return await policy.while_serving(_played(collector, plan, tell))
 
 
@@ -200,17 +201,17 @@ async def _played(collector: Collector, plan: Sequence[RolloutRequest], tell: Te
     return collection
 
 
-def _run_id(job: JobConfig) -> str:
-    return f"{job.job.name}.eval.{uuid4().hex[:12]}"
+def _run_id(job_name: str) -> str:
+    return f"{job_name}.eval.{uuid4().hex[:12]}"
 
 
-def _teacher(job: JobConfig, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
+def _teacher(warmup: WarmupTable | None, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
     """The warm-up's teacher is evaluated as the job configures it, with its key if it is a model."""
-    if job.warmup is None or job.warmup.policy_name != policy_name:
+    if warmup is None or warmup.policy_name != policy_name:
         return None, {}
-    config = job.warmup.policy_config
+    config = warmup.policy_config
     url, model = config.get("inference_url"), config.get("model")
-    asked = Inference(url, str(model), warmup_key(job)) if isinstance(url, str) else None
+    asked = Inference(url, str(model), warmup_key(warmup)) if isinstance(url, str) else None
     return asked, config
 
 

@@ -14,6 +14,7 @@ from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.memory import MemoryNeeds, MemoryUse, ModelShape, memory_needs
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
+from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of
@@ -57,14 +58,14 @@ class MemoryPlan:
         return told if host > self.host_free else None
 
 
-def refuse_too_large(plan: MemoryPlan, job: JobConfig) -> None:
+def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
     """
     Raises:
-        JobError: the job cannot fit, with every kind and the keys that would make it smaller.
+        JobError: the job cannot fit, with every kind; `hint` names the keys that would make it smaller.
     """
     shortage = plan.shortage()
     if shortage is not None:
-        raise JobError(f"{shortage}: {plan}.", hint=less_memory(job))
+        raise JobError(f"{shortage}: {plan}.", hint=hint)
 
 
 def memory_plan(job: JobConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()) -> MemoryPlan:
@@ -83,7 +84,7 @@ def memory_plan(job: JobConfig, checkpoint: Path | None = None, *, fixed: Sequen
     others = [_folder_config(folder) for folder in fixed]
     # A preset beside a fixed policy has the tokenizer of the first of them.
     vocabulary = others[0].get_text_config().vocab_size if others else job.model.vocab_size
-    shape = model_shape(_config(job, checkpoint, vocabulary), job.lora, has_critic=has_critic)
+    shape = model_shape(_config(job.model, checkpoint, vocabulary), job.lora, has_critic=has_critic)
     is_gpu = placement.device.type != "cpu"
     needs = memory_needs(
         shape,
@@ -186,10 +187,10 @@ def less_memory(job: JobConfig) -> str:
     return f"To need less: {'; '.join(knobs)}."
 
 
-def _config(job: JobConfig, checkpoint: Path | None, vocabulary: int) -> Any:
-    if checkpoint is None and job.model.preset is not None:
-        return preset_config(PRESETS[job.model.preset], vocabulary=vocabulary)
-    return _folder_config(checkpoint or model_folder(job.model))
+def _config(table: ModelTable, checkpoint: Path | None, vocabulary: int) -> Any:
+    if checkpoint is None and table.preset is not None:
+        return preset_config(PRESETS[table.preset], vocabulary=vocabulary)
+    return _folder_config(checkpoint or model_folder(table))
 
 
 def _folder_config(folder: Path) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shared_schemas.rollouts import Rollout
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
@@ -14,7 +15,6 @@ from trainer_backend.learner.steps import Scored
 from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.rollout_files import Credit
-from trainer_backend.sampled_by import policy_by, segments_by
 
 
 def gradient_cosines(
@@ -42,8 +42,9 @@ def gradient_cosines(
     job = job.model_copy(update={"training": alone, "lora": None})
     learner = LocalLearner(job, *load_checkpoint(job.model, checkpoint))
     update = learner.policy_update()
+    policies = CreditAssignment.of(job).policies
     played = [
-        CreditedEpisode(item.rollout_id, segments_by(job, item), (), policy=policy_by(job, item))
+        CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
         for item in rollouts
     ]
     scored = update.weighed(played).scored

@@ -20,6 +20,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
+from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint
 from trainer_backend.learner.copies import copy_to_serve, held_copy, hold_in
 from trainer_backend.learner.device import Placement, place
@@ -31,10 +32,11 @@ from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.texts import prompt_texts, tool_words
 from trainer_backend.learner.update import Known, PolicyUpdate, Reference
-from trainer_backend.learner.value_head import value_head_of
+from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 
@@ -68,12 +70,15 @@ class LocalLearner:
         # Under adapters the model's own weights are held, not trained.
         hold_in(model, torch.float32 if job.lora is None else placement.held)
         model.to(placement.device)  # type: ignore[arg-type]
-        self._adapter = _adapted(job, model)
+        self._adapter = None
+        if job.lora is not None:
+            base = job.model.name if job.model.path is None else str(job.model.path.resolve())
+            self._adapter = Adapter.fresh(model, job.lora, seed=derived_seed(job.job.seed, "lora"), base=base)
         if self._adapter is not None and adapter_folder is not None:
             self._adapter.restore(adapter_folder)
         if job.training.gradient_checkpointing:
             checkpoint_layers(model)
-        self.scorer = scorer_of(job, model, placement)
+        self.scorer = scorer_of(model, placement, job.training.logits_chunk_tokens)
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model,
@@ -81,7 +86,10 @@ class LocalLearner:
             weight_decay=job.training.weight_decay,
             offload=job.training.optimizer_offload,
         )
-        self._head = value_head_of(job, model.config.hidden_size, placement.device)
+        level = estimator(job.algorithm.advantage).needs_values
+        width, self._head = model.config.hidden_size, None
+        if level is not None:
+            self._head = ValueHead(width, placement.device, job.training, level)
         # Log-probs that `values` and `score` found, by rollout id, until the next update: of the weights, and
         # of the policy that RL started from.
         self._proximal: dict[str, list[list[float]]] = {}
@@ -139,8 +147,9 @@ class LocalLearner:
             episodes, ChatRenderer(self.tokenizer), min_outcome_reward=table.min_outcome_reward
         )
         self.model.train()
-        with memory_watched(self.job, "the warm-up ran out of memory"):
-            result = warm_up(self.scorer, segments, self.job, table, tell)
+        with memory_watched("the warm-up ran out of memory", hint=less_memory(self.job)):
+            seed, training = self.job.job.seed, self.job.training
+            result = warm_up(self.scorer, segments, table, training, seed=seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
             self._adapter.begin()
@@ -161,7 +170,7 @@ class LocalLearner:
         assert head is not None, "asked only where the estimator needs values"
         torch.set_num_threads(self.job.training.threads)
         segments = [segment for parts in episodes.values() for segment in parts]
-        with memory_watched(self.job, "scoring the values ran out of memory"):
+        with memory_watched("scoring the values ran out of memory", hint=less_memory(self.job)):
             found, logprobs = scorer.each(
                 segments,
                 lambda states: (head.scored(states), scorer.logprobs_at(states)[0]),
@@ -185,7 +194,7 @@ class LocalLearner:
         """
         torch.set_num_threads(self.job.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
-        with memory_watched(self.job, "scoring the log-probs ran out of memory"):
+        with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.job)):
             self._proximal |= self._logprobs(new, lambda piece: self.scorer.logprobs(piece)[0])
             self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
@@ -267,13 +276,13 @@ class LocalLearner:
         return lambda packed: held.logprobs(packed)[0]
 
 
-def scorer_of(job: JobConfig, model: PreTrainedModel, placement: Placement) -> Scorer:
+def scorer_of(model: PreTrainedModel, placement: Placement, logits_chunk: int | None = None) -> Scorer:
     """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
     attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
     # Never eager: it would add a mask of booleans to its scores instead of masking with it.
     model.set_attn_implementation(attention.implementation)
     fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
-    return Scorer(model, placement, attention, job.training.logits_chunk_tokens or fits)
+    return Scorer(model, placement, attention, logits_chunk or fits)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
@@ -282,10 +291,3 @@ def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
     copied.to(scorer.placement.device)  # type: ignore[arg-type]
     copied.set_attn_implementation(scorer.attention.implementation)
     return replace(scorer, model=copied)
-
-
-def _adapted(job: JobConfig, model: PreTrainedModel) -> Adapter | None:
-    if job.lora is None:
-        return None
-    base = job.model.name if job.model.path is None else str(job.model.path.resolve())
-    return Adapter.fresh(model, job.lora, seed=derived_seed(job.job.seed, "lora"), base=base)

@@ -11,10 +11,9 @@ from trainer_backend.core.kl import kl_loss
 from trainer_backend.core.loss_metrics import clip_metrics, token_kl
 from trainer_backend.core.losses import RatioLevel, entropy_loss, weighted_sum, with_gradient_of
 from trainer_backend.core.mixture_history import metric_of
-from trainer_backend.core.objective import Tokens
+from trainer_backend.core.objective import Objective, Tokens
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.learner.behaviour import objectives_of
+from trainer_backend.jobfile.training_table import TrainingTable
 
 # What is told of the samples of a fixed policy, of all that is told of the actor's as `loss/…`.
 _TOLD = ("ratio_mean", "entropy")
@@ -41,9 +40,8 @@ class StepSums:
 class PolicyTerms:
     """The objectives of a job, and its loss over tokens of any of its policies."""
 
-    def __init__(self, job: JobConfig) -> None:
-        self.objectives = objectives_of(job)
-        self._table = job.training
+    def __init__(self, objectives: Mapping[str, Objective], table: TrainingTable) -> None:
+        self.objectives, self._table = objectives, table
 
     @property
     def numbers(self) -> dict[str, int]:

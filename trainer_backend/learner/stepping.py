@@ -10,8 +10,6 @@ from transformers import PreTrainedModel
 
 from trainer_backend.errors import ModelFolderError, OutOfMemory
 from trainer_backend.inference.memory import is_out_of_memory
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.lora import adapter_dropouts
 
 
@@ -56,8 +54,8 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def memory_watched(job: JobConfig, doing: str) -> Iterator[None]:
-    """Running out of memory in here is an error that names what to lower.
+def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
+    """Turn running out of memory in here into an error; `hint` names what to lower.
 
     Raises:
         OutOfMemory: instead of torch's error.
@@ -73,4 +71,4 @@ def memory_watched(job: JobConfig, doing: str) -> Iterator[None]:
         error.__traceback__ = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        raise OutOfMemory(f"{doing}{more}.", where="[training]", hint=less_memory(job)) from error
+        raise OutOfMemory(f"{doing}{more}.", where="[training]", hint=hint) from error

@@ -18,7 +18,8 @@ from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
-from trainer_backend.learner.behaviour import Weighed, weighed
+from trainer_backend.learner.behaviour import Weighed, objectives_of, weighed
+from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.mixture_metrics import mismatch, mixture_metrics
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, row_width
@@ -60,7 +61,7 @@ class PolicyUpdate:
     ) -> None:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
         self._job, self._table = job, job.training
-        self._terms = PolicyTerms(job)
+        self._terms = PolicyTerms(objectives_of(job), job.training)
         self._aggregation = aggregation(job.training.aggregation)
 
     def run(
@@ -86,7 +87,7 @@ class PolicyUpdate:
         by_id = {episode.rollout_id: episode for episode in episodes}
         parts: list[dict[str, float]] = []
         try:
-            with memory_watched(self._job, "the update ran out of memory"):
+            with memory_watched("the update ran out of memory", hint=less_memory(self._job)):
                 found = self.weighed(episodes, known)
                 gaps = mismatch(found.scored, limit=self._mismatch_limit())
                 steps = list(self._steps(found.scored, iteration))

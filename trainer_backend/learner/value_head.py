@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer_backend.core.critic import ValueLevel
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.training_table import TrainingTable
 from trainer_backend.learner.scoring import States
 from trainer_backend.plugins import estimator
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER
@@ -36,12 +36,11 @@ class ValueHead:
     Args:
         width: D, of the hidden states.
         device: that of the policy.
-        job: its training.value_* keys, weight decay and learning rate.
+        table: its value_* keys, weight decay and learning rate.
         level: where its values are read.
     """
 
-    def __init__(self, width: int, device: torch.device, job: JobConfig, level: ValueLevel) -> None:
-        table = job.training
+    def __init__(self, width: int, device: torch.device, table: TrainingTable, level: ValueLevel) -> None:
         self.level = level
         self._weight_D = nn.Parameter(torch.zeros(width, device=device))
         self._bias = nn.Parameter(torch.zeros((), device=device))
@@ -173,17 +172,11 @@ class _Inputs:
         return mean_D, std_D.clamp(min=_LEAST_STD * median) if median else torch.ones_like(std_D)
 
 
-def value_head_of(job: JobConfig, width: int, device: torch.device) -> ValueHead | None:
-    """A fresh head where the job's estimator needs values."""
-    level = estimator(job.algorithm.advantage).needs_values
-    return None if level is None else ValueHead(width, device, job, level)
-
-
-def told_on_resume(job: JobConfig, checkpoint: Path) -> str | None:
+def told_on_resume(advantage: str, checkpoint: Path) -> str | None:
     """What a person should know of a run whose estimator was changed; None where nothing was."""
-    needed = estimator(job.algorithm.advantage).needs_values
+    needed = estimator(advantage).needs_values
     there = (checkpoint / TRAINING_FOLDER / FILE).exists()
-    name = f"algorithm.advantage = {job.algorithm.advantage!r}"
+    name = f"algorithm.advantage = {advantage!r}"
     if needed and not there:
         return f"{checkpoint.name} has no value head, which {name} needs: a fresh one begins, all values 0"
     if there and not needed:

@@ -19,7 +19,7 @@ from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.jobfile.rollout_table import WarmupTable
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer, row_width
 
@@ -63,13 +63,17 @@ def demonstrations(
 def warm_up(
     scorer: Scorer,
     segments: Sequence[Segment],
-    job: JobConfig,
     table: WarmupTable,
+    training: TrainingTable,
+    *,
+    seed: int,
     tell: Callable[[int, int], None],
 ) -> WarmupResult:
     """Minimise the mean negative log-prob of the demonstrations' tokens.
 
     Args:
+        training: says where the optimizer is and how many tokens are computed at a time.
+        seed: of the job; the order of the demonstrations follows from it.
         tell: is called with the steps done and their total; what it raises ends the warm-up there.
 
     Raises:
@@ -80,7 +84,7 @@ def warm_up(
         learning_rate=table.learning_rate,
         weight_decay=table.weight_decay,
         betas=(0.9, 0.98),
-        offload=job.training.optimizer_offload,
+        offload=training.optimizer_offload,
     )
     batches_per_epoch = -(-len(segments) // table.batch_decisions)
     total = batches_per_epoch * table.epochs
@@ -88,12 +92,13 @@ def warm_up(
     tell(0, total)
     for epoch in range(table.epochs):
         order = list(segments)
-        random.Random(derived_seed(job.job.seed, "warmup-shuffle", epoch)).shuffle(order)
+        random.Random(derived_seed(seed, "warmup-shuffle", epoch)).shuffle(order)
         for first in range(0, len(order), table.batch_decisions):
             rate = learning_rate(table.learning_rate, progress=len(losses) / total, rise=_RISE, final=0.0)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            losses.append(_step(scorer, optimizer, order[first : first + table.batch_decisions], job, table))
+            batch = order[first : first + table.batch_decisions]
+            losses.append(_step(scorer, optimizer, batch, table, training))
             tell(len(losses), total)
     last = losses[-batches_per_epoch:]
     return WarmupResult(len(segments), len(losses), sum(last) / len(last))
@@ -103,15 +108,15 @@ def _step(
     scorer: Scorer,
     optimizer: torch.optim.Optimizer,
     segments: Sequence[Segment],
-    job: JobConfig,
     table: WarmupTable,
+    training: TrainingTable,
 ) -> float:
-    width = row_width(segments, job.training.row_tokens)
+    width = row_width(segments, training.row_tokens)
     packed = pack_segments(segments, row_tokens=width)
     weight = token_mean(segments)[0][0]
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
-    for piece in cut_packed(packed, max(1, job.training.micro_batch_tokens // width)):
+    for piece in cut_packed(packed, max(1, training.micro_batch_tokens // width)):
         logprobs, _ = scorer.logprobs(piece)
         loss = -weight * logprobs.sum()
         if not torch.isfinite(loss):

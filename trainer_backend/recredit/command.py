@@ -1,14 +1,13 @@
 """`turnwise recredit`: from a run directory to tables and files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group
 
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.recredit.estimators import (
-    Recredited,
     recredited,
     stored_iterations,
     stored_measured,
@@ -38,14 +37,14 @@ def recredit_run(
     for name in names:
         estimator(name)
     stored = stored_iterations(run, iterations)
-    found = recredited(job, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
-    cosines = None if checkpoint is None else _cosines(job, found, checkpoint)
+    found = recredited(
+        CreditAssignment.of(job), stored, names or list(ESTIMATORS), stored_measured(run, iterations)
+    )
+    cosines = None
+    if checkpoint is not None:
+        from trainer_backend.learner.gradients import gradient_cosines  # torch
+
+        cosines = gradient_cosines(job, found.rollouts, found.credits, checkpoint)
     folder = out or run.path / "recredit"
     write_recredit(found, folder, cosines)
     return recredit_tables(found, cosines), folder
-
-
-def _cosines(job: JobConfig, found: Recredited, checkpoint: Path) -> Mapping[tuple[str, str], float]:
-    from trainer_backend.learner.gradients import gradient_cosines  # torch
-
-    return gradient_cosines(job, found.rollouts, found.credits, checkpoint)

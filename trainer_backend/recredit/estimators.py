@@ -1,7 +1,7 @@
 """The stored rollouts of a run through every estimator, without new rollouts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -10,10 +10,8 @@ from shared_schemas.trajectory import StepMetadata
 from trainer_backend.core.branching import by_parent
 from trainer_backend.core.errors import AdvantageError, RewardError
 from trainer_backend.core.statistics import step_deltas
-from trainer_backend.credit import NOTHING, Measured, credits_of
+from trainer_backend.credit import NOTHING, CreditAssignment, Measured
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.rewarding import earned_by
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import (
     Credit,
@@ -93,7 +91,7 @@ def _measured(path: Path) -> Measured:
 
 
 def recredited(
-    job: JobConfig,
+    credit: CreditAssignment,
     iterations: Sequence[Sequence[Rollout]],
     names: Sequence[str],
     measured: Sequence[Measured] = (),
@@ -110,17 +108,16 @@ def recredited(
     iterations = [[with_records(rollout) for rollout in rollouts] for rollouts in iterations]
     for rollouts, of_them in zip(iterations, beside, strict=True):
         for rollout in rollouts:
-            earned_by(job, rollout, of_them.scored)  # what fails here fails for every estimator
+            credit.rewards.earned_by(rollout, of_them.scored)  # what fails here fails for every estimator
     credits: dict[str, list[Credit]] = {}
     refused: dict[str, str] = {}
     for name in names:
-        algorithm = job.algorithm.model_copy(update={"advantage": name})
-        with_it = job.model_copy(update={"algorithm": algorithm})
+        with_it = replace(credit, algorithm=credit.algorithm.model_copy(update={"advantage": name}))
         try:
             credits[name] = [
                 item
                 for rollouts, of_them in zip(iterations, beside, strict=True)
-                for item in credits_of(with_it, rollouts, of_them)
+                for item in with_it.credits(rollouts, of_them)
             ]
         except (AdvantageError, RewardError) as error:  # the rewards of its branches
             refused[name] = str(error)

@@ -18,7 +18,7 @@ from trainer_backend.evaluation.metrics import (
     refuse_empty,
 )
 from trainer_backend.evaluation.outcome import outcome_name
-from trainer_backend.learner.capacity import memory_plan, refuse_too_large
+from trainer_backend.learner.capacity import less_memory, memory_plan, refuse_too_large
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.value_head import told_on_resume
 from trainer_backend.protocols import Progress, Reporter
@@ -81,14 +81,17 @@ class Beginning:
         await self._plan_memory(checkpoint)
         learner, progress = await asyncio.to_thread(LocalLearner.resumed, self._job, checkpoint)
         fixed = await self._fixed(learner)
-        for line in continue_record(self._directory, fixed_models(self._job, fixed)):
+        for line in continue_record(self._directory, fixed_models(self._job.fixed_policies, fixed)):
             self._reporter.say(line)
         # The next resume, the report and eval read it, so it is what the run goes on with; and not sooner: a
         # job that was refused must not stay.
         self._directory.replace_job(self._job)
         self._directory.go_back_to(progress.iteration, self._reporter.say)
         self._reporter.say(f"resumed from {checkpoint}")
-        for told in (self._directory.lost_rows(progress.iteration), told_on_resume(self._job, checkpoint)):
+        for told in (
+            self._directory.lost_rows(progress.iteration),
+            told_on_resume(self._job.algorithm.advantage, checkpoint),
+        ):
             if told is not None:
                 self._reporter.say(told)
         return Begun(learner, progress, fixed)
@@ -102,13 +105,13 @@ class Beginning:
         # them.
         learner = await self._learner([]) if self._job.model.preset is None or self._folders else None
         fixed = FixedPolicies() if learner is None else await self._fixed(learner)
-        begin_record(self._directory, fixed_models(self._job, fixed))
+        begin_record(self._directory, fixed_models(self._job.fixed_policies, fixed))
         self._directory.replace_job(self._job)
         if self._job.warmup is None:
             plan = self._planner.prompts(_PROMPT_EPISODES) if learner is None else []
             prompts = await self._played("prompts", plan)
             return Begun(learner or await self._learner(prompts), Progress(), fixed)
-        episodes = await self._played("teacher", self._planner.warmup(warmup_key(self._job)))
+        episodes = await self._played("teacher", self._planner.warmup(warmup_key(self._job.warmup)))
         learner = learner or await self._learner(episodes)
         await self._warm_up(learner, episodes)
         return Begun(learner, Progress(), fixed)
@@ -125,12 +128,12 @@ class Beginning:
         folders = list(self._folders.values())
         plan = await asyncio.to_thread(memory_plan, self._job, checkpoint, fixed=folders)
         self._reporter.say(str(plan))
-        refuse_too_large(plan, self._job)
+        refuse_too_large(plan, hint=less_memory(self._job))
 
     async def _learner(self, prompts: Sequence[Trajectory]) -> LocalLearner:
         self._reporter.say(f"model: {self._job.model.source}")
         shared = next(iter(self._folders.values()), None)
-        tokenizer = None if shared is None else tokenizer_in(shared, self._job)
+        tokenizer = None if shared is None else tokenizer_in(shared, self._job.model)
         return await asyncio.to_thread(LocalLearner.fresh, self._job, prompts, tokenizer)
 
     async def _warm_up(self, learner: LocalLearner, episodes: Sequence[Trajectory]) -> None:

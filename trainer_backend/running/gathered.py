@@ -24,12 +24,10 @@ from trainer_backend.core.statistics import (
 )
 from trainer_backend.credit import Credited
 from trainer_backend.evaluation.metrics import collection_metrics
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.sampled_by import by_actor
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class IterationResult:
     """Stops 2 to 10 of an iteration: collected, credited, stored.
 
     Attributes:
@@ -51,37 +49,39 @@ class Gathered:
     mixture: Mapping[str, float] = field(default_factory=dict)
 
 
-def gathered_metrics(job: JobConfig, gathered: Gathered, *, ended: float) -> dict[str, Any]:
+def iteration_metrics(result: IterationResult, own: Sequence[Rollout], *, ended: float) -> dict[str, Any]:
     """What the rollouts of an iteration that ended at `ended` say of themselves.
 
     What tells how well is played is of the actor's rollouts alone, and absent where it has none; what tells
     of time and of failures is of all.
+
+    Args:
+        own: the actor's rollouts of it.
     """
-    own = by_actor(job, gathered.collection.rollouts)
     episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
-    steps = [step.step_info for item in gathered.trajectories for step in item.steps]
-    played_on = branch_metrics(gathered.branches)
-    decisions = len(steps) + played_on.get("branch/decisions", 0.0) - _reused_decisions(gathered)
+    steps = [step.step_info for item in result.trajectories for step in item.steps]
+    played_on = branch_metrics(result.branches)
+    decisions = len(steps) + played_on.get("branch/decisions", 0.0) - _reused_decisions(result)
     return {
         **(episode_metrics(episodes) if episodes else {}),
         **outcome_bounds(own),
-        "episode/outcome_definition": outcome_definition(gathered.trajectories),
-        **gathered.credited.metrics,
-        **conversation_metrics(own, gathered.collection.failures),
-        **collection_metrics(gathered.collection),
-        "recovery/rollouts_reused": float(len(gathered.collection.reused) + len(gathered.branches.reused)),
+        "episode/outcome_definition": outcome_definition(result.trajectories),
+        **result.credited.metrics,
+        **conversation_metrics(own, result.collection.failures),
+        **collection_metrics(result.collection),
+        "recovery/rollouts_reused": float(len(result.collection.reused) + len(result.branches.reused)),
         **played_on,
-        **gathered.mixture,
-        **(gathered.inference if own else {}),
+        **result.mixture,
+        **(result.inference if own else {}),
         **(_by_turn(episodes) if episodes else {}),
-        "group/refilled": float(gathered.refilled),
-        "time/collect_s": gathered.collect_s,
-        "time/credit_s": gathered.ended - gathered.started - gathered.collect_s,
+        "group/refilled": float(result.refilled),
+        "time/collect_s": result.collect_s,
+        "time/credit_s": result.ended - result.started - result.collect_s,
         "time/environment_s": sum(step.environment_s for step in steps),
         "time/interaction_s": sum(step.interaction_s for step in steps),
         "time/policy_s": sum(step.policy_s for step in steps),
-        "perf/decisions_per_s": decisions / (ended - gathered.started),
-        "perf/collect_decisions_per_s": decisions / gathered.collect_s,
+        "perf/decisions_per_s": decisions / (ended - result.started),
+        "perf/collect_decisions_per_s": decisions / result.collect_s,
     }
 
 
@@ -92,11 +92,11 @@ def _by_turn(episodes: Sequence[Trajectory]) -> dict[str, list[float]]:
     }
 
 
-def _reused_decisions(gathered: Gathered) -> int:
+def _reused_decisions(result: IterationResult) -> int:
     """Of an earlier start: no work of this one, whose speed is told."""
     return sum(
         len(item.trajectory.steps)
-        for part in (gathered.collection, gathered.branches)
+        for part in (result.collection, result.branches)
         for item in part.rollouts
         if item.rollout_id in part.reused and item.trajectory is not None
     )

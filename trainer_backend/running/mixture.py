@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.collection import Collection
-from trainer_backend.collect.samplers import sampler_of, schedule_of
+from trainer_backend.collect.samplers import sampler_of
+from trainer_backend.core.allocation import DrawnSchedule
 from trainer_backend.core.errors import SegmentError, place
-from trainer_backend.core.mixture_history import EPISODES, OUTCOME, Past, metric_of
+from trainer_backend.core.mixture_history import EPISODES, OUTCOME, metric_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.statistics import have_achievements, unique_achievements
 from trainer_backend.errors import NothingToLearnFrom
-from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.rundir.rollout_files import Credit
-from trainer_backend.sampled_by import policy_by
+from trainer_backend.sampled_by import Policies
 
 # What a task app calls a model that does not answer, or no more as it must: without log-probs, say.
 _UNASKED = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
@@ -23,7 +23,7 @@ _NEARLY_ALL = 0.95
 _ENOUGH = 20
 
 
-def refuse_silent_policy(job: JobConfig, requests: Sequence[RolloutRequest], found: Collection) -> None:
+def refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest], found: Collection) -> None:
     """Nothing is played in place of a fixed policy that is gone, and without it the job would be another one.
 
     Args:
@@ -32,11 +32,11 @@ def refuse_silent_policy(job: JobConfig, requests: Sequence[RolloutRequest], fou
     Raises:
         NothingToLearnFrom: a fixed policy finished none of its rollouts, and did not answer as it must.
     """
-    if not job.fixed_policies:
+    if not policies.fixed:
         return
     samplers = _samplers(requests)
     finished = {samplers[_name(rollout.rollout_id)] for rollout in found.rollouts}
-    for table in job.fixed_policies:
+    for table in policies.fixed:
         lost = [item for item in found.failed if samplers[_name(item.rollout_id)] == table.name]
         unasked = [item.failure for item in lost if item.failure and item.failure.code in _UNASKED]
         if unasked and table.name not in finished:
@@ -48,7 +48,7 @@ def refuse_silent_policy(job: JobConfig, requests: Sequence[RolloutRequest], fou
             )
 
 
-def refuse_unreadable_policy(job: JobConfig, found: Collection) -> None:
+def refuse_unreadable_policy(policies: Policies, found: Collection) -> None:
     """What answers under a name at a server may be any model. One that writes no calls teaches nothing, and
     an iteration of its noops looks like one of bad luck.
 
@@ -59,13 +59,13 @@ def refuse_unreadable_policy(job: JobConfig, found: Collection) -> None:
         NothingToLearnFrom: nearly no decision of a fixed policy at a server was a call that could be carried
             out.
     """
-    for table in job.fixed_policies:
+    for table in policies.fixed:
         if not table.is_remote:
             continue
         decisions = [
             step.step_info.invalid_reason
             for rollout in found.rollouts
-            if rollout.trajectory is not None and policy_by(job, rollout) == table.name
+            if rollout.trajectory is not None and policies.policy_by(rollout) == table.name
             for step in rollout.trajectory.steps
         ]
         reasons = Counter(reason for reason in decisions if reason is not None)
@@ -80,7 +80,7 @@ def refuse_unreadable_policy(job: JobConfig, found: Collection) -> None:
             )
 
 
-def refuse_other_sampler(job: JobConfig, requests: Sequence[RolloutRequest], found: Collection) -> None:
+def refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], found: Collection) -> None:
     """What a fixed policy sampled is trained on otherwise than what the actor did, so a rollout must tell who
     it was, and that must be who was asked: by default it counts as the actor's.
 
@@ -90,23 +90,24 @@ def refuse_other_sampler(job: JobConfig, requests: Sequence[RolloutRequest], fou
     Raises:
         SegmentError: another one told, or no policy where a fixed one was asked.
     """
-    if not job.fixed_policies:
+    if not policies.fixed:
         return
     samplers = _samplers(requests)
     for rollout in found.rollouts:
-        asked, told = samplers[_name(rollout.rollout_id)], policy_by(job, rollout)
+        asked, told = samplers[_name(rollout.rollout_id)], policies.policy_by(rollout)
         if asked != told:
             model = rollout.trajectory.model if rollout.trajectory is not None else None
             raise SegmentError(
                 f"{asked!r} was asked to sample it, and its model is {model!r}, which is that of {told!r}",
                 where=place(rollout.rollout_id),
-                hint=f"The policy {job.rollout.policy_name!r} must tell the model that its request names.",
+                hint=f"The policy {requests[0].policy.policy_name!r} must tell the model that its request "
+                "names.",
             )
 
 
 def rollout_metrics(
-    job: JobConfig,
-    history: Sequence[Past],
+    policies: Policies,
+    schedule: DrawnSchedule | None,
     iteration: int,
     *,
     asked: Iterable[RolloutRequest],
@@ -124,22 +125,21 @@ def rollout_metrics(
                                         mean of an episode; `reward` is the sum of r_t
 
     Args:
-        history: iterations before this one, that its schedule looked back on.
+        schedule: as the iteration was planned with; None without fixed policies.
         asked: the requests of all its rounds.
         credits: of the rollouts, in their order.
 
     Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
     """
-    schedule = schedule_of(job, history)
     if schedule is None:
         return {}
     planned = Counter(map(sampler_of, asked))
     by_policy: dict[str, list[tuple[Rollout, Credit]]] = {
         ACTOR: [],
-        **{table.name: [] for table in job.fixed_policies},
+        **{table.name: [] for table in policies.fixed},
     }
     for rollout, credit in zip(rollouts, credits, strict=True):
-        by_policy[policy_by(job, rollout)].append((rollout, credit))
+        by_policy[policies.policy_by(rollout)].append((rollout, credit))
     told = {
         "rollout/policy_choice": planned[ACTOR] / planned.total(),
         "rollout/using_actor": float(planned[ACTOR] > 0),

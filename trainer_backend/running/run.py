@@ -8,11 +8,13 @@ from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.samplers import looks_back
 from trainer_backend.core.mixture_history import past_of
+from trainer_backend.credit import CreditAssignment
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.spool import Spool
+from trainer_backend.running.saving import Saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,23 @@ class Run:
     resumes: int = 0
 
     @property
+    def credit(self) -> CreditAssignment:
+        """How its rollouts are credited."""
+        return CreditAssignment.of(self.job)
+
+    def saving(self) -> Saving:
+        """Its checkpoints."""
+        return Saving(self.job.training, self.job.evaluation, self.directory, self.learner)
+
+    @property
     def planner(self) -> Planner:
         """As things are now: a schedule may look back on the iterations that are over."""
         fixed = [table.name for table in self.job.fixed_policies]
-        past = past_of(self.directory.metrics(), fixed) if looks_back(self.job) else ()
+        past = (
+            past_of(self.directory.metrics(), fixed)
+            if looks_back(self.job.rollout_allocation_schedule)
+            else ()
+        )
         return Planner(
             self.job, self.run_id, self.server.inference, self.data, fixed=self.fixed, history=past
         )

@@ -4,7 +4,8 @@ import asyncio
 import time
 from pathlib import Path
 
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.schema import EvaluationTable
+from trainer_backend.jobfile.training_table import TrainingTable
 from trainer_backend.protocols import Learner, Progress
 from trainer_backend.rundir.checkpoint_paths import (
     BestMark,
@@ -19,8 +20,11 @@ from trainer_backend.rundir.layout import RunDirectory
 class Saving:
     """The checkpoints of one run."""
 
-    def __init__(self, job: JobConfig, directory: RunDirectory, learner: Learner) -> None:
-        self._job, self._directory, self._learner = job, directory, learner
+    def __init__(
+        self, training: TrainingTable, evaluation: EvaluationTable, directory: RunDirectory, learner: Learner
+    ) -> None:
+        self._training, self._evaluation = training, evaluation
+        self._directory, self._learner = directory, learner
         self._spent_s = 0.0
 
     def folder(self, iteration: int) -> Path:
@@ -38,7 +42,7 @@ class Saving:
 
     def due(self, iteration: int) -> bool:
         """Whether a checkpoint of this iteration is wanted, if only until the next one."""
-        every = self._job.training.recovery_every
+        every = self._training.recovery_every
         return self._stays(iteration) or (every > 0 and iteration % every == 0)
 
     async def save(self, progress: Progress) -> None:
@@ -58,7 +62,7 @@ class Saving:
         # What they hold is in these weights: nobody will ask for it again.
         for spool in self._directory.rollouts.glob("iteration_*.spool.jsonl"):
             spool.unlink()
-        prune_checkpoints(self._directory.checkpoints, self._job.training.keep_checkpoints, stays=self._stays)
+        prune_checkpoints(self._directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
 
     def take_seconds(self) -> float:
         """What saving took since this was asked last."""
@@ -86,8 +90,8 @@ class Saving:
 
     def _stays(self, iteration: int) -> bool:
         """Whether `keep_checkpoints` counts its checkpoint; others are only there for a resume."""
-        return iteration % self._job.training.checkpoint_every == 0 or self._evaluates(iteration)
+        return iteration % self._training.checkpoint_every == 0 or self._evaluates(iteration)
 
     def _evaluates(self, iteration: int) -> bool:
-        last = iteration == self._job.training.iterations
-        return last or iteration % self._job.evaluation.every_n_iters == 0
+        last = iteration == self._training.iterations
+        return last or iteration % self._evaluation.every_n_iters == 0

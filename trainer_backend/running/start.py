@@ -11,6 +11,7 @@ from service_kit.logs import configure_logs_from
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.trial import try_job
+from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.data.dataset import data_of
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.learner.device import place
@@ -24,7 +25,7 @@ from trainer_backend.running.recording import RecordingReporter
 from trainer_backend.running.stopping import stop_on_signals, until
 from trainer_backend.services.fixed_folders import checked_folders
 from trainer_backend.services.fixed_policies import fixed_inferences
-from trainer_backend.services.policy_server import gateway_listener, model_name, serving
+from trainer_backend.services.policy_server import gateway_listener, serving
 from trainer_backend.services.task_apps import task_apps, told_of
 from trainer_backend.train import Run, train, work_left
 
@@ -73,7 +74,7 @@ async def _run(
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
-    with stop_on_signals(reporter.say) as stop, gateway_listener(job) as listener:
+    with stop_on_signals(reporter.say) as stop, gateway_listener(job.services) as listener:
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             collector = Collector(
                 apps,
@@ -88,7 +89,9 @@ async def _run(
             for line in data.told if data is not None else ():
                 reporter.say(line)
             # Nobody asks the gateway yet, and the key that it will want does not exist yet.
-            asked = Inference(listener.url, model_name(job), SecretStr(""), job.inference.max_model_len)
+            asked = Inference(
+                listener.url, model_of(job.job.name, ACTOR), SecretStr(""), job.inference.max_model_len
+            )
             planner = Planner(job, run_id, asked, data, fixed_inferences(job, asked))
             await until(stop, try_job(planner, apps, from_scratch=checkpoint is None))
             if stop.is_set():

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import SecretStr
@@ -10,7 +10,8 @@ from pydantic import SecretStr
 from shared_schemas.urls import PORTS, is_loopback
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
+from trainer_backend.jobfile.rollout_table import WarmupTable
 from trainer_backend.jobfile.urls import http_parts
 
 OPENAI_HOST = "api.openai.com"
@@ -76,36 +77,35 @@ def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.envir
     return SecretStr(key)
 
 
-def warmup_key(job: JobConfig) -> SecretStr | None:
+def warmup_key(table: WarmupTable | None) -> SecretStr | None:
     """The key of the server that the warm-up's teacher asks, if the job names a variable for it.
 
     Raises:
         JobError: the variable holds no key.
     """
-    table = job.warmup
     if table is None or table.api_key_env is None:
         return None
     return key_from(table.api_key_env, where="warmup.api_key_env")
 
 
-def hosts_to_call(job: JobConfig, player: Inference | None = None) -> list[str]:
+def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -> list[str]:
     """Hosts that the task app of the job's own must be allowed to call: those that the user has named.
 
     Args:
-        job: its [warmup] may name a server.
+        warmup: may name a server.
         player: the model that plays, if it is one of somebody else's.
 
     Raises:
         JobError: a URL is none.
     """
     hosts = [inference_host(player.url, where="--inference-url")] if player else []
-    url = job.warmup.policy_config.get("inference_url") if job.warmup else None
+    url = warmup.policy_config.get("inference_url") if warmup else None
     if isinstance(url, str):
         hosts.append(inference_host(url, where="warmup.policy_config.inference_url"))
     return hosts
 
 
-def hosts_of_fixed_policies(job: JobConfig) -> list[str]:
+def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
     """Hosts that the job's own gateway calls.
 
     Raises:
@@ -113,7 +113,7 @@ def hosts_of_fixed_policies(job: JobConfig) -> list[str]:
     """
     return [
         inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
-        for table in job.fixed_policies
+        for table in tables
         if table.inference_url is not None
     ]
 

@@ -13,6 +13,7 @@ from trainer_backend.errors import JobError, ModelFolderError, RunDirectoryError
 from trainer_backend.inference.chat_check import refuse_without_tools
 from trainer_backend.inference.same_tokens import Tokenizer, first_difference
 from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
+from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
@@ -35,12 +36,12 @@ def checked_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str,
     folders = {table.name: _folder(table) for table in job.fixed_policies if not table.is_remote}
     for table in job.fixed_policies:
         server_key(table)
-    reference = _actors(job, checkpoint) if folders else None
+    reference = _actors(job.model, checkpoint) if folders else None
     for name, folder in folders.items():
         with naming(name):
             refuse_incomplete(folder)
             refuse_untrainable(folder)
-            tokenizer = tokenizer_in(folder, job)
+            tokenizer = tokenizer_in(folder, job.model)
             refuse_without_tools(tokenizer)
         if reference is not None:
             refuse_other_tokens(name, reference, tokenizer)
@@ -48,10 +49,10 @@ def checked_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str,
     return folders
 
 
-def tokenizer_in(folder: Path, job: JobConfig) -> Tokenizer:
+def tokenizer_in(folder: Path, table: ModelTable) -> Tokenizer:
     """The tokenizer of a folder, told of the chat what [model] tells the actor's."""
     tokenizer = load_tokenizer(folder)
-    remember_chat_settings(tokenizer, job.model)
+    remember_chat_settings(tokenizer, table)
     return tokenizer
 
 
@@ -104,14 +105,14 @@ def _folder(table: RolloutOnlyTable) -> Path:
         raise JobError(f"model_path is a run directory, and {error}", where=place(table.name)) from error
 
 
-def _actors(job: JobConfig, checkpoint: Path | None) -> Tokenizer | None:
+def _actors(table: ModelTable, checkpoint: Path | None) -> Tokenizer | None:
     """None for a preset, and for a model of the hub that is yet to be fetched."""
     if checkpoint is not None:
-        return tokenizer_in(checkpoint, job)
-    if job.model.preset is not None:
+        return tokenizer_in(checkpoint, table)
+    if table.preset is not None:
         return None
     try:
-        folder = model_folder(job.model, cached_only=True)
+        folder = model_folder(table, cached_only=True)
     except ModelFolderError:
         return None
-    return tokenizer_in(folder, job)
+    return tokenizer_in(folder, table)

@@ -12,12 +12,13 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.samplers import Inference
 from trainer_backend.core.policies import model_of
 from trainer_backend.errors import InferenceError, JobError, TrainerError
-from trainer_backend.inference.engine import LocalEngine, stop_token_ids
+from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.same_tokens import first_other_id, probe_text
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
+from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.schema import JobConfig
 from trainer_backend.jobfile.urls import shown
 from trainer_backend.learner.copies import folder_to_serve
@@ -135,9 +136,12 @@ class FixedPolicies:
                 that should hold a server's key holds none.
             ModelFolderError: a model cannot be loaded, or cannot be played exactly.
         """
-        loaded = [_load(job, name, folder, learner) for name, folder in folders.items()]
+        remote = [table for table in job.fixed_policies if table.is_remote]
+        engines = 1 + len(job.fixed_policies) - len(remote)
+        limits = engine_limits(job.inference, job.rollout_allocation_schedule, engines=engines)
         return cls(
-            loaded, [_at_a_server(job, table, learner) for table in job.fixed_policies if table.is_remote]
+            [_load(name, in_folder(job.model, path), learner, limits) for name, path in folders.items()],
+            [_at_a_server(table, learner, max_model_len=job.inference.max_model_len) for table in remote],
         )
 
     @property
@@ -176,13 +180,13 @@ class FixedPolicies:
         ]
 
 
-def fixed_models(job: JobConfig, loaded: FixedPolicies) -> dict[str, FixedModel]:
+def fixed_models(tables: Sequence[RolloutOnlyTable], loaded: FixedPolicies) -> dict[str, FixedModel]:
     """By name, what a run that goes on has to find again: of every fixed policy of the job."""
     return {
         **loaded.weights,
         **{
             table.name: RemoteModel(table.model, shown(table.inference_url))
-            for table in job.fixed_policies
+            for table in tables
             if table.model is not None and table.inference_url is not None
         },
     }
@@ -190,31 +194,36 @@ def fixed_models(job: JobConfig, loaded: FixedPolicies) -> dict[str, FixedModel]
 
 def fixed_inferences(job: JobConfig, gateway: Inference) -> dict[str, Inference]:
     """By name, where each fixed policy of the job is asked: at the actor's gateway, by a name of its own."""
-    return {table.name: _at_the_gateway(job, table, gateway) for table in job.fixed_policies}
-
-
-def _at_the_gateway(job: JobConfig, table: RolloutOnlyTable, gateway: Inference) -> Inference:
     # What is drawn from a part of the vocabulary has to be weighed by its probability there.
-    asks = {"processed_logprobs": True} if job.sampling_of(table).is_truncated else {}
-    return replace(gateway, model=model_of(job.job.name, table.name), asks=asks)
+    asks = {"processed_logprobs": True}
+    return {
+        table.name: replace(
+            gateway,
+            model=model_of(job.job.name, table.name),
+            asks=asks if job.sampling_of(table).is_truncated else {},
+        )
+        for table in job.fixed_policies
+    }
 
 
-def _at_a_server(job: JobConfig, table: RolloutOnlyTable, learner: LocalLearner) -> Remote:
+def _at_a_server(table: RolloutOnlyTable, learner: LocalLearner, *, max_model_len: int) -> Remote:
     assert table.inference_url is not None and table.model is not None, "the table was validated"
     engine = RemoteEngine(
         table.inference_url, table.model, server_key(table),
         stop_ids=stop_token_ids(learner.model, learner.tokenizer),
         vocabulary=embedding_rows(learner.model),
-        max_model_len=job.inference.max_model_len,
+        max_model_len=max_model_len,
         processed=table.logprobs == "processed",
     )  # fmt: skip
     return Remote(table, engine, ServedPolicy(engine, learner.tokenizer))
 
 
-def _load(job: JobConfig, name: str, folder: Path, learner: LocalLearner) -> Loaded:
+def _load(name: str, table: ModelTable, learner: LocalLearner, limits: EngineLimits) -> Loaded:
+    folder = table.path
+    assert folder is not None and limits.max_model_len is not None, "of a folder, within the job's limits"
     with naming(name):
-        model, tokenizer = load_named(in_folder(job, folder))
-        refuse_unsupported(model, longest=job.inference.max_model_len)
+        model, tokenizer = load_named(table)
+        refuse_unsupported(model, longest=limits.max_model_len)
     refuse_other_tokens(name, learner.tokenizer, tokenizer)
     stop_ids = stop_token_ids(model, tokenizer)
     actors = stop_token_ids(learner.model, learner.tokenizer)
@@ -226,10 +235,9 @@ def _load(job: JobConfig, name: str, folder: Path, learner: LocalLearner) -> Loa
         )
     weights = FixedWeights(str(folder.resolve()), fingerprint(model))
     beyond = drop_rows_beyond(model, embedding_rows(learner.model))
-    placement = placed(job.model.device)
+    placement = placed(table.device)
     served = folder_to_serve(model, folder, placement)
     serves = weights.sha256 if placement.low is None and not beyond else fingerprint(served)
-    limits = engine_limits(job, engines=1 + sum(not table.is_remote for table in job.fixed_policies))
     policy = ServedPolicy(LocalEngine(served, stop_ids=stop_ids, limits=limits), tokenizer)
     told = f"fixed policy {name!r}: {folder}, sha256 {weights.sha256[:_SHOWN]}"
     if beyond:

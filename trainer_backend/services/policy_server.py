@@ -25,8 +25,11 @@ from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.jobfile.inference_table import InferenceTable
+from trainer_backend.jobfile.mixture_table import AllocationTable
 from trainer_backend.jobfile.model_table import ModelTable
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.services_table import ServicesTable
 from trainer_backend.learner.capacity import MemoryPlan, memory_plan
 from trainer_backend.learner.copies import folder_to_serve
 from trainer_backend.learner.device import place
@@ -35,11 +38,6 @@ from trainer_backend.learner.loading import load_named
 from trainer_backend.learner.support import refuse_unsupported
 
 Result = TypeVar("Result")
-
-
-def model_name(job: JobConfig) -> str:
-    """What the gateway calls the policy that is trained."""
-    return model_of(job.job.name, ACTOR)
 
 
 class LocalServer:
@@ -69,20 +67,20 @@ class LocalServer:
         return asdict(self._engine.counters) | self._policy.figures.totals()
 
 
-def gateway_listener(job: JobConfig) -> Listener:
+def gateway_listener(table: ServicesTable) -> Listener:
     """The gateway's port, held before there is a model to serve.
 
     Raises:
         JobError: services.gateway_host is no address that a task app can call.
         PortTaken: services.gateway_port is in use.
     """
-    host = job.services.gateway_host
+    host = table.gateway_host
     if is_wildcard(host):
         raise JobError(
             f"services.gateway_host is {host!r}, which listens everywhere and is no address to call",
             hint="Name the address of this machine that the task apps reach.",
         )
-    return Listener(host, job.services.gateway_port)
+    return Listener(host, table.gateway_port)
 
 
 @asynccontextmanager
@@ -96,16 +94,18 @@ async def serving(
     """A gateway for `{job}/actor` with a fresh key; ended when the context is left.
 
     Args:
-        listener: where it listens; absent: `gateway_listener(job)`, and raises what that raises.
+        listener: where it listens; absent: `gateway_listener`, and raises what that raises.
         fixed: by name, policies that are served beside it, as `{job}/{name}` with the same key.
     """
     engine = LocalEngine(
         learner.copy_to_serve(),
         stop_ids=stop_token_ids(learner.model, learner.tokenizer),
-        limits=engine_limits(job, engines=1 + len(fixed)),
+        limits=engine_limits(job.inference, job.rollout_allocation_schedule, engines=1 + len(fixed)),
     )
     policy = ServedPolicy(engine, learner.tokenizer)
-    with _gateway(job, {ACTOR: policy, **fixed}, listener) as inference:
+    names = {model_of(job.job.name, name): item for name, item in {ACTOR: policy, **fixed}.items()}
+    listener = listener or gateway_listener(job.services)
+    with _gateway(names, listener, None, max_model_len=job.inference.max_model_len) as inference:
         broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()]))
         try:
             yield LocalServer(engine, policy, learner, inference, broken)
@@ -130,12 +130,12 @@ class FolderPolicy:
         self.plan = serving_part(memory_plan(job.model_copy(update={"lora": None}), folder))
         if shortage := self.plan.shortage():
             raise JobError(f"{shortage}, for the model alone: {self.plan}")
-        model, tokenizer = load_named(in_folder(job, folder))
+        model, tokenizer = load_named(in_folder(job.model, folder))
         refuse_unsupported(model, longest=job.inference.max_model_len)
         served = folder_to_serve(model, folder, place(job.model.device))
         stop_ids = stop_token_ids(served, tokenizer)
         self._policy = ServedPolicy(
-            LocalEngine(served, stop_ids=stop_ids, limits=engine_limits(job)), tokenizer
+            LocalEngine(served, stop_ids=stop_ids, limits=engine_limits(job.inference)), tokenizer
         )
 
     @contextmanager
@@ -146,7 +146,12 @@ class FolderPolicy:
             listener: as `serving` takes it.
             key: what callers must know; absent: a fresh one.
         """
-        with _gateway(self._job, {ACTOR: self._policy}, listener, key) as inference:
+        job = self._job
+        served, listener = (
+            {model_of(job.job.name, ACTOR): self._policy},
+            listener or gateway_listener(job.services),
+        )
+        with _gateway(served, listener, key, max_model_len=job.inference.max_model_len) as inference:
             yield inference
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -195,29 +200,26 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
 
 @contextmanager
 def _gateway(
-    job: JobConfig,
-    policies: Mapping[str, ServedPolicy],
-    listener: Listener | None,
-    key: SecretStr | None = None,
+    served: Mapping[str, ServedPolicy], listener: Listener, key: SecretStr | None, *, max_model_len: int
 ) -> Iterator[Inference]:
+    """A gateway for policies by the names of their models; what is given is where the first one answers."""
     configure_logs_from()
     key = key or SecretStr(secrets.token_urlsafe(32))
-    served = {model_of(job.job.name, name): policy for name, policy in policies.items()}
-    app = create_gateway(served, key=key)
-    server = ServerThread(app, listener or gateway_listener(job), respond=error_response)
+    server = ServerThread(create_gateway(served, key=key), listener, respond=error_response)
     with ExitStack() as stack:
-        for policy in policies.values():
+        for policy in served.values():
             stack.callback(policy.engine.stop)
             policy.engine.start()
         url = server.start()
         stack.callback(server.stop)
-        yield Inference(url=url, model=model_name(job), key=key, max_model_len=job.inference.max_model_len)
+        yield Inference(url=url, model=next(iter(served)), key=key, max_model_len=max_model_len)
 
 
-def engine_limits(job: JobConfig, *, engines: int = 1) -> EngineLimits:
+def engine_limits(
+    table: InferenceTable, schedule: AllocationTable | None = None, *, engines: int = 1
+) -> EngineLimits:
     """Of one of so many engines. Where several may sample at a time they share the job's threads: more would
     take the task app's cores. Where an iteration is sampled by one policy, that one has all of them."""
-    table, schedule = job.inference, job.rollout_allocation_schedule
     sharing = 1 if schedule is None or schedule.unit == "iteration" else engines
     return EngineLimits(
         slots=table.slots,
@@ -227,9 +229,9 @@ def engine_limits(job: JobConfig, *, engines: int = 1) -> EngineLimits:
     )
 
 
-def in_folder(job: JobConfig, folder: Path) -> ModelTable:
+def in_folder(table: ModelTable, folder: Path) -> ModelTable:
     """[model] of the job for another folder: spoken to and placed as it says."""
-    return job.model.model_copy(update={"preset": None, "name": None, "path": folder})
+    return table.model_copy(update={"preset": None, "name": None, "path": folder})
 
 
 def serving_part(plan: MemoryPlan) -> MemoryPlan:

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from service_kit.server import Listener
 from trainer_backend.job import LoadedJob, load_job, parse_job
 from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.services_table import ServicesTable
 from trainer_backend.models.layout import read_config
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.running.stopping import stop_on_signals
@@ -58,7 +59,7 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
         EngineStopped: the engine ended by itself.
     """
     # The port first: a taken one must not cost the reading of the weights.
-    with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job) as listener:
+    with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:
         policy = await asyncio.to_thread(FolderPolicy, job, folder)
         say(str(policy.plan))
         with policy.serving(listener, key) as inference:
@@ -66,6 +67,6 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
             await policy.while_serving(stop.wait())
 
 
-def _listener(job: JobConfig) -> Listener:
+def _listener(table: ServicesTable) -> Listener:
     """Also on all addresses of a machine: here nobody is told a URL to call back."""
-    return Listener(job.services.gateway_host, job.services.gateway_port)
+    return Listener(table.gateway_host, table.gateway_port)

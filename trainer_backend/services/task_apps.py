@@ -12,7 +12,7 @@ from service_kit.keys import TASK_APP_KEY, key_from_environ
 from trainer_backend.collect.apps import TaskApps, Tell, logged
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.slices import DEFAULT_BODY_BYTES
-from trainer_backend.collect.sources import bytes_of, largest_origin
+from trainer_backend.collect.sources import Source, bytes_of, source_of
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import JobError
 from trainer_backend.jobfile.schema import JobConfig
@@ -58,10 +58,10 @@ async def task_apps(
             child = await stack.enter_async_context(
                 EmbeddedTaskApp(
                     log_file,
-                    hosts_to_call(job, player),
+                    hosts_to_call(job.warmup, player),
                     plugins=table.task_plugins,
                     interactions=job.multi_turn.interaction_config_path,
-                    body_bytes=_body_bytes(job, data),
+                    body_bytes=_body_bytes(source_of(job, data)),
                 )
             )
             # Nobody would start it again: there is nothing to wait for.
@@ -71,9 +71,8 @@ async def task_apps(
         yield await stack.enter_async_context(apps)
 
 
-def _body_bytes(job: JobConfig, data: DataSet | None) -> int:
-    largest = 0 if data is None else bytes_of(largest_origin(job, data))
-    return max(DEFAULT_BODY_BYTES, largest + _BESIDE_A_ROW)
+def _body_bytes(source: Source) -> int:
+    return max(DEFAULT_BODY_BYTES, bytes_of(source.largest()) + _BESIDE_A_ROW)
 
 
 def told_of(apps: TaskApps) -> str:

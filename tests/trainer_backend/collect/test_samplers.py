@@ -146,7 +146,7 @@ def test_a_plan_that_was_not_told_where_a_fixed_policy_is_asked_cannot_ask_it():
 def test_adaptive_looks_at_what_earlier_iterations_told():
     adaptive = {"type": "adaptive", "alpha_0": 0.5, "unit": "rollout"}
     plan = plan_of(adaptive)
-    assert looks_back(plan.job)
+    assert looks_back(plan.job.rollout_allocation_schedule)
     worse = Past(1, {"actor": 4, "teacher": 4}, {"actor": 5.0, "teacher": 1.0}, {"teacher": 1.0})
     assert {sampler_of(item) for item in plan.training(2)} == {"actor", "teacher"}
     assert {sampler_of(item) for item in replace(plan, history=[worse]).training(2)} == {"actor"}
@@ -154,8 +154,8 @@ def test_adaptive_looks_at_what_earlier_iterations_told():
 
 def test_by_reward_the_better_one_samples_what_the_actor_does_not():
     plan = plan_of(constant(0.0, selection="reward"), only=TWO)
-    assert looks_back(plan.job)
-    assert not looks_back(plan_of(constant(0.0), only=TWO).job)
+    assert looks_back(plan.job.rollout_allocation_schedule)
+    assert not looks_back(plan_of(constant(0.0), only=TWO).job.rollout_allocation_schedule)
     history = [Past(1, {"teacher": 24}, {"teacher": 1.0}), Past(2, {"far": 24}, {"far": 3.0})]
     for iteration, policy in ((1, "teacher"), (2, "far"), (3, "far")):
         requests = replace(plan, history=history).training(iteration)

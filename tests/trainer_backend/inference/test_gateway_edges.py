@@ -202,7 +202,7 @@ def test_a_taken_port_is_an_error_that_names_it():
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0::0", ""])
 def test_a_host_that_no_task_app_can_call_is_refused_to_a_job_and_listened_on_otherwise(host: str):
     with pytest.raises(JobError, match=r"services\.gateway_host is .* no address to call"):
-        gateway_listener(tiny_job(services__gateway_host=host))
+        gateway_listener(tiny_job(services__gateway_host=host).services)
     with Listener(host, 0) as listener:
         assert listener.socket.getsockname()[1] > 0
 

@@ -16,6 +16,7 @@ from trainer_backend.inference.cache import SlotCache
 from trainer_backend.learner.attention import BlockMask, ByLength
 from trainer_backend.learner.capacity import (
     MemoryPlan,
+    less_memory,
     main_memory,
     memory_plan,
     memory_use,
@@ -121,7 +122,7 @@ def plan_of(free: int, *, host: dict[str, int] | None = None, host_free: int = 0
 
 def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
     with pytest.raises(JobError) as caught:
-        refuse_too_large(plan_of(5 * GIB), tiny_job())
+        refuse_too_large(plan_of(5 * GIB), hint=less_memory(tiny_job()))
     told = str(caught.value)
     assert "at least 6.00 GiB on cpu" in told
     assert "13.0 of 5.0 GiB free: weights 3.0, activations 3.0, cache 7.0" in told
@@ -131,14 +132,16 @@ def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
 
 def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
     plan = plan_of(8 * GIB)
-    refuse_too_large(plan, tiny_job())
+    refuse_too_large(plan, hint=less_memory(tiny_job()))
     assert "fits only while sequences are shorter than allowed" in str(plan)
     assert "fits only" not in str(plan_of(13 * GIB))
 
 
 def test_moments_that_do_not_fit_main_memory_are_refused_too():
     with pytest.raises(JobError, match=r"needs 9.00 of 8.00 GiB of main memory"):
-        refuse_too_large(plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB), tiny_job())
+        refuse_too_large(
+            plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB), hint=less_memory(tiny_job())
+        )
 
 
 def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_has_it(tokenizer):

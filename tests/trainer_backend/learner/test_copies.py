@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from shared_schemas.trajectory import Sampling
-from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Generation
@@ -76,7 +75,7 @@ def generations(model: PreTrainedModel, prompts: list[list[int]], tokens: int) -
 def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted: bool):
     """Over weights in float32, and with adapters over a base that is rounded."""
     model = model_of(family, adapted=adapted)
-    scorer = scorer_of(tiny_job(), model, LOW)
+    scorer = scorer_of(model, LOW)
     reference, served = held_scorer(scorer, model), copy_to_serve(model, torch.bfloat16)
     exact = replace(
         scorer, placement=Placement(LOW.device), model=held_copy(model, torch.float32), logits_chunk=64

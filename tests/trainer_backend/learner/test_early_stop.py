@@ -13,6 +13,7 @@ from trainer_backend.core.collate import collate
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.core.units import units_of
+from trainer_backend.learner.behaviour import objectives_of
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms
 from trainer_backend.models import build_preset, train_tokenizer
@@ -104,9 +105,8 @@ def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
     now_N = torch.tensor([-2.0 + d for moved in moves.values() for d in moved])
     found = []
     for loss, level, name in product(LOSSES, get_args(RatioLevel), AGGREGATIONS):
-        terms = PolicyTerms(
-            tiny_job(algorithm={"loss": loss, "ratio_level": level}, training__aggregation=name)
-        )
+        job = tiny_job(algorithm={"loss": loss, "ratio_level": level}, training__aggregation=name)
+        terms = PolicyTerms(objectives_of(job), job.training)
         batch = collate(
             parts,
             advantages={"long": [1.0], "short": [1.0]},

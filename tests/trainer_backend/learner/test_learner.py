@@ -209,7 +209,14 @@ def test_a_warm_up_whose_gradient_is_not_finite_says_so_and_takes_no_step(tokeni
     segments = [segment("r", [5, 6], [7, 8], [0.0, 0.0])]
     before = {name: tensor.clone() for name, tensor in learner.weights().items()}
     with pytest.raises(NonFiniteLoss, match="norm of the gradient"):
-        warm_up(learner.scorer, segments, learner.job, learner.job.warmup, lambda done, total: None)
+        warm_up(
+            learner.scorer,
+            segments,
+            learner.job.warmup,
+            learner.job.training,
+            seed=1,
+            tell=lambda done, total: None,
+        )
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
@@ -226,7 +233,14 @@ def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
 
     learner = learner_of(tokenizer)
     with pytest.raises(Enough):
-        warm_up(learner.scorer, [segment("r", [5], [7], [0.0])], learner.job, learner.job.warmup, tell)
+        warm_up(
+            learner.scorer,
+            [segment("r", [5], [7], [0.0])],
+            learner.job.warmup,
+            learner.job.training,
+            seed=1,
+            tell=tell,
+        )
     assert told == [(0, 6), (1, 6)]
 
 

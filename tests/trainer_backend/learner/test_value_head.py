@@ -165,7 +165,7 @@ def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it
 def test_a_run_that_takes_up_a_critic_begins_with_a_fresh_head_and_says_so(tokenizer, tmp_path: Path):
     learner_of(tokenizer).save(tmp_path / "iteration_1", Progress(1, 1, 2))
     job = critic_of(tokenizer).job
-    assert told_on_resume(job, tmp_path / "iteration_1") == (
+    assert told_on_resume(job.algorithm.advantage, tmp_path / "iteration_1") == (
         "iteration_1 has no value head, which algorithm.advantage = 'gae' needs: a fresh one begins, "
         "all values 0"
     )
@@ -178,9 +178,9 @@ def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path:
     learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     job = learner_of(tokenizer).job
-    told = told_on_resume(job, tmp_path / "iteration_1")
+    told = told_on_resume(job.algorithm.advantage, tmp_path / "iteration_1")
     assert told == "the value head of iteration_1 is left behind: algorithm.advantage = 'stepwise' needs none"
-    assert told_on_resume(learner.job, tmp_path / "iteration_1") is None
+    assert told_on_resume(learner.job.algorithm.advantage, tmp_path / "iteration_1") is None
     again, progress = LocalLearner.resumed(job, tmp_path / "iteration_1")
     assert progress.iteration == 1
     again.save(tmp_path / "iteration_2", Progress(2, 2, 3))

@@ -89,10 +89,10 @@ def test_an_address_that_another_parser_reads_otherwise_is_refused(url):
 
 def test_a_task_app_of_the_jobs_own_may_call_what_the_user_has_named():
     job = tiny_job(warmup__policy_config={"inference_url": "https://teacher/v1", "model": "m"})
-    assert hosts_to_call(tiny_job()) == []
-    assert hosts_to_call(job, Inference("http://h:1", "m", None)) == ["h:1", "teacher:443"]
+    assert hosts_to_call(tiny_job().warmup) == []
+    assert hosts_to_call(job.warmup, Inference("http://h:1", "m", None)) == ["h:1", "teacher:443"]
     with pytest.raises(JobError, match=r"warmup.policy_config.inference_url is 'teacher'"):
-        hosts_to_call(tiny_job(warmup__policy_config={"inference_url": "teacher"}))
+        hosts_to_call(tiny_job(warmup__policy_config={"inference_url": "teacher"}).warmup)
 
 
 def test_a_query_is_not_shown_and_an_open_way_is_known():

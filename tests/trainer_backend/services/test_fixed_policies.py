@@ -226,11 +226,13 @@ def test_engines_that_may_sample_at_a_time_share_the_threads(
     folder: Path, threads: int, unit: str, engines: int, each: int
 ):
     job = mixed(local(folder), unit=unit, inference__threads=threads)
-    assert engine_limits(job, engines=engines).torch_threads == each
+    assert (
+        engine_limits(job.inference, job.rollout_allocation_schedule, engines=engines).torch_threads == each
+    )
 
 
 def test_an_engine_of_a_job_without_fixed_policies_has_all_threads():
-    assert engine_limits(tiny_job(inference__threads=3)).torch_threads == 3
+    assert engine_limits(tiny_job(inference__threads=3).inference).torch_threads == 3
 
 
 def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
