@@ -19,7 +19,7 @@ from trainer_backend.core.seeds import (
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
 from trainer_backend.jobfile.data_table import DataTable
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.jobfile.schema import EvaluationTable, JobConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,29 +75,34 @@ def source_of(job: JobConfig, data: DataSet | None) -> Source:
     """
     if (job.data is None) != (data is None):
         raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
-    return Worlds(job) if data is None else Rows(job, data)
+    seed = job.job.seed
+    if data is None or job.data is None:
+        return Worlds(seed, job.rollout.seeds, job.evaluation)
+    return Rows(seed, job.data, data)
 
 
 @dataclass(frozen=True, slots=True)
 class Worlds:
     """Worlds by their seeds: those of rollout.seeds in shuffled epochs, or ever new ones."""
 
-    job: JobConfig
+    job_seed: int
+    seeds: tuple[int, ...]
+    held_out: EvaluationTable
 
     def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
-        job_seed, seeds = self.job.job.seed, self.job.rollout.seeds
-        if seeds:
-            return [Origin(seed) for seed in cycled_worlds(job_seed, purpose, seeds, numbers)]
+        if self.seeds:
+            return [Origin(seed) for seed in cycled_worlds(self.job_seed, purpose, self.seeds, numbers)]
         held_out = self._held_out()
         groups = range(len(numbers))
-        return [Origin(training_world(job_seed, purpose, iteration, group, held_out)) for group in groups]
+        return [
+            Origin(training_world(self.job_seed, purpose, iteration, group, held_out)) for group in groups
+        ]
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
-        seeds = self.job.rollout.seeds
-        if not seeds:
+        if not self.seeds:
             return self.training(stage, numbers, iteration)
         known = {origin.seed for origin in played}
-        others = other_worlds(self.job.job.seed, seeds, iteration=iteration, played=known)
+        others = other_worlds(self.job_seed, self.seeds, iteration=iteration, played=known)
         return [Origin(others[number % len(others)]) for number in numbers]
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
@@ -110,7 +115,7 @@ class Worlds:
         return self.evaluation(most=1)[0]  # all are alike
 
     def _held_out(self) -> Sequence[int]:
-        return evaluation_worlds(self.job.evaluation.instances, self.job.evaluation.seeds)
+        return evaluation_worlds(self.held_out.instances, self.held_out.seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +126,22 @@ class Rows:
     follows from its number: a checkpoint holds no other position, and a resumed run goes on where it was.
     """
 
-    job: JobConfig
+    job_seed: int
+    table: DataTable
     data: DataSet
 
     def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
         rows = self.data.training
-        if self.job.data is not None and not self.job.data.shuffle:
+        if not self.table.shuffle:
             return [self.origin(rows[number % len(rows)]) for number in numbers]
         ids = [row.id for row in rows]
-        chosen = cycled_worlds(self.job.job.seed, purpose, ids, numbers)
+        chosen = cycled_worlds(self.job_seed, purpose, ids, numbers)
         return [self.origin(self.data.by_id[row_id]) for row_id in chosen]
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
         ids = [row.id for row in self.data.training]
         known = {origin.row_id for origin in played if origin.row_id is not None}
-        others = other_worlds(self.job.job.seed, ids, iteration=iteration, played=known)
+        others = other_worlds(self.job_seed, ids, iteration=iteration, played=known)
         return [self.origin(self.data.by_id[others[number % len(others)]]) for number in numbers]
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
@@ -151,8 +157,7 @@ class Rows:
 
     def origin(self, row: Row) -> Origin:
         """Where a group of this row starts."""
-        table = self.job.data
-        return origin_of(row, interaction=table.interaction if table else None)
+        return origin_of(row, interaction=self.table.interaction)
 
 
 def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
