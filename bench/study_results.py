@@ -25,7 +25,7 @@ MIXED = (
     "mixture/alpha", "rollout/policy_choice", "mixture/ess", "mixture/counted_share",
     "actor/importance_weight_mean", "mixture/fixed/outcome_reward",
 )  # fmt: skip
-# In conversations with an interaction: docs/route.md.
+# In conversations with an interaction: docs/metrics.md.
 _BY_TURN = "interaction/score_by_turn"
 # Of the demo's job: shows that every part works, and no more.
 QUICK = (

@@ -75,7 +75,7 @@ def test_every_plug_in_is_documented():
 
 def test_every_metric_is_documented(trained):
     directory, _, _ = trained
-    page = text_of("docs/route.md")
+    page = text_of("docs/metrics.md")
     names = {
         name
         for kind in ("warmup", "iteration", "evaluation")

@@ -19,7 +19,9 @@ ROWS = [
     for number, line in enumerate(PAGE.replace("| |", "|  |").splitlines(), 1)
     if line.startswith("| ") and not line.startswith("| published")
 ]
-METRICS = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/route.md", "docs/mixture.md"))
+METRICS = "".join(
+    (ROOT / name).read_text(encoding="utf-8") for name in ("docs/metrics.md", "docs/mixture.md")
+)
 
 
 def member(owner: Any, name: str) -> Any:

@@ -1,6 +1,6 @@
 """Names under which other systems publish what we measure, for dashboards that ask for those. Data alone.
 
-Each is a number of the last row of a run, by its own name in docs/route.md; a `*` stands for whatever is
+Each is a number of the last row of a run, by its own name in docs/metrics.md; a `*` stands for whatever is
 there. What is not the same thing there and here is not in this table.
 """
 

@@ -67,7 +67,7 @@ class LogQuery(Body):
 
 @router.get("/jobs/{job_id}/metrics")
 async def metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, Query()]) -> Metrics:
-    """Curves of a run, by metric name; docs/route.md says what each means."""
+    """Curves of a run, by metric name; docs/metrics.md says what each means."""
     service = service_of(request)
     job = await job_named(service, job_id)
     names = query.names or await service.ask(reads.metric_names, service.store, job.id, query.kind)

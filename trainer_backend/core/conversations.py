@@ -1,7 +1,7 @@
 """What is told about a batch of conversations: how answers were scored, how the context was kept. Pure.
 
 A conversation is an episode whose history the task app kept (`Trajectory.full_history`); metric names are
-listed in docs/route.md.
+listed in docs/metrics.md.
 """
 
 import math

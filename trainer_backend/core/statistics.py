@@ -1,6 +1,6 @@
 """What is told about a batch of episodes: decision-reward logs and evaluation figures. Pure.
 
-Metric names are `room/what`; docs/route.md lists them.
+Metric names are `room/what`; docs/metrics.md lists them.
 """
 
 import math

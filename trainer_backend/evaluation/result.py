@@ -61,7 +61,7 @@ class Evaluated:
         outcome_definition: what the environment calls an outcome.
         unique: mean of the achievements unlocked; None where there are none, and then nothing is in `rates`,
             `unique_by_turn`, `ach_by_turn` and `spans` either.
-        conversation: interaction/* and statelm/* (docs/route.md); empty where no history was kept.
+        conversation: interaction/* and statelm/* (docs/metrics.md); empty where no history was kept.
         env_reward: the environment's own reward, summed over an episode.
         rates: share of episodes that unlocked each achievement.
         unique_by_turn, ach_by_turn: [T] mean deltas of each decision turn; an ended episode counts 0.

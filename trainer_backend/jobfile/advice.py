@@ -41,7 +41,7 @@ def advice(config: JobConfig) -> list[str]:
     if training.refill_rounds:
         found.append(
             "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
-            "is learned from is chosen by its outcome, a named bias (docs/route.md, stop 10)"
+            "is learned from is chosen by its outcome, a named bias (docs/credit.md)"
         )
     if by_outcome and not plug.needs_state_keys:
         found.append(

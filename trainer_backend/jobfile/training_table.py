@@ -108,7 +108,7 @@ class TrainingTable(Table):
     )
     kl_reward_kind: KlKind = Field(
         default="k1",
-        description="estimator of that KL; only k1 has the gradient of it (docs/route.md, stop 9)",
+        description="estimator of that KL; only k1 has the gradient of it (docs/credit.md)",
     )
     behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
     behaviour_weight_floor: float = Field(

@@ -24,4 +24,4 @@ def told_before_a_run(job: JobConfig) -> list[str]:
             f"fixed policy {name!r}: {folder}, which speaks as the actor" for name, folder in folders.items()
         ]
     named = "; ".join(biases(job)) or "nothing that is known"
-    return [*told, f"expected policy gradient, biased by: {named} (docs/route.md, stop 11)"]
+    return [*told, f"expected policy gradient, biased by: {named} (docs/credit.md)"]

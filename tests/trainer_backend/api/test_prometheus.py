@@ -138,6 +138,6 @@ def test_known_names_are_names_of_prometheus():
 
 
 def test_our_side_of_every_known_name_is_documented():
-    page = text_of("docs/route.md") + text_of("docs/mixture.md")
+    page = text_of("docs/metrics.md") + text_of("docs/mixture.md")
     for ours in {*OF_ITERATIONS.values(), *OF_EVALUATIONS.values()} - {"iteration"}:
         assert f"`{ours}`" in page or f"`{ours.rpartition('/')[0]}/*`" in page, ours
