@@ -1,12 +1,15 @@
 """Shared by all tests: one tiny job that trains for real, and a task app on a real port."""
 
 import asyncio
+import fcntl
 import os
+import pickle
+import shutil
 
 # Before torch: spinning OpenMP threads make it many times slower beside another busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hypothesis import settings
 
 from trainer_backend.job import parse_job
 from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.rundir.layout import RunDirectory, create_run
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 
 # A busy machine is no failure: nothing here asserts on time.
 settings.register_profile("turnwise", deadline=None)
@@ -95,10 +98,35 @@ def train_job(
     return directory, reporter, progress
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> tuple[Path, Any]:
+    """A folder and what `make` returned of it: one of the workers makes it, each has a copy of its own."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder, record = root / f"once-{name}", root / f"once-{name}.pickle"
+    # The lock ends with its process, so a worker that fails or dies keeps nobody waiting.
+    with (root / f"once-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not record.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            record.write_bytes(pickle.dumps(make(folder)))
+    copy = factory.mktemp("once") / name
+    shutil.copytree(folder, copy, symlinks=True)
+    return copy, pickle.loads(record.read_bytes())
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, ListReporter, Any]:
     """The tiny job, trained once for all tests that only look at what came of it."""
-    return train_job(tiny_job(), tmp_path_factory.mktemp("runs") / "tiny")
+
+    def make(folder: Path) -> tuple[dict[str, Any], Any]:
+        _, reporter, progress = train_job(tiny_job(), folder)
+        return vars(reporter), progress
+
+    run, (seen, progress) = made_once(tmp_path_factory, "tiny", make)
+    reporter = ListReporter()
+    vars(reporter).update(seen)
+    return open_run(run), reporter, progress
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +134,12 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path
     """Model folders as the hub has them, by family; for reading only: copy one to change it."""
     from tests.model_folders import make_model_folders
 
-    return make_model_folders(tmp_path_factory.mktemp("models"))
+    def make(folder: Path) -> dict[str, Path]:
+        folder.mkdir()
+        return {name: path.relative_to(folder) for name, path in make_model_folders(folder).items()}
+
+    folders, names = made_once(tmp_path_factory, "models", make)
+    return {name: folders / path for name, path in names.items()}
 
 
 def rows_of(directory: RunDirectory, kind: str) -> Sequence[dict[str, Any]]:
