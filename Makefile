@@ -34,31 +34,31 @@ fmt: $(VENV)/.ready ## format and sort imports
 setup: $(VENV)/.ready ## make .venv alone
 
 study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (an hour; resumable)
-	$(BIN)/python bench/study_reward_modes.py
+	$(BIN)/python -m bench.study_reward_modes
 
 study-credit: $(VENV)/.ready ## five estimators of credit, one warm start and equal decisions, 3 seeds each (an hour; resumable)
-	$(BIN)/python bench/study_credit.py
+	$(BIN)/python -m bench.study_credit
 
 study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialogues, 3 seeds each (a quarter of an hour; resumable)
-	$(BIN)/python bench/study_dialogue.py
+	$(BIN)/python -m bench.study_dialogue
 
 study-statelm: $(VENV)/.ready ## a model that may delete from its context against one that may not, 3 seeds each (half an hour; resumable)
-	$(BIN)/python bench/study_statelm.py
+	$(BIN)/python -m bench.study_statelm
 
 study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, beside a bad one, 3 seeds each (an hour; resumable)
-	$(BIN)/python bench/study_mixture.py
+	$(BIN)/python -m bench.study_mixture
 
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
-	PYTHONPATH=. $(BIN)/python bench/study_soak.py
+	$(BIN)/python -m bench.study_soak
 
 study-faults: $(VENV)/.ready ## service, job, task app and database of 20 short jobs killed at random points: each must end as if not (half an hour; resumable)
-	PYTHONPATH=. $(BIN)/python bench/study_faults.py
+	$(BIN)/python -m bench.study_faults
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
 	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste gpu \
 		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch task_app_cpu \
 		idle_sessions many_apps recovery_cost store_cost run_page dashboard_pages teacher_baseline; do \
-		PYTHONPATH=. $(BIN)/python bench/$$script.py || exit 1; done
+		$(BIN)/python -m bench.$$script || exit 1; done
 
 # A half-finished install leaves no .ready behind, so the next make does it again.
 $(VENV)/.ready: pyproject.toml

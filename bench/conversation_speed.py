@@ -1,6 +1,6 @@
 """What a long conversation costs beside its template and tokenizer: 100 turns, an edit at every 5th.
 
-    python bench/conversation_speed.py [--limit-ms 20] [--growth 2.5]
+    python -m bench.conversation_speed [--limit-ms 20] [--growth 2.5]
 
 A scripted model writes a tool call each turn, the tool answers, and every 5th turn the oldest tool result
 that still stands becomes a stub. CPU time of this thread, best of 10:
@@ -16,7 +16,6 @@ one conversation, by tracemalloc; doubling the turns may multiply it by at most 
 prompt ids that are sent with the whole prompts. Exit code 1 where a limit is passed.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ import tracemalloc
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench import kit
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from task_app.history import Change, History
@@ -185,10 +185,7 @@ def remembered_bytes(turns: int, within: TimedRenderer) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--limit-ms", type=float, default=20.0)
-    parser.add_argument("--growth", type=float, default=2.5)
-    arguments = parser.parse_args()
+    arguments = kit.options(__doc__, ("--limit-ms", 20.0), ("--growth", 2.5))
     within = renderer()
     best = min((measured(100, within) for _ in range(ROUNDS)), key=lambda found: float(found["total_ms"]))
     held = {turns: remembered_bytes(turns, within) for turns in (50, 100, 200)}

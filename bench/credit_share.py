@@ -1,6 +1,6 @@
 """What `credit` costs of an iteration of the demo, and that its memory grows as the decisions do.
 
-    python bench/credit_share.py [--limit 0.0015] [--quick]
+    python -m bench.credit_share [--limit 0.0015] [--quick]
 
 An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions); then its
 stored rollouts go through `credit` again, all that the loop of a run calls: tokens (stop 7), rewards with
@@ -12,34 +12,20 @@ the peak while the whole batch is credited, against that of a quarter of it.
 Exit code 1 where the share of the whole is above the limit, or memory grows faster than that.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from demo_iteration import QUICK, played
-
+from bench import kit
+from bench.demo_iteration import QUICK, Played, played
 from shared_schemas.rollouts import Rollout
 from trainer_backend.credit import CreditAssignment
 from trainer_backend.jobfile.schema import JobConfig
 
 LIMIT = 0.0015
+KEYS = ('rollout.state_keys=["default"]',)
 # Peak bytes a decision of the whole batch against a quarter of it.
 GROWTH_LIMIT = 1.2
-
-
-def least_s(work: Callable[[], object], repeats: int = 7) -> float:
-    def once() -> float:
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-
-    return min(once() for _ in range(repeats))
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -67,20 +53,26 @@ def decisions(rollouts: Sequence[Rollout]) -> int:
     return sum(len(item.trajectory.steps) for item in rollouts if item.trajectory is not None)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration's CPU time")
-    parser.add_argument("--quick", action="store_true", help="a small iteration, to see that it works")
-    options = parser.parse_args()
-    found = played(('rollout.state_keys=["default"]', *(QUICK if options.quick else ())))
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__,
+        ("--limit", LIMIT, "most of an iteration's CPU time"),
+        ("--quick", False, "a small iteration, to see that it works"),
+        arguments=arguments,
+    )
+    return report(played((*KEYS, *(QUICK if options.quick else ()))), options.limit)
+
+
+def report(found: Played, limit: float) -> int:
+    """Print what credit costs of that iteration; the exit code."""
     rollouts = [item for item in found.rollouts if item.trajectory is not None]
     own, gigpo = found.job, with_estimator(found.job, "gigpo")
     took = {
-        f"all of credit, {own.algorithm.advantage}": least_s(
+        f"all of credit, {own.algorithm.advantage}": kit.least(
             lambda: CreditAssignment.of(own).credit(rollouts)
-        ),
-        "of that rewards and advantages": least_s(lambda: CreditAssignment.of(own).credits(rollouts)),
-        "all of credit, gigpo": least_s(lambda: CreditAssignment.of(gigpo).credit(rollouts)),
+        ).cpu_s,
+        "of that rewards and advantages": kit.least(lambda: CreditAssignment.of(own).credits(rollouts)).cpu_s,
+        "all of credit, gigpo": kit.least(lambda: CreditAssignment.of(gigpo).credit(rollouts)).cpu_s,
     }
     print(f"an iteration of {decisions(rollouts)} decisions took {found.cpu_s:.2f} s of CPU time")
     for name, seconds in took.items():
@@ -88,10 +80,8 @@ def main() -> int:
     per_decision, growth = memory_growth(own, rollouts)
     print(f"peak memory {per_decision:.0f} bytes a decision, x{growth:.2f} of that of a quarter of them")
     share = next(iter(took.values())) / found.cpu_s
-    met = share <= options.limit and growth <= GROWTH_LIMIT
-    told = "ok" if met else "MISSED"
-    print(f"all of credit is {share:.3%} of an iteration (at most {options.limit:.2%}): {told}")
-    return 0 if met else 1
+    figure = f"all of credit is {share:.3%} of an iteration (at most {limit:.2%})"
+    return kit.judged(figure, share <= limit and growth <= GROWTH_LIMIT)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the dashboard's pages take for a long run, from the request to the last byte, over SQLite.
 
-    PYTHONPATH=. python bench/dashboard_pages.py [--iterations 1000] [--decisions 100000] [--limit-ms 200]
+    python -m bench.dashboard_pages [--iterations 1000] [--decisions 100000] [--limit-ms 200]
 
 The run is that of run_page.py, which measures the reads alone, with the metrics that the panels draw, a log
 of 20,000 lines, and an episode of 25,200 tokens in one segment; it goes on, so its head is read in full. Each
@@ -8,7 +8,6 @@ page is asked for in this process, without a socket, after it was asked for once
 clock on the wall and, beside it, of this process' CPU. Exit code 1 where a page is above the limit.
 """
 
-import argparse
 import math
 import sys
 import tempfile
@@ -18,7 +17,8 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from bench.run_page import LIMIT_MS, T, least_ms, long_run, steps
+from bench import kit
+from bench.run_page import LIMIT_MS, REPEATS, T, long_run, steps
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from trainer_backend.dashboard import pages
 from trainer_backend.dashboard.panels import PANELS, metrics_of
@@ -105,11 +105,13 @@ def synced(store: Store, run: RunDirectory, name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=1000)
-    parser.add_argument("--decisions", type=int, default=100_000, help="of all iterations together")
-    parser.add_argument("--limit-ms", type=float, default=LIMIT_MS, help="most of a page")
-    options = parser.parse_args(arguments)
+    options = kit.options(
+        __doc__,
+        ("--iterations", 1000),
+        ("--decisions", 100_000, "of all iterations together"),
+        ("--limit-ms", LIMIT_MS, "most of a page"),
+        arguments=arguments,
+    )
     slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"sqlite:///{folder}/store.db")
@@ -127,9 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         client = TestClient(app)
         for name, address in addresses(*ids).items():
             size = len(client.get(address).raise_for_status().content)
-            wall, cpu = least_ms(lambda address=address: client.get(address))
+            cost = kit.least(lambda address=address: client.get(address), REPEATS)
+            wall, cpu = 1e3 * cost.wall_s, 1e3 * cost.cpu_s
             slowest = max(slowest, wall)
-            told = "ok" if wall <= options.limit_ms else "TOO SLOW"
+            told = kit.verdict(wall <= options.limit_ms, "TOO SLOW")
             print(f"{name:38s} {wall:7.1f} ms ({cpu:.1f} of CPU), {size / 1e3:.0f} kB  {told}")
         store.close()
     return 0 if slowest <= options.limit_ms else 1

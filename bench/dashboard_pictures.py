@@ -1,6 +1,6 @@
 """The pictures of docs/dashboard.md, taken by Chromium from the runs of a data directory.
 
-    PYTHONPATH=. python bench/dashboard_pictures.py runs --run crafter_cpu --others crafter_gigpo crafter_gae
+    python -m bench.dashboard_pictures runs --run crafter_cpu --others crafter_gigpo crafter_gae
         [--talk documents_statelm] [--to docs/img]
 
 A trainer service is started on the directory, which takes up the jobs that are under way there: take a copy

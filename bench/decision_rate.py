@@ -1,6 +1,6 @@
 """Decisions per second of the demo's collect + update, and where the time goes.
 
-    python bench/decision_rate.py [--quick] [--set table.key=value ...]
+    python -m bench.decision_rate [--quick] [--set table.key=value ...]
 
 Two views, because they answer different questions:
 1. Wall time of an iteration: collect, credit and store, update, publish. They follow each other and add up.
@@ -13,24 +13,21 @@ Two views, because they answer different questions:
 The first iteration is left out (first touch of everything). Linux only: threads are read from /proc.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see trainer_backend.__main__
-
-import argparse
 import asyncio
 import json
+import os
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from bench import kit
 from trainer_backend.job import load_job
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.running.start import run_job
 
-JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_cpu.toml"
+JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
 SETTINGS = (
     "training.iterations=4", "evaluation.instances=8", "evaluation.every_n_iters=1000",
     "warmup.episodes=160", "warmup.epochs=4", "warmup.batch_decisions=128",
@@ -133,10 +130,11 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="decisions a second of the demo's job, split")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; rougher")
-    parser.add_argument("--set", action="append", default=[], metavar="table.key=value")
-    options = parser.parse_args()
+    options = kit.options(
+        __doc__,
+        ("--quick", False, "seconds instead of minutes; rougher"),
+        ("--set", [], "table.key=value"),
+    )
     settings = (*SETTINGS, *(QUICK if options.quick else ()), *options.set)
     job = load_job(JOB, settings).config
     reporter = CpuReporter()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import kit
 from shared_schemas.rollouts import Rollout
 from trainer_backend.job import load_job
 from trainer_backend.jobfile.schema import JobConfig
@@ -15,7 +16,7 @@ from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.running.start import run_job
 
-JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_cpu.toml"
+JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
 # A shorter warm-up: episodes are as long, and prompts and answers look the same.
 SETTINGS = ("training.iterations=1", "evaluation.instances=8", "warmup.episodes=60", "warmup.epochs=1")
 

@@ -1,6 +1,6 @@
 """Is the engine stock crafter, and the same in every process?
 
-    python bench/engine_exactness.py [--quick]
+    python -m bench.engine_exactness [--quick]
 
 1. Episodes beside stock with the one ordering fix, all compared after every step: map, things with health and
    counters in order, hidden counters, reward, end, chunk order, all 624 generator words and position.
@@ -15,13 +15,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 
+from bench.kit import ROOT
 from task_app.environments.crafter.engine import ACTIONS, CrafterEngine
 
-ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "tests" / "task_app" / "environments" / "crafter"
 VITALS = ("health", "food", "drink", "energy")
 
@@ -70,10 +69,17 @@ def _fingerprints_of(seed: int, steps: int) -> list[str]:
 
 def other_process(hash_seed: int, seeds: int, steps: int) -> list[list[str]]:
     """`fingerprints` in a process of its own."""
-    command = [sys.executable, __file__, "--child", str(seeds), str(steps), str(hash_seed * 1000)]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.engine_exactness",
+        "--child",
+        str(seeds),
+        str(steps),
+        str(hash_seed * 1000),
+    ]
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
     result: list[list[str]] = json.loads(done.stdout)
     return result
 

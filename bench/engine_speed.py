@@ -1,6 +1,6 @@
 """How much faster the engine is than stock crafter: CPU time of a step and of a new world.
 
-    python bench/engine_speed.py [--quick]
+    python -m bench.engine_speed [--quick]
 
 Stock and engine take turns in one process; ratios of medians of CPU time, so that other jobs on the machine
 matter little. Both play the same random actions with the vital statistics refilled, through day and night.
@@ -8,7 +8,6 @@ Stock's noise must be pure Python here (numba not importable), as it is wherever
 Exit code 1 when a target is missed.
 """
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -20,6 +19,7 @@ from functools import partial
 import crafter
 import numpy as np
 
+from bench import kit
 from task_app.environments.crafter import noise
 from task_app.environments.crafter.engine import CrafterEngine
 
@@ -100,9 +100,7 @@ def targets_met(rows: Mapping[str, Mapping[str, float]]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="CPU time of the engine against stock crafter")
-    parser.add_argument("--quick", action="store_true", help="a few seconds instead of half a minute")
-    quick = parser.parse_args().quick
+    quick = kit.options(__doc__, ("--quick", False, "a few seconds instead of half a minute")).quick
     if importlib.util.find_spec("numba"):
         raise SystemExit("numba is importable here: stock's worlds would be compiled; run without it")
     geometry_s = round(cpu_s(noise.geometry), 3)

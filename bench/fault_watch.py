@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fault_installation import PATIENCE_S, Installation, Kind
-
+from bench.fault_installation import PATIENCE_S, Installation, Kind
 from shared_schemas.rollouts import Rollout
 from trainer_backend.rundir.json_lines import read_texts
 from trainer_backend.rundir.state import RunState, read_state

@@ -1,6 +1,6 @@
 """Generation on one thread: the engine beside what `transformers` offers, and what reused prefixes save.
 
-    python bench/generation_speed.py [--preset tiny-0.3m] [--repeats 3]
+    python -m bench.generation_speed [--preset tiny-0.3m] [--repeats 3]
 
 1. A batch: 32 prompts of 150 tokens, 64 new tokens each. The exit code says whether the engine is at least
    x1.1 of `model.generate` and x5 of `model.generate_batch` (its continuous batching) as it comes: by default
@@ -12,11 +12,6 @@ All sample without an end token, so everyone makes the same number of tokens. Ra
 least of some repeats taken in turn: on a busy machine the clock says little.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import asyncio
 import random
 import sys
@@ -27,6 +22,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from bench import kit
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.worker import EngineCounters
@@ -187,10 +183,7 @@ def targets_met(ratios: Mapping[str, float]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="tiny-0.3m")
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    options = kit.options(__doc__, ("--preset", "tiny-0.3m"), ("--repeats", 3))
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     tokenizer = train_tokenizer(["wood stone tree"], 512)

@@ -1,18 +1,18 @@
 """GiGPO's advantages on one core: 6,400 steps below 10 ms, 64,000 below 150 ms; state keys are made before.
 
-    python bench/gigpo_speed.py [--repeats 5]
+    python -m bench.gigpo_speed [--repeats 5]
 
 Batches are groups of 8 episodes of 50 decisions, whose states meet about as often as in Crafter. Timed is the
 least CPU time of some repeats. Beside it stands how time and memory grow from the small batch to the large:
 both are linear. The exit code says whether both limits are met.
 """
 
-import argparse
 import random
 import sys
 import time
 import tracemalloc
 
+from bench import kit
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.gigpo import gigpo
 
@@ -51,9 +51,7 @@ def peak_bytes(episodes: list[EpisodeRewards]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = kit.options(__doc__, ("--repeats", 5))
     found = {}
     for steps, limit in LIMITS_MS.items():
         episodes = batch_of(steps)

@@ -1,6 +1,6 @@
 """What a CUDA machine makes of real models, in one run: shapes of Qwen3, randomly initialised.
 
-    python bench/gpu.py [--shapes 0.6b 4b] [--tokens 16384] [--rounds 3] [--smoke]
+    python -m bench.gpu [--shapes 0.6b 4b] [--tokens 16384] [--rounds 3] [--smoke]
 
 Of each shape, with our learner and our engine on the device as a run has them:
 
@@ -16,10 +16,6 @@ Exit code 1 where a bound is missed. Without a CUDA device there is nothing to m
 `--smoke` goes through the same code on a CPU with a tiny shape, against a made-up peak.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import argparse
 import asyncio
 import gc
@@ -31,10 +27,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from gpu_setup import SHAPES, Plan, config_of, fitting, model_of, segments_of
-from model_flops import Peak, decode_seconds, peak_of, update_flops
 from transformers import PreTrainedModel, Qwen3Config
 
+from bench.gpu_setup import SHAPES, Plan, config_of, fitting, model_of, segments_of
+from bench.model_flops import Peak, decode_seconds, peak_of, update_flops
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import ModelShape
@@ -195,7 +191,7 @@ def forget_memory(placement: Placement) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=["0.6b", "4b"])
     parser.add_argument("--tokens", type=int, default=16384, help="of an update")
@@ -205,7 +201,7 @@ def main() -> int:
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny shape on the CPU; nothing is judged slow"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.smoke:
         torch.set_num_threads(1)
         plan = Plan(tokens=512, rows=(1, 4), prompt=32, new=9, rounds=1)

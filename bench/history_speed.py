@@ -1,17 +1,17 @@
 """A conversation of 100 turns with 20 deletes: every prompt of it is rendered below 20 ms; memory is linear.
 
-    python bench/history_speed.py [--repeats 20]
+    python -m bench.history_speed [--repeats 20]
 
 Timed is the least CPU time of some repeats of the whole episode: 100 views, 200 messages with chunks of 2,000
 characters, 20 edits; no tokenizer. Memory is what a history holds at its end, texts included, a turn, for
 100, 200 and 400 turns. Exit code 1 when a limit is missed.
 """
 
-import argparse
 import sys
 import time
 import tracemalloc
 
+from bench import kit
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from task_app.context_tools import apply
 from task_app.history import History
@@ -73,9 +73,7 @@ def kilobytes_a_turn(turns: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args()
+    options = kit.options(__doc__, ("--repeats", 20))
     history, shown = episode(TURNS)
     edits = len(history.deleted_msg_ids) // (EVERY - 1)
     found = least_ms(options.repeats)

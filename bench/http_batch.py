@@ -1,6 +1,6 @@
 """Requests per CPU and steps per second over HTTP, beside FastAPI's hello and OpenEnv's server.
 
-    python bench/http_batch.py [--peer-python /path/to/venv/bin/python] [--rounds 5]
+    python -m bench.http_batch [--peer-python /path/to/venv/bin/python] [--rounds 5]
 
     null     CPU of the server for POST /env/step, an environment that does nothing / a FastAPI hello   <= 1.6
     single   16 clients: steps/s of POST /env/step / 16 of OpenEnv's own, the same environment          >= 1.4
@@ -15,17 +15,18 @@ server's CPU a step, from /proc (Linux only), is printed beside.
 Exit code 1 when a figure is missed.
 """
 
-import argparse
 import asyncio
 import secrets
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from http_rates import HOST, Play, Rate, Server, running, timed
-from raw_clients import HttpConnection, WebSocketConnection
+from bench import kit
+from bench.http_rates import HOST, Play, Rate, Server, running, timed
+from bench.raw_clients import HttpConnection, WebSocketConnection
 
 HERE = Path(__file__).parent
 CLIENTS, STEPS, BATCH, REQUESTS = 16, 100, 10, 500
@@ -187,7 +188,7 @@ async def beside_openenv(
     return found[0][0] / own, found[0][0] / found[1][0], found[1][1] / found[0][1]
 
 
-async def measure(options: argparse.Namespace) -> int:
+async def measure(options: Namespace) -> int:
     figures: list[tuple[str, float, bool]] = []
     plugins = str(HERE / "peers/null_environment.py")
     command = (sys.executable, "-m", "task_app", "--plugins", plugins, "--port")
@@ -235,12 +236,15 @@ def why_no_peer(python: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The task app's routes beside their peers.")
-    parser.add_argument(
-        "--peer-python", default=sys.executable, help="a Python with openenv-core and crafter"
+    return asyncio.run(
+        measure(
+            kit.options(
+                __doc__,
+                ("--peer-python", sys.executable, "a Python with openenv-core and crafter"),
+                ("--rounds", 5),
+            )
+        )
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    return asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

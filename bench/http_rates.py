@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from bench.kit import ROOT
+
 HOST = "127.0.0.1"
 
 Play = Callable[[], Awaitable[int]]

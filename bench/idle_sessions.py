@@ -1,13 +1,12 @@
 """Memory of a session that nobody uses: 1,000 Crafter environments, and what a step takes beside them.
 
-    python bench/idle_sessions.py [--sessions 1000] [--state-dir] [--clients 16]
+    python -m bench.idle_sessions [--sessions 1000] [--state-dir] [--clients 16]
 
 The task app is a process of its own; its resident memory is read before and after (Linux only). Each session
 has taken a few decisions. Then `--clients` connections step sessions of their own for some seconds, as fast
 as they are answered: p50 and p99 of a step under that load. bench/results/idle_sessions.json.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -15,14 +14,17 @@ import platform
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from study_soak import App, quantile
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench import kit
+from bench.kit import ROOT
+from bench.study_soak import App, quantile
+
 WARM_UP = 20
 CREATE_AT_ONCE = 8
 
@@ -78,7 +80,7 @@ async def loaded(http: aiohttp.ClientSession, clients: int, seconds: float) -> l
     return sorted(took)
 
 
-async def measure(app: App, options: argparse.Namespace) -> dict[str, Any]:
+async def measure(app: App, options: Namespace) -> dict[str, Any]:
     headers = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
     async with aiohttp.ClientSession(app.url, headers=headers) as http:
         await filled(http, WARM_UP)
@@ -113,17 +115,15 @@ async def measure(app: App, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = kit.options(
+        __doc__,
+        ("--sessions", 1_000),
+        ("--clients", 16),
+        ("--seconds", 10.0),
+        ("--state-dir", False, "write the sessions down, as --state-dir does"),
+        ("--results", ROOT / "bench" / "results" / "idle_sessions.json"),
+        arguments=arguments,
     )
-    parser.add_argument("--sessions", type=int, default=1_000)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument(
-        "--state-dir", action="store_true", help="write the sessions down, as --state-dir does"
-    )
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "idle_sessions.json")
-    options = parser.parse_args(arguments)
     room = {
         "TURNWISE_MAX_SESSIONS": str(options.sessions + WARM_UP + options.clients),
         "TURNWISE_LOG_LEVEL": "warning",

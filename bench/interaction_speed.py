@@ -1,6 +1,6 @@
 """What an interaction costs an episode, and that one which blocks stalls nobody else.
 
-    python bench/interaction_speed.py [--episodes 1000]
+    python -m bench.interaction_speed [--episodes 1000]
 
 All episodes live at once. Wall time and resident memory an episode (start, two answers, finalise), for a
 class that promises not to block (on the service's loop) and one that does not (a thread and a loop of its
@@ -8,7 +8,6 @@ own). Then half of the episodes block for 20 ms in each answer: the longest paus
 the meantime must be shorter than what they block together by a factor of 10. Exit code 1 when it is not.
 """
 
-import argparse
 import asyncio
 import sys
 import time
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service_kit.logs import configure_logs
+from bench import kit
 from shared_schemas.messages import Message
 from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.service import Interactions
@@ -102,7 +101,4 @@ async def main(episodes: int) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=1_000)
-    configure_logs("info")
-    sys.exit(asyncio.run(main(parser.parse_args().episodes)))
+    sys.exit(asyncio.run(main(kit.options(__doc__, ("--episodes", 1_000)).episodes)))

@@ -1,6 +1,6 @@
 """Learner tokens per second beside `trl`'s GRPOTrainer on a CPU: same model, tokens and optimizer steps.
 
-    python bench/learner_speed.py [--rounds 5] [--threads 2] [--limit 1.5]
+    python -m bench.learner_speed [--rounds 5] [--threads 2] [--limit 1.5]
 
 Counted are the tokens of all prompts and answers, padding not, once an iteration. Timed is what each side
 does with them once they are sampled: score them all under the weights that the iteration begins with (both
@@ -11,11 +11,6 @@ ratio is of the least CPU times, the clock's beside it: on a busy machine that s
 this interpreter nothing is measured, and the exit code is 0.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import importlib.util
 import random
 import sys
@@ -28,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from bench import kit
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.job import parse_job
 from trainer_backend.learner.learner import LocalLearner
@@ -228,19 +224,13 @@ def compared(name: str, shape: Shape, rounds: int, threads: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=LIMIT, help="least ratio")
-    options = parser.parse_args()
+    options = kit.options(__doc__, ("--rounds", 5), ("--threads", 2), ("--limit", LIMIT, "least ratio"))
     if importlib.util.find_spec("trl") is None:
         print("not measured: trl is not installed beside this interpreter (pip install trl datasets)")
         return 0
     warnings.filterwarnings("ignore")
     ratios = [compared(name, shape, options.rounds, options.threads) for name, shape in SHAPES.items()]
-    met = min(ratios) >= options.limit
-    print(f"at least x{options.limit:g} wanted: {'ok' if met else 'TOO SLOW'}")
-    return 0 if met else 1
+    return kit.judged(f"at least x{options.limit:g} wanted", min(ratios) >= options.limit, "TOO SLOW")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,20 @@
 """Log-probs of sampled tokens, the engine's beside those of one plain forward pass over the whole sequence.
 
-    python bench/logprob_exactness.py [--requests 128] [--limit 1e-4]
+    python -m bench.logprob_exactness [--requests 128] [--limit 1e-4]
 
 Same weights and temperature, no truncation, fp32; DESIGN.md section 7 holds the project to 1e-4. Exit code 1
 when a difference is larger.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import asyncio
 import math
 import random
 import sys
+from collections.abc import Sequence
 
 import torch
 
+from bench import kit
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.protocol import Generation
@@ -60,11 +57,13 @@ def largest_difference(preset: str, seed: int, count: int) -> float:
     return worst
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="log-probs of the engine against one plain forward pass")
-    parser.add_argument("--requests", type=int, default=128, help="of each preset and seed")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="largest difference allowed")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__,
+        ("--requests", 128, "of each preset and seed"),
+        ("--limit", LIMIT, "largest difference allowed"),
+        arguments=arguments,
+    )
     torch.set_num_threads(1)
     met = True
     for preset in PRESETS:

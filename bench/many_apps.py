@@ -1,7 +1,7 @@
 """How much more two task apps do than one: decisions a second, collected over HTTP, with a policy that costs
 next to nothing.
 
-    python bench/many_apps.py [--replicas 2] [--episodes 128] [--decisions 50] [--rounds 3]
+    python -m bench.many_apps [--replicas 2] [--episodes 128] [--decisions 50] [--rounds 3]
 
 `python -m task_app --replicas N` is started for 1 and for N. The `random` policy plays Crafter, so that what
 is measured is worlds, steps, JSON and HTTP. Both are measured in turns; the ratio is that of the best rounds.
@@ -9,24 +9,25 @@ Read it with the number of cores beside it, which is printed. This process reads
 core too: on two cores two task apps cannot reach twice the throughput of one, and beside other work none.
 """
 
-import argparse
 import asyncio
 import os
 import secrets
 import sys
 import time
 import tomllib
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pydantic import SecretStr
 
+from bench import kit
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 
 
-def plan(run_id: str, options: argparse.Namespace) -> list[RolloutRequest]:
+def plan(run_id: str, options: Namespace) -> list[RolloutRequest]:
     return [
         RolloutRequest.model_validate(
             {
@@ -60,7 +61,7 @@ async def replicas(count: int) -> AsyncIterator[TaskApps]:
     await process.wait()
 
 
-async def decisions_per_s(apps: TaskApps, run_id: str, options: argparse.Namespace) -> float:
+async def decisions_per_s(apps: TaskApps, run_id: str, options: Namespace) -> float:
     collector = Collector(apps, timeout_s=600, max_running=64)
     started = time.perf_counter()
     found = await collector.collect(plan(run_id, options))
@@ -70,7 +71,7 @@ async def decisions_per_s(apps: TaskApps, run_id: str, options: argparse.Namespa
     return sum(len(item.trajectory.steps) for item in found.rollouts if item.trajectory) / took_s
 
 
-async def measure(options: argparse.Namespace) -> tuple[float, float]:
+async def measure(options: Namespace) -> tuple[float, float]:
     best = {1: 0.0, options.replicas: 0.0}
     async with replicas(1) as one, replicas(options.replicas) as several:
         for number in range(options.rounds + 1):
@@ -82,13 +83,14 @@ async def measure(options: argparse.Namespace) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Throughput of several task apps against one.")
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--episodes", type=int, default=128)
-    parser.add_argument("--decisions", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at-least", type=float, default=1.0, help="exit code 1 below this ratio")
-    options = parser.parse_args()
+    options = kit.options(
+        __doc__,
+        ("--replicas", 2),
+        ("--episodes", 128),
+        ("--decisions", 50),
+        ("--rounds", 3),
+        ("--at-least", 1.0, "exit code 1 below this ratio"),
+    )
     one, several = asyncio.run(measure(options))
     print(
         f"1 task app: {one:.0f} decisions/s; {options.replicas}: {several:.0f}; "

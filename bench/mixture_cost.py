@@ -1,6 +1,6 @@
 """What a fixed policy beside the actor costs: choosing, telling apart and weighing; and its memory.
 
-    python bench/mixture_cost.py [--limit 0.01] [--quick]
+    python -m bench.mixture_cost [--limit 0.01] [--quick]
 
 Two iterations of the demo's job are played from one short warm-up, three times: by the actor alone; with a
 fixed policy of the same weights that takes the first of them; and with one that takes half of the rollouts.
@@ -21,11 +21,6 @@ must be those of its folder.
 Exit code 1 where the share is above the limit, or the plan is wrong.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import asyncio
 import json
 import sys
@@ -35,10 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from credit_share import decisions, least_s
-from demo_iteration import JOB, QUICK, SETTINGS, Watching
 from transformers import AutoModelForCausalLM
 
+from bench import kit
+from bench.credit_share import decisions
+from bench.demo_iteration import JOB, QUICK, SETTINGS, Watching
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.mixture_history import past_of
@@ -131,19 +127,18 @@ def added(found: Played) -> dict[str, float]:
         past = past_of(read_lines(file), ["fixed"])
         Planner(learning, "run", asked, fixed=fixed, history=past).training(LONG + 1)
 
-    planned_s = least_s(lambda: plain.training(1))
+    planned_s = kit.least(lambda: plain.training(1)).cpu_s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "metrics.jsonl"
         rows = ({**found.row, "iteration": number} for number in range(1, LONG + 1))
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        looking_s = least_s(lambda: looking_back(file)) - planned_s
+        looking_s = kit.least(lambda: looking_back(file)).cpu_s - planned_s
+    weighed, unweighed = (kit.least(lambda of=of: _weigh(of, rollouts)).cpu_s for of in (job, alone))
     return {
-        "choosing": max(least_s(lambda: plan.training(1)) - planned_s, 0.0),
+        "choosing": max(kit.least(lambda: plan.training(1)).cpu_s - planned_s, 0.0),
         "looking": max(looking_s, 0.0),
-        "apart": least_s(apart),
-        "weighing": max(
-            least_s(lambda: _weigh(job, rollouts)) - least_s(lambda: _weigh(alone, rollouts)), 0.0
-        ),
+        "apart": kit.least(apart).cpu_s,
+        "weighing": max(weighed - unweighed, 0.0),
     }
 
 
@@ -162,10 +157,11 @@ def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration's CPU time")
-    parser.add_argument("--quick", action="store_true", help="small iterations, to see that it works")
-    options = parser.parse_args()
+    options = kit.options(
+        __doc__,
+        ("--limit", LIMIT, "most of an iteration's CPU time"),
+        ("--quick", False, "small iterations, to see that it works"),
+    )
     settings = (*SETTINGS, "evaluation.every_n_iters=2", *(QUICK if options.quick else ()))
     with tempfile.TemporaryDirectory() as folder:
         met = _measured(Path(folder), settings, options.limit)

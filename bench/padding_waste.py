@@ -1,6 +1,6 @@
 """How much of what is trained is padding: Crafter's decisions, and dialogues of very mixed length.
 
-    python bench/padding_waste.py [--limit 0.03]
+    python -m bench.padding_waste [--limit 0.03]
 
 Crafter: an iteration of configs/crafter_cpu.toml (a shorter warm-up, the same prompts and rollouts), in the
 optimizer steps that its update makes. Dialogues: 512 of log-normal length, hand-made: median 600 tokens, 90 %
@@ -16,18 +16,13 @@ between 160 and 2240, at most 4096; 64 a step, rows of 4096 tokens.
 All are shares of the trained tokens. Exit code 1 where the model computes more than the limit.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from demo_iteration import played
-
+from bench import kit
+from bench.demo_iteration import played
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.one_row import one_row
 from trainer_backend.core.segments import CONTEXT, Segment
@@ -100,9 +95,7 @@ def _left_padded(step: Sequence[Segment]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most padding, of trained tokens")
-    options = parser.parse_args()
+    options = kit.options(__doc__, ("--limit", LIMIT, "most padding, of trained tokens"))
     worst = 0.0
     for name, (segments, sizes) in (("crafter", crafter()), ("dialogues", dialogues())):
         lengths = sorted(map(len, segments))
@@ -113,9 +106,7 @@ def main() -> int:
             f"{lengths[len(lengths) // 2]}; {sizes.step} a step, rows of {sizes.row_tokens}"
         )
         print("          " + "   ".join(f"{kind} {share:.2%}" for kind, share in found.items()))
-    met = worst < options.limit
-    print(f"padding below {options.limit:.1%} wanted: {'ok' if met else 'TOO MUCH'}")
-    return 0 if met else 1
+    return kit.judged(f"padding below {options.limit:.1%} wanted", worst < options.limit, "TOO MUCH")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What an iteration of the demo pays for being killed at any moment: its spool, its checkpoint, its records.
 
-    python bench/recovery_cost.py [--limit 0.01] [--quick]
+    python -m bench.recovery_cost [--limit 0.01] [--quick]
 
 An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions). Then all
 that `training.recovery_every = 1` and the spool add to it is done again with its rollouts and its learner: a
@@ -12,21 +12,14 @@ out, so the share is rather too large) and as time on the wall, where a disk mak
 Exit code 1 where one of the two shares of the whole is above the limit.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import itertools
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from demo_iteration import QUICK, Played, played_in
-
+from bench import kit
+from bench.demo_iteration import QUICK, Played, played_in
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Progress
@@ -40,24 +33,7 @@ from trainer_backend.running.saving import Saving
 LIMIT = 0.01
 
 
-class Cost(NamedTuple):
-    """CPU seconds of this process, and seconds on the wall."""
-
-    cpu_s: float
-    wall_s: float
-
-
-def least(work: Callable[[], object], repeats: int = 7) -> Cost:
-    def once() -> Cost:
-        cpu, wall = time.process_time(), time.perf_counter()
-        work()
-        return Cost(time.process_time() - cpu, time.perf_counter() - wall)
-
-    costs = [once() for _ in range(repeats)]
-    return Cost(min(cost.cpu_s for cost in costs), min(cost.wall_s for cost in costs))
-
-
-def costs(found: Played, run: RunDirectory) -> dict[str, Cost]:
+def costs(found: Played, run: RunDirectory) -> dict[str, kit.Cost]:
     """By what it is, of one iteration."""
     learner, _ = LocalLearner.resumed(found.job, run.checkpoints / "iteration_1")
     requests = Planner(found.job, "run.1", Inference("http://here", "demo/actor", None)).training(1)
@@ -85,17 +61,24 @@ def costs(found: Played, run: RunDirectory) -> dict[str, Cost]:
             write_state(run.path, RunState("training", 1, 1, "collect 2", done, 64))
         append_log(run.path, "a line, though most iterations say nothing")
 
-    return {"spool": least(spool), "checkpoint": least(checkpoint), "records": least(records)}
+    return {"spool": kit.least(spool), "checkpoint": kit.least(checkpoint), "records": kit.least(records)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration")
-    parser.add_argument("--quick", action="store_true", help="a small iteration, to see that it works")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__,
+        ("--limit", LIMIT, "most of an iteration"),
+        ("--quick", False, "a small iteration, to see that it works"),
+        arguments=arguments,
+    )
     with tempfile.TemporaryDirectory() as folder:
         found = played_in(Path(folder) / "run", QUICK if options.quick else ())
-        took = costs(found, open_run(Path(folder) / "run"))
+        return report(found, open_run(Path(folder) / "run"), options.limit)
+
+
+def report(found: Played, run: RunDirectory, limit: float) -> int:
+    """Print what recovery costs of that iteration, with which the run ends; the exit code."""
+    took = costs(found, run)
     wall_s = sum(found.row[f"time/{stage}_s"] for stage in ("collect", "credit", "update", "publish"))
     print(f"an iteration took {found.cpu_s:.2f} s of CPU time, {wall_s:.2f} s on the wall")
     for name, cost in took.items():
@@ -105,10 +88,8 @@ def main() -> int:
         sum(cost.cpu_s for cost in took.values()) / found.cpu_s,
         sum(cost.wall_s for cost in took.values()) / wall_s,
     )
-    met = share <= options.limit
-    told = "ok" if met else "MISSED"
-    print(f"recovery costs {share:.3%} of an iteration (at most {options.limit:.2%}): {told}")
-    return 0 if met else 1
+    figure = f"recovery costs {share:.3%} of an iteration (at most {limit:.2%})"
+    return kit.judged(figure, share <= limit)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a fixed policy at somebody else's server adds to the time that its server takes.
 
-    python bench/remote_latency.py [--latency-ms 100] [--episodes 16] [--decisions 20] [--limit 0.1]
+    python -m bench.remote_latency [--latency-ms 100] [--episodes 16] [--decisions 20] [--limit 0.1]
 
 A stand-in for that server continues token ids in vLLM's words, and tells ids and log-probs, after half to one
 and a half of the latency, so that answers do not come in step. Everything else is a job's own: its plan, its
@@ -11,12 +11,13 @@ its request; and the time of the whole collection beside what an episode had of 
 Exit code 1 where the first is more than the limit longer, as a share of the server's.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
 import time
 import tomllib
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from random import Random
 from aiohttp import web
 from pydantic import SecretStr
 
+from bench import kit
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collector
@@ -37,7 +39,7 @@ from trainer_backend.models import train_tokenizer
 from trainer_backend.services.fixed_policies import fixed_inferences
 from trainer_backend.services.task_apps import task_apps
 
-JOB = Path(__file__).resolve().parent.parent / "configs" / "crafter_mixture.toml"
+JOB = kit.ROOT / "configs" / "crafter_mixture.toml"
 LIMIT = 0.1
 CALL = "<|call|> do noop<|end|>"
 WORDS = "wood stone coal iron tree grass sand water cow zombie hp food drink rest 0 1 2 3 4 5 6 7 8 9"
@@ -75,7 +77,7 @@ class Server:
         return web.json_response({"object": "text_completion", "model": body["model"], "choices": [choice]})
 
 
-def job_at(url: str, options: argparse.Namespace) -> JobConfig:
+def job_at(url: str, options: Namespace) -> JobConfig:
     """The mixture's job, all of whose rollouts a model at that server plays."""
     tables = tomllib.loads(JOB.read_text(encoding="utf-8"))
     del tables["warmup"]
@@ -86,7 +88,7 @@ def job_at(url: str, options: argparse.Namespace) -> JobConfig:
     return parse_job(tables, where=JOB.name).config
 
 
-async def played(options: argparse.Namespace) -> tuple[Server, list[Trajectory], float]:
+async def played(options: Namespace) -> tuple[Server, list[Trajectory], float]:
     """The server, what was played, and how long all of it took."""
     tokenizer = train_tokenizer([WORDS] * 20, 400, whole_words=["do", "noop"])
     call = tokenizer.encode(CALL, add_special_tokens=False)
@@ -117,25 +119,26 @@ async def played(options: argparse.Namespace) -> tuple[Server, list[Trajectory],
     return server, [item.trajectory for item in found.rollouts if item.trajectory is not None], took_s
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--latency-ms", type=float, default=100.0)
-    parser.add_argument("--episodes", type=int, default=16)
-    parser.add_argument("--decisions", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most of the server's time")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__,
+        ("--latency-ms", 100.0),
+        ("--episodes", 16),
+        ("--decisions", 20),
+        ("--limit", LIMIT, "most of the server's time"),
+        arguments=arguments,
+    )
     server, episodes, took_s = asyncio.run(played(options))
     waited = [step.step_info.policy_s for episode in episodes for step in episode.steps]
     assert len(waited) == len(server.took_s), "one request a decision"
     own, seen = sum(server.took_s) / len(waited), sum(waited) / len(waited)
     had_s = own * len(waited) / len(episodes)
     added = seen / own - 1.0
-    met = added <= options.limit
     print(f"{len(waited)} decisions of {len(episodes)} episodes, side by side")
     print(f"the server has a request for {1e3 * own:.1f} ms, the task app waits {1e3 * seen:.1f} ms")
     print(f"all took {took_s:.2f} s, where an episode had {had_s:.2f} s of the server")
-    print(f"added to its latency: {added:.1%} (at most {options.limit:.0%}): {'ok' if met else 'MISSED'}")
-    return 0 if met else 1
+    figure = f"added to its latency: {added:.1%} (at most {options.limit:.0%})"
+    return kit.judged(figure, added <= options.limit)
 
 
 if __name__ == "__main__":

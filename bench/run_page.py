@@ -1,6 +1,6 @@
 """What the pages of a long run take to read from SQLite.
 
-    python bench/run_page.py [--iterations 1000] [--decisions 100000] [--limit-ms 200]
+    python -m bench.run_page [--iterations 1000] [--decisions 100000] [--limit-ms 200]
 
 A run directory of that length is written and synced: episodes of ten decisions, a hundred numbers and a list
 a row of metrics, an evaluation every tenth iteration. Then each page's reads are made as the page makes them,
@@ -8,13 +8,13 @@ in a connection that has read before: the least of five, of the clock on the wal
 process' CPU, which is all of it where nothing else runs. Exit code 1 where a page is above the limit.
 """
 
-import argparse
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench import kit
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
@@ -29,6 +29,7 @@ from trainer_backend.store.sync import sync_run
 
 LIMIT_MS = 200.0
 T = 10  # decisions of an episode
+REPEATS = 5
 POINTS = 400  # of a curve, as the dashboard asks
 NUMBERS = 100  # of a row
 
@@ -145,25 +146,15 @@ def pages(store: Store, job_id: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def least_ms(work: Callable[[], object], repeats: int = 5) -> tuple[float, float]:
-    """On the wall, and of the CPU."""
-
-    def once() -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        work()
-        return 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)
-
-    walls, cpus = zip(*(once() for _ in range(repeats)), strict=True)
-    return min(walls), min(cpus)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=1000)
-    parser.add_argument("--decisions", type=int, default=100_000, help="of all iterations together")
-    parser.add_argument("--limit-ms", type=float, default=LIMIT_MS, help="most of a page")
-    parser.add_argument("--url", help="another database than a new SQLite file; it must be empty")
-    options = parser.parse_args(arguments)
+    options = kit.options(
+        __doc__,
+        ("--iterations", 1000),
+        ("--decisions", 100_000, "of all iterations together"),
+        ("--limit-ms", LIMIT_MS, "most of a page"),
+        ("--url", str, "another database than a new SQLite file; it must be empty"),
+        arguments=arguments,
+    )
     with tempfile.TemporaryDirectory() as folder:
         run = long_run(Path(folder) / "run", options.iterations, options.decisions)
         store = open_store(options.url or f"sqlite:///{folder}/store.db")
@@ -172,13 +163,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sync_run(store, job.id, run)
         took = time.perf_counter() - start
         print(f"the first sync of {options.iterations} iterations took {took:.1f} s")
-        found = {name: least_ms(read) for name, read in pages(store, job.id).items()}
-        found["a sync that finds nothing new"] = least_ms(lambda: sync_run(store, job.id, run))
+        found = {name: kit.least(read, REPEATS) for name, read in pages(store, job.id).items()}
+        found["a sync that finds nothing new"] = kit.least(lambda: sync_run(store, job.id, run), REPEATS)
         store.close()
-    for name, (wall, cpu) in found.items():
-        told = "ok" if wall <= options.limit_ms else "TOO SLOW"
-        print(f"{name:40s} {wall:7.1f} ms ({cpu:.1f} of CPU)  {told}")
-    return 0 if max(wall for wall, _ in found.values()) <= options.limit_ms else 1
+    for name, cost in found.items():
+        told = kit.verdict(1e3 * cost.wall_s <= options.limit_ms, "TOO SLOW")
+        print(f"{name:40s} {1e3 * cost.wall_s:7.1f} ms ({1e3 * cost.cpu_s:.1f} of CPU)  {told}")
+    return int(1e3 * max(cost.wall_s for cost in found.values()) > options.limit_ms)
 
 
 if __name__ == "__main__":

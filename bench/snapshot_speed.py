@@ -1,6 +1,6 @@
 """Snapshots, restores, branches and groups: how long they take, and how large a snapshot is.
 
-    python bench/snapshot_speed.py [--quick] [--out FILE]
+    python -m bench.snapshot_speed [--quick] [--out FILE]
 
 A snapshot is `CrafterEnvironment.snapshot` in its envelope, as it travels; beside it `pickle` of a stock
 `crafter.Env` in the same world after the same actions. Both take turns in one process, ten calls a turn;
@@ -9,7 +9,6 @@ with history, without HTTP. The group is eight environments brought to their fir
 its world being new. Exit code 1 when a target is missed.
 """
 
-import argparse
 import asyncio
 import json
 import pickle
@@ -23,6 +22,7 @@ from pathlib import Path
 import crafter
 import numpy as np
 
+from bench import kit
 from shared_schemas.rollouts import EnvSpec
 from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.environment import CrafterEnvironment
@@ -168,10 +168,11 @@ def targets_met(figures: Mapping[str, float]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="snapshots against pickle; restores, branches, groups")
-    parser.add_argument("--quick", action="store_true", help="a few seconds instead of half a minute")
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    options = parser.parse_args()
+    options = kit.options(
+        __doc__,
+        ("--quick", False, "a few seconds instead of half a minute"),
+        ("--out", Path, "write the figures there as JSON"),
+    )
     worlds, repetitions = (3, 15) if options.quick else (9, 50)
     figures = {
         **against_pickle(range(worlds), repetitions),

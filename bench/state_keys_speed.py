@@ -1,6 +1,6 @@
 """State keys of 6,400 decisions, each below 0.2 s; also where the whole history counts, which grows.
 
-    python bench/state_keys_speed.py [--limit 0.2] [--decisions 6400]
+    python -m bench.state_keys_speed [--limit 0.2] [--decisions 6400]
 
 Crafter is played by random actions, in episodes of 50 decisions; timed are the keys alone, of observations
 that are there: least CPU time of some repeats, for each key of Crafter and those of every environment. Done
@@ -10,14 +10,13 @@ episode show that a decision of a running history costs the same, however long i
 Exit code 1 where a key is above the limit.
 """
 
-import argparse
 import hashlib
 import json
 import random
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from bench import kit
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.policies.scripted import random_actions
@@ -26,6 +25,7 @@ from task_app.protocols import Observation, ToolRequest
 from task_app.state_keys import STATE_KEYS, EpisodeStateKeys
 
 LIMIT_S = 0.2
+REPEATS = 5
 EPISODE, MAX_ACTIONS = 50, 4
 FRESH = Prompt(())
 Episodes = Sequence[Sequence[Observation]]
@@ -67,40 +67,29 @@ def naive_history(episodes: Episodes) -> list[str]:
     ]
 
 
-def least_s(work: Callable[[], object], repeats: int = 5) -> float:
-    def once() -> float:
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-
-    return min(once() for _ in range(repeats))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="most seconds for a key")
-    parser.add_argument("--decisions", type=int, default=6_400)
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__, ("--limit", LIMIT_S, "most seconds for a key"), ("--decisions", 6_400), arguments=arguments
+    )
     episodes = played(options.decisions)
     one_long = [[observation for episode in episodes for observation in episode]]
     worst = 0.0
     print(f"{options.decisions} decisions in {len(episodes)} episodes")
     for name in (*CRAFTER_STATE_KEYS, *STATE_KEYS):
-        seconds = least_s(lambda name=name: keys_of(name, episodes))
+        seconds = kit.least(lambda name=name: keys_of(name, episodes), REPEATS).cpu_s
         worst = max(worst, seconds)
         different = len(set(keys_of(name, episodes)))
         print(f"  {name:14s} {1e3 * seconds:6.1f} ms; {different} different states")
     history, naive = (
-        least_s(lambda: keys_of("text_history", episodes)),
-        least_s(lambda: naive_history(episodes), 1),
+        kit.least(lambda: keys_of("text_history", episodes), REPEATS).cpu_s,
+        kit.least(lambda: naive_history(episodes), 1).cpu_s,
     )
-    long = least_s(lambda: keys_of("text_history", one_long))
+    long = kit.least(lambda: keys_of("text_history", one_long), REPEATS).cpu_s
     print(
         f"  history anew at each decision: x{naive / history:.1f}; as one long episode: x{long / history:.2f}"
     )
-    met = worst <= options.limit
-    print(f"at most {worst:.3f} s (limit {options.limit:g}): {'ok' if met else 'TOO SLOW'}")
-    return 0 if met else 1
+    figure = f"at most {worst:.3f} s (limit {options.limit:g})"
+    return kit.judged(figure, worst <= options.limit, "TOO SLOW")
 
 
 if __name__ == "__main__":

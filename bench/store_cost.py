@@ -1,6 +1,6 @@
 """What the store costs of an iteration of the demo.
 
-    python bench/store_cost.py [--limit 0.02] [--quick] [--url postgresql://…]
+    python -m bench.store_cost [--limit 0.02] [--quick] [--url postgresql://…]
 
 An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions), and its
 files are laid into a run directory that has the demo's forty iterations already. Then the sync that brings it
@@ -10,19 +10,14 @@ times in vain. Least CPU time of some repeats, against the CPU time of that iter
 the database is another process. Exit code 1 where the share is above the limit.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from demo_iteration import QUICK, Played, played
-
+from bench import kit
+from bench.demo_iteration import QUICK, Played, played
 from trainer_backend.credit import CreditAssignment
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.ledger import Consumed, append_consumed
@@ -70,27 +65,31 @@ def measured(
     return min(news), min(vain)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most of an iteration's time")
-    parser.add_argument("--quick", action="store_true", help="a small iteration, to see that it works")
-    parser.add_argument("--url", help="another database than a new SQLite file")
-    options = parser.parse_args()
-    found = played(QUICK if options.quick else ())
-    clock = time.perf_counter if options.url else time.process_time
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = kit.options(
+        __doc__,
+        ("--limit", LIMIT, "most of an iteration's time"),
+        ("--quick", False, "a small iteration, to see that it works"),
+        ("--url", str, "another database than a new SQLite file"),
+        arguments=arguments,
+    )
+    return report(played(QUICK if options.quick else ()), options.limit, options.url)
+
+
+def report(found: Played, limit: float, url: str | None = None) -> int:
+    """Print what the store costs of that iteration; the exit code."""
+    clock = time.perf_counter if url else time.process_time
     with tempfile.TemporaryDirectory() as folder:
         run = create_run(found.job, Path(folder) / "run")
-        store = open_store(options.url or f"sqlite:///{folder}/store.db")
+        store = open_store(url or f"sqlite:///{folder}/store.db")
         news_s, vain_s = measured(store, run, found, clock)
         store.close()
     decisions = sum(len(item.trajectory.steps) for item in found.rollouts if item.trajectory is not None)
     print(f"an iteration of {decisions} decisions took {found.cpu_s:.2f} s of CPU time")
     print(f"its sync took {1e3 * news_s:.1f} ms, one that finds nothing new {1e3 * vain_s:.1f} ms")
     share = (news_s + VAIN * vain_s) / found.cpu_s
-    met = share <= options.limit
-    told = "ok" if met else "MISSED"
-    print(f"with {VAIN} of those the store is {share:.2%} of it (at most {options.limit:.2%}): {told}")
-    return 0 if met else 1
+    figure = f"with {VAIN} of those the store is {share:.2%} of it (at most {limit:.2%})"
+    return kit.judged(figure, share <= limit)
 
 
 if __name__ == "__main__":

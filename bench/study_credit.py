@@ -1,6 +1,6 @@
 """Which estimator of credit learns most from the same number of decisions? The demo's model in Crafter.
 
-    python bench/study_credit.py [--quick] [--seeds 0 1 2] [--arms grpo stepwise …] [--background]
+    python -m bench.study_credit [--quick] [--seeds 0 1 2] [--arms grpo stepwise …] [--background]
 
 For each seed one warm start (the demo's), which all arms load; then RL with one estimator each:
 
@@ -25,8 +25,8 @@ Left out: tuning each arm for itself; all use what was found for `stepwise`.
 
 import sys
 
-from study_results import Arm, Study
-from study_runs import main
+from bench.study_results import Arm, Study
+from bench.study_runs import main
 
 BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
 

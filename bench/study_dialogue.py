@@ -1,6 +1,6 @@
 """Do turn scores teach a dialogue more than its outcome alone? Short sums, answered in up to three turns.
 
-    python bench/study_dialogue.py [--quick] [--seeds 0 1 2] [--arms outcome turn_scores] [--background]
+    python -m bench.study_dialogue [--quick] [--seeds 0 1 2] [--arms outcome turn_scores] [--background]
 
 The job is configs/gsm8k_interaction.toml: a tiny model answers, an interaction scores every answer. For each
 seed one warm start, which all arms load; then RL:
@@ -18,8 +18,8 @@ versions) and dialogue.png are written anew.
 
 import sys
 
-from study_results import Arm, Study
-from study_runs import main
+from bench.study_results import Arm, Study
+from bench.study_runs import main
 
 STUDY = Study(
     name="dialogue",

@@ -1,6 +1,6 @@
 """Faults: short jobs of a trainer service in which each process is killed at random points, until all ended.
 
-    python bench/study_faults.py [--quick] [--seeds 0 1 2] [--out runs/faults]        (make study-faults)
+    python -m bench.study_faults [--quick] [--seeds 0 1 2] [--out runs/faults]        (make study-faults)
 
 Every job has an installation of its own: `turnwise trainer` with a real PostgreSQL, and a task app. It is
 posted over HTTP with an Idempotency-Key, again until the service has answered. At moments that a seed draws,
@@ -29,11 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fault_installation import KINDS, Installation, Kind
-from fault_judge import judge
-from fault_processes import ROOT
-from fault_watch import Fault, Seen, Watch, drawn_faults
-
+from bench.fault_installation import KINDS, Installation, Kind
+from bench.fault_judge import judge
+from bench.fault_watch import Fault, Seen, Watch, drawn_faults
+from bench.kit import ROOT
 from trainer_backend.job import dump_job, load_job
 
 # Episodes of the demo's kind, few and short: a start takes longer than all iterations together.

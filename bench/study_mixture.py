@@ -1,6 +1,6 @@
 """Does a fixed policy that samples a part of the rollouts help the actor, and does a bad one harm it?
 
-    python bench/study_mixture.py [--quick] [--seeds 0 1 2] [--arms alone good bad] [--background]
+    python -m bench.study_mixture [--quick] [--seeds 0 1 2] [--arms alone good bad] [--background]
 
 The job is configs/crafter_mixture.toml. For each seed one weak warm start, which all arms load; then RL:
 
@@ -20,20 +20,16 @@ bench/results/mixture.json (curves with 95 % intervals, settings, times, version
 anew. An arm takes some eight minutes a seed on two cores, the clone two.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see trainer_backend.__main__
-
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bandit_mixture import Lock, leaning, learned
-from study_results import Arm, Study
-from study_runs import ROOT, finished, main, warm_start_job
-
+from bench.bandit_mixture import Lock, leaning, learned
+from bench.kit import ROOT
+from bench.study_results import Arm, Study
+from bench.study_runs import finished, main, warm_start_job
 from trainer_backend.core.allocation import ConstantSchedule
 from trainer_backend.job import load_job
 

@@ -1,6 +1,6 @@
 """Does rewarding each decision help? The demo's job with decision rewards, and with the outcome alone.
 
-    python bench/study_reward_modes.py [--quick] [--seeds 0 1 2] [--arms …] [--background]
+    python -m bench.study_reward_modes [--quick] [--seeds 0 1 2] [--arms …] [--background]
 
 For each seed one warm start, which both arms load: `decision_stepwise` with `stepwise` advantages, and mode
 `off` with `grpo` (whole trajectories). Worlds, sampling seeds, episodes, passes and learning rates are equal.
@@ -12,8 +12,8 @@ Left out: tuning each arm for itself; both use what was found for decision rewar
 
 import sys
 
-from study_results import Arm, Study
-from study_runs import main
+from bench.study_results import Arm, Study
+from bench.study_runs import main
 
 STUDY = Study(
     name="reward_modes",

@@ -5,10 +5,6 @@ resumed, and after each arm the results are written anew from everything that li
 one after the other, in any number of calls.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see trainer_backend.__main__
-
 import argparse
 import asyncio
 import json
@@ -19,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from study_results import Study, collect, draw, table
 
+from bench.kit import ROOT
+from bench.study_results import Study, collect, draw, table
 from trainer_backend.job import dump_job, load_job
 from trainer_backend.jobfile.schema import JobConfig, ModelTable
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
@@ -28,8 +25,6 @@ from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.running.beginning import Stopped
 from trainer_backend.running.start import run_job
 from trainer_backend.terminal.progress import ConsoleReporter
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_study(
@@ -102,23 +97,24 @@ def finished(path: Path, job: JobConfig) -> RunDirectory:
     return directory
 
 
-def _in_background(arguments: Sequence[str], log: Path) -> None:
+def _in_background(script: str, arguments: Sequence[str], log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         child = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-m", f"bench.{script}", *arguments],
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     print(f"process {child.pid} writes {log}; stop it with: kill -INT {child.pid}")
 
 
-def main(study: Study) -> int:
+def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     """The command line of a study's script; its exit code."""
-    options = _parser(study).parse_args()
+    options = _parser(study).parse_args(arguments)
     name = f"{study.name}_quick" if options.quick else study.name
     folder = (options.out or ROOT / "runs" / name).resolve()
     if options.background:
-        _in_background([item for item in sys.argv if item != "--background"], folder / "study.log")
+        given = [item for item in sys.argv[1:] if item != "--background"]
+        _in_background(f"study_{study.name}", given, folder / "study.log")
         return 0
     results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
     seeds = options.seeds or ([0] if options.quick else [0, 1, 2])

@@ -1,6 +1,6 @@
 """Soak: a task app under mixed load for a long time, its clients killed at random, and at the end itself.
 
-    python bench/study_soak.py [--quick] [--seconds 600]        (make study-soak)
+    python -m bench.study_soak [--quick] [--seconds 600]        (make study-soak)
 
 Client processes (bench/soak_client.py) play Crafter sessions against a model of their own, snapshot and
 restore them, run rollouts, hang up in the middle of requests and send them twice; one of them is killed every
@@ -9,7 +9,6 @@ same --state-dir. Then: no step was lost or doubled, no answer differed, every a
 memory was flat. bench/results/soak.json says so with the figures; exit code 1 when one does not hold.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -30,7 +29,9 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench import kit
+from bench.kit import ROOT
+
 CLIENTS = 3
 # Of the time: with clients killed alone; the rest with the task app killed too.
 STEADY = 0.8
@@ -56,7 +57,7 @@ class Size:
         }
 
 
-QUICK = Size(seconds=20.0, idle_s=4.0, max_sessions=60)
+QUICK = Size(seconds=15.0, idle_s=3.0, max_sessions=60)
 
 
 @dataclass
@@ -107,12 +108,12 @@ class App:
     def restart(self) -> None:
         """SIGKILL, and a new one on what the old one left."""
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
         self.process = self._started()
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(30)
+        self.process.communicate(timeout=30)
 
     def _started(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "task_app", "--port", str(self.port)]
@@ -162,7 +163,7 @@ def load(app: App, found: Found, chance: random.Random, *, seconds: float, resta
 
 def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[str]:
     seconds = max(0.5, until_s - time.monotonic())
-    command = [sys.executable, str(ROOT / "bench" / "soak_client.py"), app.url]
+    command = [sys.executable, "-m", "bench.soak_client", app.url]
     command += ["--seed", str(chance.getrandbits(32)), "--seconds", str(seconds)]
     command += ["--idle-s", app.environ["TURNWISE_SESSION_IDLE_S"]]
     return subprocess.Popen(command, cwd=ROOT, env=app.environ, stdout=subprocess.PIPE, text=True)
@@ -218,14 +219,14 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = kit.options(
+        __doc__,
+        ("--seconds", 600.0, "of load"),
+        ("--quick", False, "15 seconds of load; memory is not judged"),
+        ("--seed", 0),
+        ("--results", ROOT / "bench" / "results" / "soak.json"),
+        arguments=arguments,
     )
-    parser.add_argument("--seconds", type=float, default=600.0, help="of load")
-    parser.add_argument("--quick", action="store_true", help="20 seconds of load; memory is not judged")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "soak.json")
-    options = parser.parse_args(arguments)
     full = Size(seconds=options.seconds, idle_s=5.0, max_sessions=400)
     found = study(QUICK if options.quick else full, seed=options.seed)
     if options.quick:

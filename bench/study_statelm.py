@@ -1,6 +1,6 @@
 """Does a model learn to delete, and does that pay? A document in a window that is too small for it.
 
-    python bench/study_statelm.py [--quick] [--seeds 0 1 2] [--arms editing no_editing] [--background]
+    python -m bench.study_statelm [--quick] [--seeds 0 1 2] [--arms editing no_editing] [--background]
 
 The job is configs/documents_statelm.toml: a tiny model reads with tools and answers. `editing` may delete
 from its context, `no_editing` may not; documents, window, seeds, passes and learning rates are equal. Each
@@ -14,8 +14,8 @@ Left out: a larger window for `no_editing`; how well it reads there is no questi
 
 import sys
 
-from study_results import Arm, Study
-from study_runs import main
+from bench.study_results import Arm, Study
+from bench.study_runs import main
 
 STUDY = Study(
     name="statelm",

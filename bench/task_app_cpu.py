@@ -1,6 +1,6 @@
 """CPU that the task app spends on a decision: 64 Crafter episodes at once, a language-model policy, no model.
 
-    python bench/task_app_cpu.py [--text full] [--decisions 50] [--bound-ms 1.5]
+    python -m bench.task_app_cpu [--text full] [--decisions 50] [--bound-ms 1.5]
 
 A stand-in for the gateway answers every chat completion at once with the same legal call and 66 token ids.
 The figure is the CPU time of the task app's process alone (from /proc, so Linux only) with world generation,

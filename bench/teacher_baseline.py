@@ -1,13 +1,12 @@
 """How well scripted play does: unique achievements of the Crafter teacher and of random play.
 
-    PYTHONPATH=. python bench/teacher_baseline.py [--seeds 100] [--jobs 2] [--json PATH]
+    python -m bench.teacher_baseline [--seeds 100] [--jobs 2] [--json PATH]
 
 Prints mean unique achievements with 95 % confidence intervals for 25 and 50 decisions of at most 2 to 8
 actions, the success rate of every achievement at 50 decisions of at most 4 (the demo), and how far the
 compact text determines what the memoryless teacher does.
 """
 
-import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from random import Random
 from statistics import mean, pstdev
 from typing import Any
 
+from bench import kit
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.rules import ACHIEVEMENTS
 from task_app.environments.crafter.text import compact_text
@@ -119,13 +119,9 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = kit.options(
+        __doc__, ("--seeds", 100), ("--jobs", 2), ("--json", Path, "write the figures here, too")
     )
-    parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    options = parser.parse_args()
     with Pool(options.jobs) as pool:
         results = baselines(pool, options.seeds)
         results["imitation"] = imitation(pool, options.seeds)

@@ -1,67 +1,91 @@
 """A figure that misses its target fails its script, so that `make bench` and CI notice."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.bench.scripts import module, script
+from bench import (
+    credit_share,
+    engine_speed,
+    logprob_exactness,
+    recovery_cost,
+    remote_latency,
+    run_page,
+    snapshot_speed,
+    state_keys_speed,
+    store_cost,
+)
+from bench.demo_iteration import QUICK, Played, played_in
+from trainer_backend.rundir.layout import open_run
+
+Printed = pytest.CaptureFixture[str]
 
 
-def test_log_probs_that_differ_too_much_fail():
-    done = script("logprob_exactness.py", "--requests", "4", "--limit", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "TOO LARGE" in done.stdout
+@pytest.fixture(scope="module")
+def iteration(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
+    """An iteration of 40 decisions, really played, and its run directory, where one script alone writes,
+    which adds checkpoints.
+    """
+    folder = tmp_path_factory.mktemp("iteration") / "run"
+    return played_in(folder, (*credit_share.KEYS, *QUICK)), folder
 
 
-def test_state_keys_that_take_too_long_fail():
-    done = script("state_keys_speed.py", "--decisions", "60", "--limit", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "TOO SLOW" in done.stdout and "text_history" in done.stdout
+def test_log_probs_that_differ_too_much_fail(capsys: Printed):
+    assert logprob_exactness.main(["--requests", "4", "--limit", "0"]) == 1
+    assert "TOO LARGE" in capsys.readouterr().out
 
 
-def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that():
-    size = ("--latency-ms", "5", "--episodes", "4", "--decisions", "2")
-    done = script("remote_latency.py", *size, "--limit", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "8 decisions of 4 episodes" in done.stdout and "MISSED" in done.stdout
+def test_state_keys_that_take_too_long_fail(capsys: Printed):
+    assert state_keys_speed.main(["--decisions", "60", "--limit", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "TOO SLOW" in printed and "text_history" in printed
 
 
-def test_credit_is_held_against_an_iteration_that_was_really_played():
-    done = script("credit_share.py", "--quick", "--limit", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "an iteration of 40 decisions took" in done.stdout
-    assert "of that rewards and advantages" in done.stdout
-    whole, share = re.findall(
-        r"all of credit, stepwise .*?([0-9.]+%)|all of credit is ([0-9.]+%)", done.stdout
-    )
+def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that(capsys: Printed):
+    size = ["--latency-ms", "5", "--episodes", "4", "--decisions", "2"]
+    assert remote_latency.main([*size, "--limit", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "8 decisions of 4 episodes" in printed and "MISSED" in printed
+
+
+def test_credit_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
+    found, _ = iteration
+    assert credit_share.report(found, limit=0.0) == 1
+    printed = capsys.readouterr().out
+    assert "an iteration of 40 decisions took" in printed
+    assert "of that rewards and advantages" in printed
+    whole, share = re.findall(r"all of credit, stepwise .*?([0-9.]+%)|all of credit is ([0-9.]+%)", printed)
     assert whole[0] == share[1], "what is held to the limit is all that the loop calls, not a part of it"
-    assert "at most 0.00%): MISSED" in done.stdout
+    assert "at most 0.00%): MISSED" in printed
 
 
-def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played():
-    done = script("recovery_cost.py", "--quick", "--limit", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert {"spool", "checkpoint", "records"} <= set(done.stdout.split())
-    assert "at most 0.00%): MISSED" in done.stdout
+def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
+    found, folder = iteration
+    assert recovery_cost.report(found, open_run(folder), limit=0.0) == 1
+    printed = capsys.readouterr().out
+    assert {"spool", "checkpoint", "records"} <= set(printed.split())
+    assert "at most 0.00%): MISSED" in printed
 
 
-def test_the_store_is_held_against_an_iteration_that_was_really_played():
-    done = script("store_cost.py", "--quick", "--limit", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "an iteration of 40 decisions took" in done.stdout
-    assert "at most 0.00%): MISSED" in done.stdout
+def test_the_store_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
+    found, _ = iteration
+    assert store_cost.report(found, limit=0.0) == 1
+    printed = capsys.readouterr().out
+    assert "an iteration of 40 decisions took" in printed
+    assert "at most 0.00%): MISSED" in printed
+    assert store_cost.report(found, limit=1e9) == 0
 
 
-def test_a_page_of_a_run_that_reads_too_long_fails():
-    done = script("run_page.py", "--iterations", "12", "--decisions", "240", "--limit-ms", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert len(re.findall(r"run, every curve, 400 points .* TOO SLOW", done.stdout)) == 1
+def test_a_page_of_a_run_that_reads_too_long_fails(capsys: Printed):
+    assert run_page.main(["--iterations", "12", "--decisions", "240", "--limit-ms", "0"]) == 1
+    assert len(re.findall(r"run, every curve, 400 points .* TOO SLOW", capsys.readouterr().out)) == 1
 
 
 @pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])
 def test_the_engine_must_reach_both_of_its_ratios(step: float, world: float, met: bool):
     figures = {"step": {"ratio": step}, "world": {"ratio": world}}
-    assert module("engine_speed").targets_met(figures) is met
+    assert engine_speed.targets_met(figures) is met
 
 
 @pytest.mark.parametrize(
@@ -79,4 +103,4 @@ def test_snapshots_must_reach_every_target(changed: dict[str, float], met: bool)
         "faster_than_pickle": 4.0, "smaller_than_pickle": 12.0, "restore_ms": 0.4, "branch_ms": 1.0,
         "group_start_ms": 15.0, **changed,
     }  # fmt: skip
-    assert module("snapshot_speed").targets_met(figures) is met
+    assert snapshot_speed.targets_met(figures) is met

@@ -1,39 +1,38 @@
 """What needs a GPU is measured by code that runs everywhere, against limits that are counted right."""
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.bench.scripts import BENCH, script
+from bench import gpu, model_flops
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.memory import ModelShape
 from trainer_backend.learner.capacity import model_shape
 
 
-def model_flops():
-    spec = importlib.util.spec_from_file_location("model_flops", BENCH / "model_flops.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch):
+    """No GPU is seen, and the number of threads is as before."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
-def test_without_a_gpu_it_says_why_in_a_line_and_ends_well():
-    done = script("gpu.py", CUDA_VISIBLE_DEVICES="")
-    assert (done.returncode, done.stdout.count("\n")) == (0, 1)
-    assert "not measured" in done.stdout and "sees no GPU" in done.stdout
+def test_without_a_gpu_it_says_why_in_a_line_and_ends_well(capsys: pytest.CaptureFixture[str]):
+    assert gpu.main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert "not measured" in printed and "sees no GPU" in printed
 
 
-def test_a_tiny_shape_goes_the_whole_way_on_a_cpu():
-    done = script("gpu.py", "--smoke", CUDA_VISIBLE_DEVICES="")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_tiny_shape_goes_the_whole_way_on_a_cpu(capsys: pytest.CaptureFixture[str]):
+    assert gpu.main(["--smoke"]) == 0
+    printed = capsys.readouterr().out
     for kind in ("attention", "plan", "learner", "decode", "update", "memory"):
-        assert f"\n  {kind} " in done.stdout
-    assert "all weights; memory (cpu, float32)" in done.stdout
+        assert f"\n  {kind} " in printed
+    assert "all weights; memory (cpu, float32)" in printed
 
 
 TWO_LAYERS = ModelShape(
@@ -42,25 +41,23 @@ TWO_LAYERS = ModelShape(
 
 
 def test_the_flops_of_an_update_worked_by_hand():
-    flops = model_flops()
     # a layer: q and o 8 * 8 each, k and v 8 * 4 each, the MLP 3 * 8 * 16
-    assert flops.layer_weights(TWO_LAYERS) == 2 * (2 * 64 + 2 * 32 + 384) == 1152
+    assert model_flops.layer_weights(TWO_LAYERS) == 2 * (2 * 64 + 2 * 32 + 384) == 1152
     # segments of 3 and 5 tokens, 2 of the 8 sampled: products 2 * ((1152 - 384) * 8 + (384 + 32 * 8) * 2),
     # attention 2 * 2 layers * 8 * (9 + 25) = 1088; scored once, then forward and twice that backward
-    assert flops.update_flops(TWO_LAYERS, [3, 5], sampled=2) == 4 * (14848 + 1088)
+    assert model_flops.update_flops(TWO_LAYERS, [3, 5], sampled=2) == 4 * (14848 + 1088)
 
 
 def test_adapters_save_the_gradient_of_the_base_and_of_nothing_else():
-    flops = model_flops()
     adapted = ModelShape(
         **{name: getattr(TWO_LAYERS, name) for name in TWO_LAYERS.__slots__} | {"adapters": 10}
     )
     # scored and forward: 2 * (14848 + 1088 + 2 * 10 * 8); backward: 14848 + 2 * (1088 + 160)
-    assert flops.update_flops(adapted, [3, 5], sampled=2) == 2 * 16096 + 14848 + 2496
+    assert model_flops.update_flops(adapted, [3, 5], sampled=2) == 2 * 16096 + 14848 + 2496
 
 
 def test_the_products_are_as_many_as_torch_counts():
-    flops, learner = model_flops(), learner_of(tiny_tokenizer())
+    learner = learner_of(tiny_tokenizer())
     parts = [segment("a", [5] * 40, [6] * 10, [-1.0] * 10), segment("b", [7] * 20, [8] * 5, [-1.0] * 5)]
     counter = FlopCounterMode(display=False)
     with counter:
@@ -69,14 +66,13 @@ def test_the_products_are_as_many_as_torch_counts():
     counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     shape = model_shape(learner.model.config, None)
     attention = 4 * 2 * shape.layers * shape.heads * shape.head_dim * (50**2 + 25**2)
-    assert counted == flops.update_flops(shape, [50, 25], sampled=15) - attention
+    assert counted == model_flops.update_flops(shape, [50, 25], sampled=15) - attention
 
 
 def test_a_decode_step_reads_all_weights_once_and_the_cache_of_every_row():
-    flops = model_flops()
     # 2 bytes each of 1152 + 32 * 8 weights, and of 2 * 2 layers * 4 a cached token: 3 rows of 10
-    peak = flops.Peak(flops=1.0, bandwidth=100.0)
-    assert flops.decode_seconds(TWO_LAYERS, peak, rows=3, cached=10) == 2 * (1408 + 16 * 30) / 100
+    peak = model_flops.Peak(flops=1.0, bandwidth=100.0)
+    assert model_flops.decode_seconds(TWO_LAYERS, peak, rows=3, cached=10) == 2 * (1408 + 16 * 30) / 100
 
 
 @pytest.mark.parametrize(
@@ -89,5 +85,5 @@ def test_a_decode_step_reads_all_weights_once_and_the_cache_of_every_row():
     ],
 )
 def test_a_device_is_known_by_its_name(name: str, flops_of_it: float | None):
-    peak = model_flops().peak_of(name)
+    peak = model_flops.peak_of(name)
     assert (peak and peak.flops) == flops_of_it

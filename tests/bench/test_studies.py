@@ -1,21 +1,42 @@
 """The learning studies: their jobs load, arms are paired by seed, and two run in their short version."""
 
+import contextlib
+import dataclasses
+import io
 import json
+import os
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.bench.scripts import BENCH, module, script
+from bench import (
+    study_credit,
+    study_dialogue,
+    study_mixture,
+    study_results,
+    study_reward_modes,
+    study_runs,
+    study_statelm,
+)
+from bench.kit import ROOT
+from bench.study_results import Study
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.job import load_job
 from trainer_backend.rundir.layout import open_run
 
-STUDIES = ("study_credit", "study_dialogue", "study_mixture", "study_reward_modes", "study_statelm")
+STUDIES = (study_credit, study_dialogue, study_mixture, study_reward_modes, study_statelm)
+# An iteration of 40 decisions, and a warm start that has seen next to nothing.
+TINY = ("warmup.episodes=8", "warmup.epochs=1", "evaluation.instances=2", "training.threads=1")
 WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}
+
+
+def main(study: Study, *arguments: object, settings: Sequence[str] = TINY) -> int:
+    """Its short version, made shorter."""
+    quick = dataclasses.replace(study, quick=(*study.quick, *settings))
+    return study_runs.main(quick, ["--quick", *map(str, arguments)])
 
 
 def run(*values: float) -> dict[str, Any]:
@@ -25,15 +46,13 @@ def run(*values: float) -> dict[str, Any]:
 
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
-    return module("study_results").summary(runs, against="a", measure="m")
+    return study_results.summary(runs, against="a", measure="m")
 
 
 def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_path: Path):
     def study(arm: str) -> dict[str, Any]:
         results = tmp_path / "credit.json"
-        places = ("--out", tmp_path / "runs", "--results", results)
-        done = script("study_credit.py", "--quick", "--arms", arm, *places)
-        assert done.returncode == 0, done.stderr
+        assert main(study_credit.STUDY, "--arms", arm, "--out", tmp_path / "runs", "--results", results) == 0
         assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         return json.loads(results.read_text())
 
@@ -54,13 +73,15 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
 @pytest.mark.timeout(240)
 def test_a_study_of_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: Path):
     results, runs = tmp_path / "found.json", tmp_path / "runs"
-    done = script("study_mixture.py", "--quick", "--arms", "good", "--out", runs, "--results", results)
-    assert done.returncode == 0, done.stderr
+    assert study_mixture.STUDY.beside is study_mixture.locks
+    study = dataclasses.replace(study_mixture.STUDY, beside=lambda: {"locks": {"good": [9]}})
+    words = ("--arms", "good", "--out", runs, "--results", results)
+    assert main(study, *words, settings=("warmup.episodes=2", "evaluation.instances=2")) == 0
     found = json.loads(results.read_text())
     training = found["arms"]["good"]["0"]["training"]
     assert [row["mixture/alpha"] for row in training] == pytest.approx([0.25, 0.3])
     assert "{good}" in " ".join(found["settings"])
-    assert found["locks"]["alone_hard"] == [None] * 3 and None not in found["locks"]["good"]
+    assert found["locks"] == {"good": [9]}, "what test_bandit_mixture.py looks at is written beside it"
     fixed = open_run(runs / "seed_0" / "good").job().fixed_policies
     assert [table.model_path for table in fixed] == [runs / "good" / "checkpoints" / "iteration_0"]
     tokenizers = [folder / "tokenizer.json" for folder in (fixed[0].model_path, runs / "bad")]
@@ -69,26 +90,29 @@ def test_a_study_of_a_mixture_makes_its_models_and_names_no_path_of_this_machine
 
 
 def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path: Path):
-    study = str(BENCH / "study_reward_modes.py")
-    command = [sys.executable, study, "--quick", "--out", str(tmp_path / "runs")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "task app: " in line:  # the warm-up's episodes are about to be collected
-                break
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-    assert process.returncode == 130, rest
-    assert "the same command goes on from there" in rest
-    assert "Traceback" not in rest
+    class Terminal(io.StringIO):
+        """Where Ctrl-C is pressed when the warm-up's episodes are about to be collected."""
+
+        pressed = False
+
+        def write(self, text: str) -> int:
+            if "task app: " in text and not self.pressed:
+                self.pressed = True
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().write(text)
+
+    with contextlib.redirect_stdout(Terminal()) as printed:
+        assert main(study_reward_modes.STUDY, "--out", tmp_path / "runs") == 130
+    assert printed.pressed
+    assert "the same command goes on from there" in printed.getvalue()
 
 
 def test_the_job_of_every_arm_of_every_study_loads():
-    for study in (module(name).STUDY for name in STUDIES):
+    for study in (module.STUDY for module in STUDIES):
         assert len(study.arms) > 1
         for settings in (study.settings, study.quick):
             for arm in study.arms.values():
-                load_job(BENCH.parent / study.job, [*settings, *arm.switches])
+                load_job(ROOT / study.job, [*settings, *arm.switches])
 
 
 def test_the_difference_to_an_arm_is_paired_by_seed():
@@ -117,9 +141,9 @@ def test_a_level_is_reached_where_an_evaluation_is_as_good_as_the_last_of_the_ar
 
 
 def test_all_arms_may_sample_about_as_many_decisions_and_branch_trains_on_fewer():
-    study, planned = module("study_credit").STUDY, {}
+    study, planned = study_credit.STUDY, {}
     for arm, table in study.arms.items():
-        job = load_job(BENCH.parent / study.job, [*study.settings, *table.switches]).config
+        job = load_job(ROOT / study.job, [*study.settings, *table.switches]).config
         requests = Planner(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
         longest, branches = job.rollout.max_turns, job.algorithm.branch_rollouts
         played_on = [longest - turn + 1 for request in requests for turn in request.snapshot_turns]

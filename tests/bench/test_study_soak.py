@@ -2,13 +2,12 @@
 
 import json
 
-from tests.bench.scripts import script
+from bench import study_soak
 
 
 def test_clients_and_the_task_app_are_killed_and_no_step_is_lost_or_doubled(tmp_path):
     results = tmp_path / "soak.json"
-    done = script("study_soak.py", "--quick", "--results", results)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert study_soak.main(["--quick", "--results", str(results)]) == 0, results.read_text()
     found = json.loads(results.read_text())
     assert found["wrong"] == []
     assert all(found["holds"].values())

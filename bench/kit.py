@@ -1,0 +1,60 @@
+"""What the scripts share: arguments, the least time of some repeats, the verdict and the exit code."""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def options(
+    doc: str | None, *flags: tuple[Any, ...], arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """A script's options, each a flag, its default and a help text.
+
+    A default of False makes a switch, an empty list a flag that may be repeated; a type has no default.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, default, *words in flags:
+        text = " ".join(words)
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif default == []:
+            parser.add_argument(flag, action="append", default=default, help=text)
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default, help=text)
+        else:
+            text = f"{text} (default: {default})"
+            parser.add_argument(flag, type=type(default), default=default, help=text)
+    return parser.parse_args(arguments)
+
+
+def verdict(met: bool, missed: str = "MISSED") -> str:
+    return "ok" if met else missed
+
+
+def judged(figure: str, met: bool, missed: str = "MISSED") -> int:
+    """Print the figure with its verdict; the script's exit code."""
+    print(f"{figure}: {verdict(met, missed)}")
+    return int(not met)
+
+
+class Cost(NamedTuple):
+    """CPU seconds of this process, and seconds on the wall."""
+
+    cpu_s: float
+    wall_s: float
+
+
+def least(work: Callable[[], object], repeats: int = 7) -> Cost:
+    """The least of each over some repeats."""
+
+    def once() -> Cost:
+        cpu, wall = time.process_time(), time.perf_counter()
+        work()
+        return Cost(time.process_time() - cpu, time.perf_counter() - wall)
+
+    costs = [once() for _ in range(repeats)]
+    return Cost(min(cost.cpu_s for cost in costs), min(cost.wall_s for cost in costs))
