@@ -7,7 +7,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # More than CI's two cores: a third of the time tests wait, for processes that start and answers that come.
 TEST_PROCESSES ?= 3
 
-.PHONY: help demo test check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak study-faults bench
+.PHONY: help demo test test-fast check fmt lint types setup clean study-reward-modes study-credit study-statelm study-dialogue study-mixture study-soak study-faults bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -17,6 +17,12 @@ demo: $(VENV)/.ready ## a small language model learns Crafter on this machine; e
 
 test: $(VENV)/.ready ## the whole test suite
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
+# Rooms of pure functions: no server, no training, no process of its own. A file that is added to one is run too.
+FAST_TESTS := $(addprefix tests/,trainer_backend/core trainer_backend/jobfile task_app/context_tools task_app/tools)
+
+test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, without servers and training
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(FAST_TESTS)
 
 check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
 
