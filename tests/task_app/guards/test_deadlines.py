@@ -20,7 +20,7 @@ async def step(client, env_id):
 async def test_a_slow_step_is_answered_in_time_and_done_once_and_its_retry_gets_the_answer():
     gates = Gates()
     async with (
-        served_app(slow_boards(gates), request_deadline_s=0.1) as (client, _),
+        served_app(slow_boards(gates), request_deadline_s=0.5) as (client, _),
         asyncio.timeout(20.0),
     ):
         env_id = await made(client, "slow")
