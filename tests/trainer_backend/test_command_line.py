@@ -1,10 +1,11 @@
-"""`turnwise` as a process: its output, and its exit codes."""
+"""`turnwise`: its output, and its exit codes."""
 
-import os
+import io
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import small_run
-from trainer_backend.__main__ import app
+from trainer_backend.__main__ import app, main
 from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
 from trainer_backend.job import dump_job
 from trainer_backend.rundir.layout import create_run, open_run
@@ -22,11 +23,16 @@ GOOD = '[model]\npreset = "tiny-0.3m"\n'
 
 
 def turnwise(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).resolve().parents[2])
-    return subprocess.run(
-        [sys.executable, "-m", "trainer_backend", *arguments], cwd=cwd, capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": root},
-    )  # fmt: skip
+    """What the process would print and end with; tests/contract starts one."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["turnwise", *arguments])
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def test_check_prints_the_whole_job_as_toml_and_its_warnings_apart(tmp_path: Path):
