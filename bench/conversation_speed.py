@@ -5,7 +5,7 @@
 A scripted model writes a tool call each turn, the tool answers, and every 5th turn the oldest tool result
 that still stands becomes a stub. CPU time of this thread, best of 10:
 
-    view         task_app.history: appending, deleting, and the view of every turn
+    view         task_app.episode.history: appending, deleting, and the view of every turn
     gateway      trainer_backend.inference.conversations, without the time inside ChatRenderer
     segments     core.segments over the 100 decisions
     renderer     inside ChatRenderer: the chat template and the tokenizer, for comparison; with it, how often
@@ -26,7 +26,7 @@ from typing import Any
 from bench import kit
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from task_app.history import Change, History
+from task_app.episode.history import Change, History
 from trainer_backend.core.segments import segments_of
 from trainer_backend.inference.answers import Answer, said
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn

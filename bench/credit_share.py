@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from bench import kit
 from bench.demo_iteration import QUICK, Played, played
 from shared_schemas.rollouts import Rollout
-from trainer_backend.credit import CreditAssignment
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.job.schema import JobConfig
 
 LIMIT = 0.0015
 KEYS = ('rollout.state_keys=["default"]',)

@@ -20,12 +20,12 @@ from starlette.testclient import TestClient
 from bench import kit
 from bench.run_page import LIMIT_MS, REPEATS, T, long_run, steps
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
-from trainer_backend.dashboard import pages
-from trainer_backend.dashboard.panels import PANELS, metrics_of
-from trainer_backend.dashboard.services import Dashboard
+from trainer_backend.pages.app import router
+from trainer_backend.pages.page import Dashboard
+from trainer_backend.pages.panels import PANELS, metrics_of
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
-from trainer_backend.rundir.run_log import append_log
+from trainer_backend.rundir.state import append_log
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.database import utc_now as now
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 append_log(run.path, f"iteration {line // 20}: something was said of it, line {line}")
             ids.append(synced(store, run, name))
         app = FastAPI()
-        app.include_router(pages.router)
+        app.include_router(router)
         app.state.dashboard = Dashboard(store, None, now)
         client = TestClient(app)
         for name, address in addresses(*ids).items():

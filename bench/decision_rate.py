@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import kit
-from trainer_backend.job import load_job
+from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
-from trainer_backend.running.start import run_job
+from trainer_backend.start import run_job
 
 JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
 SETTINGS = (

@@ -10,11 +10,11 @@ from typing import Any
 
 from bench import kit
 from shared_schemas.rollouts import Rollout
-from trainer_backend.job import load_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.load import load_job
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.running.start import run_job
+from trainer_backend.start import run_job
 
 JOB = kit.ROOT / "configs" / "crafter_cpu.toml"
 # A shorter warm-up: episodes are as long, and prompts and answers look the same.

@@ -16,7 +16,7 @@ from bench.kit import ROOT
 
 Kind = Literal["service", "job", "task_app", "database"]
 KINDS: tuple[Kind, ...] = ("service", "job", "task_app", "database")
-JOB_PROCESS = "trainer_backend.running.job_process"
+JOB_PROCESS = "trainer_backend.terminal.job_process"
 # What has not come to anything by then never will.
 PATIENCE_S = 600.0
 # A process of a job whose service is gone ends at once.

@@ -14,9 +14,9 @@ from shared_schemas.trajectory import Trajectory
 from task_app.policies.openai import decision_seed
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.rundir.layout import RunDirectory, open_run
-from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import rollout_files
+from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import watch
 from trainer_backend.store import reads_rollouts
 from trainer_backend.store.database import Store, open_store

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bench.fault_installation import PATIENCE_S, Installation, Kind
 from shared_schemas.rollouts import Rollout
-from trainer_backend.rundir.json_lines import read_texts
+from trainer_backend.rundir.files import read_texts
 from trainer_backend.rundir.state import RunState, read_state
 from trainer_backend.store.rows import ENDED
 

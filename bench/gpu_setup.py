@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from trainer_backend.core.memory import memory_needs
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.job import parse_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.load import parse_job
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.capacity import MemoryPlan, device_memory, main_memory, memory_use, model_shape
 from trainer_backend.learner.device import place
 

@@ -13,8 +13,8 @@ import tracemalloc
 
 from bench import kit
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from task_app.context_tools import apply
-from task_app.history import History
+from task_app.episode.context_tools import apply
+from task_app.episode.history import History
 from task_app.protocols import ToolRequest
 
 TURNS, EVERY = 100, 5

@@ -17,9 +17,8 @@ from typing import Any
 
 from bench import kit
 from shared_schemas.messages import Message
-from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.service import Interactions
-from task_app.plugins import PolicyContext
+from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.protocols import BaseInteraction
 from task_app.settings import Settings
 

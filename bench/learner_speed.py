@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import kit
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.job import parse_job
+from trainer_backend.job.load import parse_job
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode

@@ -39,18 +39,17 @@ from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.core.mixture_history import past_of
 from trainer_backend.core.segments import segments_of
-from trainer_backend.credit import CreditAssignment
-from trainer_backend.job import load_job
-from trainer_backend.jobfile.mixture_table import AllocationTable, RolloutOnlyTable
-from trainer_backend.jobfile.schema import JobConfig, ModelTable
-from trainer_backend.learner.behaviour import objectives_of, weighed
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.job.load import load_job
+from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
+from trainer_backend.job.schema import JobConfig, ModelTable
+from trainer_backend.learner.behaviour import mixture_metrics, objectives_of, weighed
 from trainer_backend.learner.capacity import MemoryPlan, memory_plan
-from trainer_backend.learner.mixture_metrics import mixture_metrics
-from trainer_backend.rundir.json_lines import read_lines
+from trainer_backend.run.iteration_metrics import rollout_metrics
+from trainer_backend.rundir.files import read_lines
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.running.mixture import rollout_metrics
-from trainer_backend.running.start import run_job
+from trainer_backend.start import run_job
 
 LIMIT = 0.01
 LONG = 1_000  # iterations

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from bench import kit
 from bench.demo_iteration import played
 from trainer_backend.core.collate import cut_packed, pack_segments
-from trainer_backend.core.one_row import one_row
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.credit import CreditAssignment
+from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.learner.attention import attention_for
-from trainer_backend.learner.by_length import groups_of
+from trainer_backend.learner.by_length import groups_of, one_row
 from trainer_backend.learner.device import place
 from trainer_backend.learner.scoring import row_width
 

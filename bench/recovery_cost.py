@@ -23,12 +23,10 @@ from bench.demo_iteration import QUICK, Played, played_in
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Progress
+from trainer_backend.run.checkpointing import Saving
 from trainer_backend.rundir.layout import RunDirectory, open_run
-from trainer_backend.rundir.ledger import Consumed, append_consumed
-from trainer_backend.rundir.run_log import append_log
-from trainer_backend.rundir.spool import Spool
-from trainer_backend.rundir.state import RunState, write_state
-from trainer_backend.running.saving import Saving
+from trainer_backend.rundir.spool import Consumed, Spool, append_consumed
+from trainer_backend.rundir.state import RunState, append_log, write_state
 
 LIMIT = 0.01
 

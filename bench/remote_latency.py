@@ -30,14 +30,14 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.job import parse_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.load import parse_job
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.models import train_tokenizer
-from trainer_backend.services.fixed_policies import fixed_inferences
-from trainer_backend.services.task_apps import task_apps
+from trainer_backend.run.fixed_policies import fixed_inferences
 
 JOB = kit.ROOT / "configs" / "crafter_mixture.toml"
 LIMIT = 0.1

@@ -18,10 +18,10 @@ from bench import kit
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
-from trainer_backend.job import parse_job
+from trainer_backend.job.load import parse_job
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.ledger import Consumed, append_consumed
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
+from trainer_backend.rundir.spool import Consumed, append_consumed
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.reads_rollouts import RolloutFilter

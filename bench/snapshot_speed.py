@@ -28,15 +28,15 @@ from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.environment import CrafterEnvironment
 from task_app.plugins import default_plug_boards
 from task_app.protocols import ToolRequest
-from task_app.sessions import EnvironmentSession
-from task_app.snapshots.envelope import Contents, open_envelope, seal
-from task_app.snapshots.sessions import (
+from task_app.sessions.sessions import EnvironmentSession
+from task_app.sessions.snapshots import (
     EnvironmentSnapshot,
     environment_session,
     open_environment,
     seal_environment,
     take_environment,
 )
+from task_app.snapshots.envelope import Contents, open_envelope, seal
 from task_app.snapshots.starts import Worlds
 
 # The least ratio, or the most milliseconds (DESIGN.md section 7 and issue 4).

@@ -18,9 +18,9 @@ from typing import Any
 
 import aiohttp
 
-from task_app.actions import requests_from_wire
 from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.episode.actions import requests_from_wire
 
 TEXT = "compact"
 # A request that got none of these is sent again with its key: the server was killed, is starting, or is full.

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from bench import kit
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
+from task_app.episode.prompts import Prompt
+from task_app.episode.state_keys import STATE_KEYS, EpisodeStateKeys
 from task_app.policies.scripted import random_actions
-from task_app.prompts import Prompt
 from task_app.protocols import Observation, ToolRequest
-from task_app.state_keys import STATE_KEYS, EpisodeStateKeys
 
 LIMIT_S = 0.2
 REPEATS = 5

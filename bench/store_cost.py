@@ -18,10 +18,10 @@ from pathlib import Path
 
 from bench import kit
 from bench.demo_iteration import QUICK, Played, played
-from trainer_backend.credit import CreditAssignment
+from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.ledger import Consumed, append_consumed
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
+from trainer_backend.rundir.spool import Consumed, append_consumed
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.sync import sync_run

@@ -33,7 +33,7 @@ from bench.fault_installation import KINDS, Installation, Kind
 from bench.fault_judge import judge
 from bench.fault_watch import Fault, Seen, Watch, drawn_faults
 from bench.kit import ROOT
-from trainer_backend.job import dump_job, load_job
+from trainer_backend.job.load import dump_job, load_job
 
 # Episodes of the demo's kind, few and short: a start takes longer than all iterations together.
 SETTINGS = (

@@ -31,7 +31,7 @@ from bench.kit import ROOT
 from bench.study_results import Arm, Study
 from bench.study_runs import finished, main, warm_start_job
 from trainer_backend.core.allocation import ConstantSchedule
-from trainer_backend.job import load_job
+from trainer_backend.job.load import load_job
 
 # The clone imitates so many times the episodes that the actor's warm-up has.
 TIMES = 8

@@ -12,8 +12,8 @@ from charts import COLOURS, png, whole_numbers
 from matplotlib.figure import Figure
 
 from trainer_backend.core.statistics import mean_interval
-from trainer_backend.report.story import read_story
-from trainer_backend.report.summary import stage_totals
+from trainer_backend.pages.report import stage_totals
+from trainer_backend.pages.story import read_story
 from trainer_backend.rundir.layout import open_run
 
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")

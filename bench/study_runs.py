@@ -18,12 +18,12 @@ from rich.console import Console
 
 from bench.kit import ROOT
 from bench.study_results import Study, collect, draw, table
-from trainer_backend.job import dump_job, load_job
-from trainer_backend.jobfile.schema import JobConfig, ModelTable
+from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.job.schema import JobConfig, ModelTable
+from trainer_backend.run.beginning import Stopped
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.running.beginning import Stopped
-from trainer_backend.running.start import run_job
+from trainer_backend.start import run_job
 from trainer_backend.terminal.progress import ConsoleReporter
 
 

@@ -1,6 +1,6 @@
 """The state keys by name, with what each compares: for jobs, which name them, and for pages.
 
-`task_app/state_keys.py` and the environments make them; a test holds the names against those.
+`task_app/episode/state_keys.py` and the environments make them; a test holds the names against those.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,23 +8,26 @@ Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
+from fastapi import FastAPI
 
 from service_kit.children import READY
+from service_kit.connections import ConnectionBounds
 from service_kit.errors import PortTaken, SettingsError
 from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
-from service_kit.server import Listener
+from service_kit.server import Listener, Server
 from task_app.app import create_app
+from task_app.errors import CapacityReached
 from task_app.interactions.config_file import load_interactions
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.replicas import run_replicas
-from task_app.server import server_of
+from task_app.services import Services
 from task_app.settings import settings_from_environ
 
 log = structlog.get_logger("task_app")
@@ -103,6 +106,28 @@ def _port(text: str) -> int:
     if not text.isdigit() or int(text) > _LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed: 0 to {_LAST_PORT}")
     return int(text)
+
+
+# The task app on a port: bounded connections, and a stop that drains.
+
+
+def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
+    """A server that drains when it is told to stop: still answering, but taking nothing new."""
+    services: Services = app.state.services
+    settings = services.settings
+
+    async def drain(orphaned: bool) -> None:
+        # Without its parent, nobody is left to fetch what would end.
+        await services.drain(within_s=0.0 if orphaned else settings.drain_s)
+
+    bounds = ConnectionBounds(
+        max_connections=settings.max_connections,
+        max_header_s=settings.max_header_s,
+        max_header_bytes=settings.max_header_bytes,
+        max_body_s=settings.max_body_s,
+        too_many=CapacityReached,
+    )
+    return Server(app, bounds, max_message_bytes=settings.max_body_bytes, ready=ready, stopping=drain)
 
 
 if __name__ == "__main__":

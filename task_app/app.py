@@ -16,31 +16,15 @@ from service_kit.keys import TASK_APP_KEY, Keys
 from service_kit.observed import Observed
 from service_kit.problems import describe, install_problem_handlers, problem_responses, unforeseen
 from task_app.dialects import openenv, openenv_mcp, openenv_socket
+from task_app.dialects.one_call import routes as one_call
 from task_app.errors import CriticalError, InvalidRequest, boundary
-from task_app.guards.once import Once
 from task_app.plugins import PlugBoards, default_plug_boards
-from task_app.routes import (
-    branch,
-    by_id,
-    env,
-    frames,
-    info,
-    interaction,
-    legacy_rollout,
-    metrics,
-    named_env,
-    policy,
-    rollouts,
-    runs,
-    service,
-    snapshots,
-    steps,
-    view,
-)
+from task_app.routes import by_id, env, interaction, policy, rollouts, service, snapshots, steps, view
+from task_app.routes.steps import ShortWay
 from task_app.routes.validation import validation_response
 from task_app.services import Services
+from task_app.sessions.idempotency import Once
 from task_app.settings import Settings
-from task_app.short_way import ShortWay
 
 OPEN_PATHS = frozenset({"/", "/health"})
 # Whole rollouts and long polls answer when they have something, within bounds that their requests name.
@@ -70,28 +54,26 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
     # Pictures are for people: they wait for one another, and leave the threads to those who play.
     app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
-    for topic in (
-        steps,
-        by_id,
-        runs,
-        legacy_rollout,
-        named_env,
-        service,
-        metrics,
-        info,
-        env,
-        frames,
-        view,
-        policy,
-        interaction,
-        rollouts,
-        openenv,
-        openenv_mcp,
-        openenv_socket,
-        snapshots,
-        branch,
+    for router in (
+        steps.router,
+        by_id.router,
+        rollouts.runs_router,
+        one_call.rollout_router,
+        one_call.router,
+        service.router,
+        service.info_router,
+        env.router,
+        view.frames_router,
+        view.router,
+        policy.router,
+        interaction.router,
+        rollouts.router,
+        openenv.router,
+        openenv_mcp.router,
+        openenv_socket.router,
+        snapshots.router,
     ):
-        app.include_router(topic.router)
+        app.include_router(router)
     install_problem_handlers(app)
     app.add_exception_handler(RequestValidationError, validation_response)
     describe(app, open_paths=OPEN_PATHS)

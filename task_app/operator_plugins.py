@@ -5,12 +5,15 @@ and `REWARD_FUNCTIONS`, of what `@reward_function` made. It is run once, when th
 each process of a reward function; no request can name a file or a class.
 """
 
+import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from service_kit.errors import SettingsError
-from task_app.plugin_files import module_of
+from task_app.errors import CriticalError, boundary
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
@@ -66,3 +69,32 @@ def _joined(known: Mapping[str, Any], more: Mapping[str, Any], *, kind: str, fil
     if taken:
         raise SettingsError(f"--plugins {file}: {kind} {taken[0]!r} is there already; choose another name")
     return {**known, **more}
+
+
+# A Python file that the operator named, as a module: run once, under a name of its own.
+
+
+def module_of(file: Path) -> ModuleType:
+    """Import the file. Its neighbours can be imported by it.
+
+    Raises:
+        SettingsError: it is not there, is no Python, or raises.
+    """
+    if not file.is_file():
+        raise SettingsError(f"--plugins {file}: no such file")
+    # What is installed comes first, so that no neighbour replaces it.
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    name = f"turnwise_plugins_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise SettingsError(f"--plugins {file} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pydantic looks up annotations of its classes there
+    try:
+        with boundary(f"--plugins {file}"):
+            spec.loader.exec_module(module)
+    except CriticalError as exc:
+        raise SettingsError(exc.detail) from exc
+    return module

@@ -1,31 +1,74 @@
 """The plug boards: what a request may name, and how it is built. A new plug-in is one line here."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from shared_schemas.base import Body
 from shared_schemas.rollouts import EnvSpec
-from task_app.complaints import validated
+from task_app.complaints import invalid, most_telling, validated
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
+from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
 from task_app.errors import TaskAppError, UnknownName
-from task_app.guards.threads import Threads
-from task_app.interactions.entry import InteractionEntry
 from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
 from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
-from task_app.protocols import AgentPolicy, ConversationalEnvironment, Environment, RewardMode
+from task_app.protocols import (
+    AgentPolicy,
+    BaseInteraction,
+    ConversationalEnvironment,
+    Environment,
+    RewardMode,
+)
 from task_app.settings import Settings
-from task_app.state_keys import PromptKey, StateKey, keys_by_name
+from task_app.threads import Threads
+
+# An entry of the operator's interaction file: a class, its config, and the name that requests know it by.
+
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class InteractionEntry:
+    """What an interaction is built from, anew for each episode: what a class keeps on `self` is its own."""
+
+    name: str
+    kind: type[BaseInteraction]
+    config: Mapping[str, Any]
+
+    @property
+    def never_blocks(self) -> bool:
+        """Whether the class promises it, and may run on the service's event loop."""
+        return bool(getattr(self.kind, "never_blocks", False))
+
+    def build(self) -> BaseInteraction:
+        """A new object; its config holds its name too, as published."""
+        return self.kind({**deepcopy(dict(self.config)), "name": self.name})
+
+
+def config_of(model: type[B], config: Mapping[str, Any]) -> B:
+    """The config of an interaction of ours, checked.
+
+    Raises:
+        InvalidRequest: says which key is unknown, missing or out of its bounds.
+    """
+    given = {key: value for key, value in config.items() if key != "name"}
+    try:
+        return model.model_validate(given)
+    except ValidationError as exc:
+        error = most_telling(exc.errors(include_url=False))
+        raise invalid(error, where="config", known=model.model_fields) from exc
+
 
 C = TypeVar("C", bound=Body)
 

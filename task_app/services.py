@@ -12,18 +12,17 @@ from starlette.requests import Request
 
 from service_kit.keys import Keys
 from shared_schemas.rollouts import RolloutRequest
-from task_app.guards.threads import Threads
-from task_app.interactions.service import Interactions
-from task_app.interactions.sessions import InteractionSession
-from task_app.journal.sessions import Database, SessionStore
+from task_app.interactions.service import Interactions, InteractionSession
 from task_app.observing.metrics import Metrics
 from task_app.plugins import PlugBoards, PolicyContext
-from task_app.registry import Sessions
-from task_app.results import Record
-from task_app.rollouts import RolloutRunner
-from task_app.sessions import EnvironmentSession, PolicySession
+from task_app.rollouts.results import Record
+from task_app.rollouts.runner import RolloutRunner
+from task_app.sessions.journal import Database, SessionStore
+from task_app.sessions.registry import Sessions
+from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.settings import Settings
-from task_app.snapshots.held import Held
+from task_app.snapshots.envelope import Held
+from task_app.threads import Threads
 
 log = structlog.get_logger("task_app")
 

@@ -18,7 +18,7 @@ from service_kit.keys import TASK_APP_KEY, key_from_environ
 from shared_schemas.base import Body
 from shared_schemas.urls import HOST_OR_IPV6
 from task_app.errors import TaskAppError
-from task_app.policies.endpoint import chat_completions_url
+from task_app.policies.openai_config import chat_completions_url
 
 PREFIX = "TURNWISE_"
 ALIASES_VARIABLE = f"{TASK_APP_KEY}_ALIASES"

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from trainer_backend.job import parse_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.load import parse_job
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 
 # A busy machine is no failure: nothing here asserts on time.
@@ -90,7 +90,7 @@ def train_job(
     job: JobConfig, path: Path, *, resume: RunDirectory | None = None
 ) -> tuple[RunDirectory, ListReporter, Any]:
     """Run a job to its end in this process, task app and gateway included."""
-    from trainer_backend.running.start import run_job
+    from trainer_backend.start import run_job
 
     directory = resume or create_run(job, path)
     reporter = ListReporter()

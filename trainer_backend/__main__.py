@@ -9,14 +9,21 @@ import typer
 from rich.text import Text
 
 from service_kit.errors import ServiceError
-from trainer_backend.job import dump_job, load_new_job
-from trainer_backend.rundir.boundary import writing
+from trainer_backend.job.load import dump_job, load_new_job
+from trainer_backend.rundir.files import writing
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.running.planned_runs import run_of_each_seed, single_run
 from trainer_backend.terminal import jobs_commands, service_commands
-from trainer_backend.terminal import shell_completion as completion
-from trainer_backend.terminal.options import JOB_HELP, JobPaths, Overrides
-from trainer_backend.terminal.telling import TextConsole, tell, warn
+from trainer_backend.terminal.telling import (
+    JOB_HELP,
+    JobPaths,
+    Overrides,
+    TextConsole,
+    estimators,
+    presets,
+    run_directories,
+    tell,
+    warn,
+)
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
@@ -35,9 +42,7 @@ def train(
     run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            help="a run to continue; --set changes its job.toml", autocompletion=completion.run_directories
-        ),
+        typer.Option(help="a run to continue; --set changes its job.toml", autocompletion=run_directories),
     ] = None,
     seeds: Annotated[
         str | None,
@@ -48,8 +53,12 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train as the job says, then write the report; Ctrl-C saves the last finished iteration."""
-    from trainer_backend.running.train_command import train_one
-    from trainer_backend.services.dashboard import dashboard_beside
+    from trainer_backend.terminal.train_command import (
+        dashboard_beside,
+        run_of_each_seed,
+        single_run,
+        train_one,
+    )
 
     given = (job, run, resume, overrides or ())
     with ExitStack() as shown:
@@ -68,7 +77,7 @@ def check(job: JobPaths, overrides: Overrides = None) -> None:
 
     What task apps offer (environments, policies, their configs) is checked when `train` starts.
     """
-    from trainer_backend.running.checking import told_before_a_run
+    from trainer_backend.run.preflight import told_before_a_run
 
     loaded = load_new_job(job, overrides or ())
     warn(_err, loaded)
@@ -82,15 +91,14 @@ def init_job(
     file: Annotated[Path, typer.Argument(help="the job TOML to write")] = Path("job.toml"),
     env: Annotated[str, typer.Option(help="the environment that it trains on")] = "crafter",
     preset: Annotated[
-        str | None, typer.Option(help="a small model to begin with", autocompletion=completion.presets)
+        str | None, typer.Option(help="a small model to begin with", autocompletion=presets)
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="or a Hugging Face model: a local folder, or a name of the hub")
     ] = None,
 ) -> None:
     """Write a job with a comment for every key; it asks nothing and overwrites nothing."""
-    from trainer_backend.init_job.choices import Choices
-    from trainer_backend.init_job.write import write_job
+    from trainer_backend.terminal.templates import Choices, write_job
 
     warn(_err, write_job(file, Choices(env, preset, model)))
     tell(_out, f"{file} is written; train with: turnwise train {file}")
@@ -102,7 +110,7 @@ def new_environment(
     parent: Annotated[Path, typer.Option("--in", help="the folder to make it in")] = Path(),
 ) -> None:
     """Make a folder with an environment that works, its contract test, and a job that trains on it."""
-    from trainer_backend.new_environment.write import write_environment
+    from trainer_backend.terminal.templates import write_environment
 
     for file in write_environment(name, parent):
         tell(_out, str(file))
@@ -114,10 +122,10 @@ def new_environment(
 
 @app.command("report")
 def write_run_report(
-    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=completion.run_directories)],
+    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=run_directories)],
 ) -> None:
     """Write RUN/report/report.html, the page of the run as one file, from the files of the run."""
-    from trainer_backend.report.write import write_report
+    from trainer_backend.pages.report import write_report
 
     print(write_report(open_run(run)))
 
@@ -128,15 +136,14 @@ def compare(
         list[Path],
         typer.Argument(
             help="two or more run directories; the first is the baseline",
-            autocompletion=completion.run_directories,
+            autocompletion=run_directories,
         ),
     ],
     out: Annotated[Path, typer.Option(help="the folder to write")] = Path("comparison"),
 ) -> None:
     """Lay runs over one another: a table here, curves and differing settings in OUT/comparison.html."""
-    from trainer_backend.report.compare import write_comparison
-    from trainer_backend.report.comparison import read_sides
-    from trainer_backend.terminal.comparison_tables import comparison_table
+    from trainer_backend.pages.compare import read_sides, write_comparison
+    from trainer_backend.terminal.evaluation_tables import comparison_table
 
     sides = read_sides(runs)
     _out.print(comparison_table(sides))
@@ -145,10 +152,10 @@ def compare(
 
 @app.command()
 def recredit(
-    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=completion.run_directories)],
+    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=run_directories)],
     advantage: Annotated[
         list[str] | None,
-        typer.Option(help="an estimator; may be repeated; absent: all", autocompletion=completion.estimators),
+        typer.Option(help="an estimator; may be repeated; absent: all", autocompletion=estimators),
     ] = None,
     iteration: Annotated[
         list[int] | None, typer.Option(help="a stored iteration; may be repeated; absent: all")
@@ -160,7 +167,7 @@ def recredit(
     overrides: Overrides = None,
 ) -> None:
     """Credit stored rollouts anew, by every estimator and any reward mode (--set), without new rollouts."""
-    from trainer_backend.recredit.command import recredit_run
+    from trainer_backend.credit.recredit import recredit_run
 
     tables, folder = recredit_run(run, advantage or (), iteration or (), checkpoint, out, overrides or ())
     _out.print(tables)
@@ -172,15 +179,13 @@ def inspect_rollout(
     rollout: Annotated[str, typer.Argument(help="its id, or the end of it, such as train/3/0/1")],
     run: Annotated[
         Path | None,
-        typer.Option(
-            help="the run that holds it; absent: those in runs/", autocompletion=completion.run_directories
-        ),
+        typer.Option(help="the run that holds it; absent: those in runs/", autocompletion=run_directories),
     ] = None,
     full: Annotated[bool, typer.Option(help="show whole prompts, not only what is new in them")] = False,
     tokens: Annotated[bool, typer.Option(help="show token ids, and where segments hold them")] = False,
 ) -> None:
     """Show one stored episode, decision by decision: what it saw, did, earned, and its credit."""
-    from trainer_backend.recredit.episode import episode_view, find_rollout
+    from trainer_backend.credit.inspect import episode_view, find_rollout
 
     folders = [run] if run else sorted(path.parent for path in Path("runs").glob("*/run.json"))
     found, credits = find_rollout([open_run(folder) for folder in folders], rollout)
@@ -189,7 +194,7 @@ def inspect_rollout(
 
 @app.command("export")
 def export_rollouts(
-    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=completion.run_directories)],
+    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=run_directories)],
     to: Annotated[Path, typer.Option(help="x.jsonl, x.parquet, or a folder to make, which `datasets` loads")],
     min_reward: Annotated[float | None, typer.Option(help="least outcome reward of an episode")] = None,
     achievement: Annotated[
@@ -202,8 +207,7 @@ def export_rollouts(
     ] = None,
 ) -> None:
     """Write stored episodes as rows of messages, for supervised training elsewhere."""
-    from trainer_backend.export.choose import DEFAULT_STAGES, Choice
-    from trainer_backend.export.write import export_run
+    from trainer_backend.terminal.export import DEFAULT_STAGES, Choice, export_run
 
     choice = Choice(tuple(stage or DEFAULT_STAGES), min_reward, tuple(achievement or ()), policy)
     tell(_out, f"{to}: {export_run(open_run(run), to, choice)}")
@@ -215,7 +219,7 @@ def evaluate_policy(
         Path | None,
         typer.Argument(
             help="a run (its best checkpoint plays), or a model folder",
-            autocompletion=completion.run_directories,
+            autocompletion=run_directories,
         ),
     ] = None,
     job: Annotated[Path | None, typer.Option(help="a job TOML; absent: that of the run")] = None,

@@ -8,19 +8,19 @@
     ├── RunDirectoryError          a run's folder cannot be made, is not one, or is somebody else's now
     │   └── RunNotWritten          the disk is full, or refuses
     ├── NothingToLearnFrom         no rollout of a stage was finished
-    ├── CreditError                a trajectory cannot be credited (leaves in core/errors.py)
+    ├── CreditError                a trajectory cannot be credited (leaves below)
     ├── UpdateStopped              an update could not go on; says how many of its steps were taken
     │   ├── NonFiniteLoss          it met NaN or infinity
     │   ├── SamplerMismatch        sampler and learner give a token other log-probs than rounding explains
     │   └── OutOfMemory            it did not fit the device
     ├── TaskAppError               a task app refused, or could not be reached in time
-    │   ├── NoPictures             there are none of an episode (collect/environment_client.py)
-    │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/answers.py)
-    │   └── Refused                it finds something wrong in a request (collect/answers.py)
-    ├── BadAddress, UnknownTurn, OnlyShows   what an address of the dashboard asks for (dashboard/errors.py)
-    ├── ApiError                   a request to the service cannot be carried out (leaves in api/errors.py)
+    │   ├── NoPictures             there are none of an episode (pages/stored.py)
+    │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/wire.py)
+    │   └── Refused                it finds something wrong in a request (collect/wire.py)
+    ├── BadAddress, UnknownTurn, OnlyShows   what an address of the dashboard asks for (pages/page.py)
+    ├── ApiError                   a request to the service cannot be carried out (leaves below)
     ├── ServiceRefused, ServiceUnreachable   what it said to a terminal, or that nobody answers (terminal/)
-    ├── StoreError                 the database of jobs and runs cannot be used (leaves in store/errors.py)
+    ├── StoreError                 the database of jobs and runs cannot be used (leaves in store/database.py)
     │   ├── StoreUnavailable       it does not answer, or refuses to write
     │   ├── UnknownJob, UnknownRollout   there is none of that id
     │   ├── UnknownCursor          a page begins nowhere there
@@ -220,3 +220,102 @@ class RemoteRefused(InferenceError):
     code = "inference_refused"
     status = 424
     title = "The server of a fixed policy gave no sample"
+
+
+# What the core refuses: the branch of the trainer's error tree about credit and tokens.
+#
+# TrainerError (trainer_backend.errors)
+# └── CreditError          also a ValueError; `where` is the rollout, turn and token
+# ├── RewardError      r_t cannot be built (stop 9 of the route)
+# ├── AdvantageError   an advantage cannot be computed (stop 10)
+# ├── SegmentError     the tokens of a decision do not fit together (stop 7)
+# └── BatchError       segments cannot be packed or weighted (stop 11)
+#
+# What is wrong with an argument that a job sets (gamma, a clip range) is a plain ValueError.
+
+
+class CreditError(TrainerError, ValueError):
+    code = "credit_failed"
+    title = "A trajectory cannot be credited"
+
+
+class RewardError(CreditError):
+    code = "reward_undefined"
+    title = "The rewards of an episode are not defined"
+
+
+class AdvantageError(CreditError):
+    code = "advantage_undefined"
+    title = "An advantage is not defined"
+
+
+class SegmentError(CreditError):
+    code = "tokens_do_not_fit"
+    title = "The tokens of a decision do not fit together"
+
+
+class BatchError(CreditError):
+    code = "batch_invalid"
+    title = "Segments cannot be packed or weighted"
+
+
+def place(rollout_id: str, turn: int | None = None, token: int | None = None) -> str:
+    """`rollout r-3, turn 5, token 2`: turn counts from 1, token from 0."""
+    parts = [f"rollout {rollout_id or '(unnamed)'}"]
+    parts += [] if turn is None else [f"turn {turn}"]
+    parts += [] if token is None else [f"token {token}"]
+    return ", ".join(parts)
+
+
+# What the API refuses on purpose, beside the errors of jobs and of the store.
+
+# Of what waits for a place, or for a database that starts.
+RETRY_S = 5
+
+
+class ApiError(TrainerError):
+    """The request cannot be carried out as it stands."""
+
+    code = "request_invalid"
+    status = 422
+    title = "Request cannot be read"
+
+
+class UnknownMediaType(ApiError):
+    code = "media_type_unknown"
+    status = 415
+    title = "Media type is not read here"
+
+
+class RunsNoJobs(ApiError):
+    code = "runs_no_jobs"
+    status = 409
+    title = "This service runs no jobs"
+
+
+class QueueFull(ApiError):
+    code = "queue_full"
+    status = 503
+    retry_after_s = RETRY_S
+    title = "Too many jobs wait"
+
+
+class CheckEnded(ApiError):
+    """A job that nobody can check in the time and the memory that there is for that."""
+
+    code = "check_ended"
+    title = "The check was ended"
+
+
+class TooManyChecks(ApiError):
+    code = "too_many_checks"
+    status = 503
+    retry_after_s = RETRY_S
+    title = "Too many jobs wait to be checked"
+
+
+class TooManyStreams(ApiError):
+    code = "too_many_streams"
+    status = 503
+    retry_after_s = RETRY_S
+    title = "Too many open event streams"

@@ -16,12 +16,7 @@ from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
 from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.aggregation import (
-    AggregationPlug,
-    decision_mean,
-    episode_equal,
-    token_mean,
-)
+from trainer_backend.core.aggregation import AggregationPlug, decision_mean, episode_equal, token_mean
 from trainer_backend.core.aggregation import constant as constant_aggregation
 from trainer_backend.core.allocation import (
     AllocationPlug,
@@ -30,25 +25,18 @@ from trainer_backend.core.allocation import (
     LinearSchedule,
     StepSchedule,
 )
-from trainer_backend.core.losses import (
-    LossPlug,
-    cispo_loss,
-    clipped_policy_loss,
-    policy_gradient_loss,
-)
+from trainer_backend.core.losses import LossPlug, cispo_loss, clipped_policy_loss, policy_gradient_loss
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import Fall, constant, cosine, linear
 from trainer_backend.errors import JobError
-from trainer_backend.inference.tool_formats.hermes import parse_hermes
-from trainer_backend.inference.tool_formats.llama import PYTHON_TAG, parse_llama
-from trainer_backend.inference.tool_formats.mistral import CALLS, parse_mistral
-from trainer_backend.inference.tool_formats.qwen3_coder import parse_qwen3_coder
-from trainer_backend.inference.tool_formats.reading import ToolFormat
-from trainer_backend.inference.tool_formats.tagged import OPEN
-from trainer_backend.inference.tool_formats.turnwise import CALL, parse_turnwise
-from trainer_backend.sinks.sink import OpenSink
-from trainer_backend.sinks.tensorboard import open_tensorboard
-from trainer_backend.sinks.wandb import open_wandb
+from trainer_backend.sinks import OpenSink, open_tensorboard, open_wandb
+from trainer_backend.tool_formats.hermes import parse_hermes
+from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
+from trainer_backend.tool_formats.mistral import CALLS, parse_mistral
+from trainer_backend.tool_formats.qwen3_coder import parse_qwen3_coder
+from trainer_backend.tool_formats.reading import ToolFormat
+from trainer_backend.tool_formats.tagged import OPEN
+from trainer_backend.tool_formats.turnwise import CALL, parse_turnwise
 
 Plug = TypeVar("Plug")
 

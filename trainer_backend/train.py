@@ -10,31 +10,31 @@ from dataclasses import replace
 
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, joined
-from trainer_backend.core.branching import by_parent
-from trainer_backend.core.critic import firsts
-from trainer_backend.core.statistics import staleness_metrics
-from trainer_backend.credit import NOTHING, Credited, Measured
-from trainer_backend.errors import TrainerError, UpdateStopped
-from trainer_backend.evaluation.metrics import (
+from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
     finished_trajectories,
     refuse_empty,
 )
+from trainer_backend.core.advantages.branch import by_parent
+from trainer_backend.core.critic import firsts
+from trainer_backend.core.statistics import staleness_metrics
+from trainer_backend.credit.credit import NOTHING, Credited, Measured
+from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.protocols import Progress
-from trainer_backend.rundir.ledger import Consumed, append_consumed
-from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.rundir.spool import Spool
-from trainer_backend.running.collecting import collected
-from trainer_backend.running.gathered import IterationResult, inference_metrics, iteration_metrics
-from trainer_backend.running.mixture import (
+from trainer_backend.run.checkpointing import Saving
+from trainer_backend.run.iteration_metrics import (
+    IterationResult,
+    inference_metrics,
+    iteration_metrics,
     refuse_other_sampler,
     refuse_silent_policy,
     refuse_unreadable_policy,
     rollout_metrics,
 )
-from trainer_backend.running.run import Run
-from trainer_backend.running.saving import Saving
+from trainer_backend.run.run import Run, collected
+from trainer_backend.rundir.rollout_files import Credit, write_rollouts
+from trainer_backend.rundir.spool import Consumed, Spool, append_consumed
 
 __all__ = ["Run", "train", "work_left"]
 

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from shared_schemas.messages import Message as Message
     from shared_schemas.task_definition import TaskDefinitionModel as TaskDefinitionModel
     from shared_schemas.trajectory import StepData as StepData
-    from task_app.episode import RLRolloutWorker as RLRolloutWorker
-    from task_app.interactions.base import BaseInteraction as BaseInteraction
+    from task_app.episode.worker import RLRolloutWorker as RLRolloutWorker
     from task_app.interactions.gsm8k import Gsm8kInteraction as Gsm8kInteraction
     from task_app.policies.openai import OpenAIAgentPolicy as OpenAIAgentPolicy
     from task_app.policies.openai_config import OpenAIConfig as OpenAIConfig
     from task_app.protocols import AgentPolicy as AgentPolicy
-    from task_app.reward_functions.alignment import (
+    from task_app.protocols import BaseInteraction as BaseInteraction
+    from task_app.reward_functions.decorator import reward_function as reward_function
+    from task_app.reward_functions.rewarded import (
         align_data_for_rl_processing as align_data_for_rl_processing,
     )
-    from task_app.reward_functions.decorator import reward_function as reward_function
     from trainer_backend.core.advantages.gigpo import (
         system_apply_gigpo_to_batch_steps as system_apply_gigpo_to_batch_steps,
     )
@@ -40,13 +40,12 @@ _HOMES = {
     "shared_schemas.messages": ("Message",),
     "shared_schemas.task_definition": ("TaskDefinitionModel",),
     "shared_schemas.trajectory": ("StepData",),
-    "task_app.episode": ("RLRolloutWorker",),
-    "task_app.interactions.base": ("BaseInteraction",),
+    "task_app.episode.worker": ("RLRolloutWorker",),
     "task_app.interactions.gsm8k": ("Gsm8kInteraction",),
     "task_app.policies.openai": ("OpenAIAgentPolicy",),
     "task_app.policies.openai_config": ("OpenAIConfig",),
-    "task_app.protocols": ("AgentPolicy",),
-    "task_app.reward_functions.alignment": ("align_data_for_rl_processing",),
+    "task_app.protocols": ("AgentPolicy", "BaseInteraction"),
+    "task_app.reward_functions.rewarded": ("align_data_for_rl_processing",),
     "task_app.reward_functions.decorator": ("reward_function",),
     "trainer_backend.core.advantages.gigpo": ("system_apply_gigpo_to_batch_steps",),
     "trainer_backend.core.allocation": (

@@ -12,11 +12,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import Name
-from task_app.dialects.openenv_schema import document, schemas
 from task_app.dialects.openenv_session import STEP_KEYS, OpenEnvSession, ignored_keys
-from task_app.dialects.openenv_wire import NO_EPISODE, OpenEnvReset
-from task_app.routes.bodies import ForeignBody
-from task_app.routes.wire import ReplyJSON
+from task_app.dialects.openenv_wire import NO_EPISODE, OpenEnvReset, document, schemas
+from task_app.routes.wire import ForeignBody, ReplyJSON
 from task_app.services import services_of
 
 router = APIRouter(prefix="/openenv/{env_name}", tags=["openenv"])

@@ -18,7 +18,7 @@ from task_app.errors import UnknownId, boundary
 from task_app.protocols import Environment
 from task_app.routes.env import opened
 from task_app.services import Services
-from task_app.sessions import EnvironmentSession
+from task_app.sessions.sessions import EnvironmentSession
 
 STEP_KEYS = frozenset({"action", "session_id", "request_id"})
 

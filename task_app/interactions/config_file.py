@@ -11,7 +11,9 @@ file's own folder; requests name entries, never classes.
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,9 +27,10 @@ from service_kit.errors import SettingsError
 from shared_schemas.base import Body
 from task_app.complaints import invalid, most_telling
 from task_app.errors import CriticalError, TaskAppError, boundary
-from task_app.interactions.entry import InteractionEntry
-from task_app.interactions.published import offer_stand_ins
+from task_app.interactions import gsm8k
+from task_app.interactions.gsm8k import compute_score, extract_solution
 from task_app.interactions.service import ConnectedInteraction
+from task_app.plugins import InteractionEntry
 from task_app.protocols import BaseInteraction
 from task_app.settings import Settings
 
@@ -179,3 +182,47 @@ def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
     except TaskAppError as exc:
         told = exc.detail if exc.detail.startswith(where) else f"{where}: {exc.detail}"
         raise SettingsError(told) from exc
+
+
+# What published interaction classes import, where it is not installed: ours, from then on.
+#
+# offer_stand_ins()
+# importlib.import_module("theirs")   # from verl.interactions.base import BaseInteraction
+#
+# A class may import within a method too, whenever that is called, on whatever thread; so they stay.
+
+# Module -> what stands in it; the packages above hold nothing.
+_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "verl": {},
+    "verl.interactions": {},
+    "verl.interactions.base": {"BaseInteraction": BaseInteraction},
+    "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": gsm8k.Gsm8kInteraction},
+    "verl.utils": {},
+    "verl.utils.reward_score": {},
+    "verl.utils.reward_score.gsm8k": {
+        "compute_score": compute_score,
+        "extract_solution": extract_solution,
+    },
+}
+
+
+class _StandIns(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _PUBLISHED:
+            return None
+        return ModuleSpec(fullname, self, is_package=not _PUBLISHED[fullname])
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(_PUBLISHED[module.__name__])
+
+
+STAND_INS = _StandIns()
+
+
+def offer_stand_ins() -> None:
+    """Let the published modules be imported in this process; a second call changes nothing."""
+    if STAND_INS not in sys.meta_path:
+        # The last one asked: a verl that is installed wins, also where a newer one lacks some of these.
+        sys.meta_path.append(STAND_INS)

@@ -4,14 +4,14 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from task_app.errors import CapacityReached, InvalidRequest, UnknownName, boundary
-from task_app.interactions.calls import Calls
-from task_app.interactions.entry import InteractionEntry
-from task_app.interactions.live import LiveInteraction, loop_in_thread
-from task_app.plugins import PolicyContext
+from task_app.interactions.live import Calls, LiveInteraction, loop_in_thread
+from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.protocols import BaseInteraction
+from task_app.sessions.registry import SessionLock
 from task_app.settings import Settings
 
 # At the end of the service, for what is still open.
@@ -153,3 +153,15 @@ class Interactions:
 def _connect(interaction: BaseInteraction, context: PolicyContext) -> None:
     if isinstance(interaction, ConnectedInteraction):
         interaction.connect(context)
+
+
+# An interaction that a client asks itself, as a session behind an id.
+
+
+@dataclass(slots=True, eq=False)
+class InteractionSession:
+    """`turn` counts its answers. No journal holds it, since nobody can tell what a class keeps."""
+
+    live: LiveInteraction
+    turn: int = 0
+    lock: SessionLock = field(default_factory=SessionLock)

@@ -10,12 +10,9 @@ from pydantic import Field, SecretStr
 
 from shared_schemas.messages import Message
 from task_app.errors import InteractionFailed, InvalidRequest
-from task_app.interactions.entry import config_of
-from task_app.interactions.gsm8k import last_answer
-from task_app.interactions.gsm8k_score import compute_score
-from task_app.plugins import POLICIES, PolicyContext
-from task_app.policies.endpoint import chat_completions_url
-from task_app.policies.openai_config import OpenAIConfig
+from task_app.interactions.gsm8k import compute_score, last_answer
+from task_app.plugins import POLICIES, PolicyContext, config_of
+from task_app.policies.openai_config import OpenAIConfig, chat_completions_url
 from task_app.protocols import AgentPolicy, BaseInteraction, PolicyObservation
 from task_app.settings import Settings, Variable
 

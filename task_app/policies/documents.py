@@ -13,9 +13,9 @@ from pydantic import Field
 
 from shared_schemas.base import Body
 from shared_schemas.messages import Message
-from task_app import history
-from task_app.actions import json_object
-from task_app.policies.chance import ByChance
+from task_app.episode import history
+from task_app.episode.actions import json_object
+from task_app.policies.random_calls import ByChance
 from task_app.protocols import PolicyAnswer
 
 Call = tuple[str, dict[str, Any]]

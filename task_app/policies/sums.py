@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from shared_schemas.base import Body
-from task_app.policies.chance import ByChance
+from task_app.policies.random_calls import ByChance
 from task_app.protocols import PolicyAnswer
 
 # A sentence, the sign of its calculation, and the number beside what there was.

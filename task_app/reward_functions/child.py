@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from service_kit.logs import configure_logs
 from shared_schemas.evaluate_result import EvaluateResult
 from task_app.errors import TaskAppError, boundary
-from task_app.plugin_files import module_of
+from task_app.operator_plugins import module_of
 from task_app.protocols import RewardFunction
 from task_app.reward_functions.decorator import EPISODES, NoResult, finding
 

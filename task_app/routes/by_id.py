@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from task_app.errors import InvalidRequest, clipped
 from task_app.routes import env, policy, snapshots, steps
-from task_app.routes.bodies import ForeignBody
+from task_app.routes.wire import ForeignBody
 
 router = APIRouter()
 

@@ -10,11 +10,10 @@ from starlette.responses import Response
 from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import EnvSpec, Name, Seed
 from task_app.protocols import ConversationalEnvironment, takes_answers
-from task_app.routes.bodies import CreateBody, EnvId, ForeignBody
-from task_app.routes.wire import ReplyJSON, observation_json
+from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON, observation_json
 from task_app.services import Services, services_of
-from task_app.sessions import EnvironmentSession
-from task_app.switches import agreed_step_rewards, take_step_rewards
+from task_app.sessions.sessions import EnvironmentSession
+from task_app.sessions.switches import agreed_step_rewards, take_step_rewards
 
 router = APIRouter(prefix="/env", tags=["env"])
 

@@ -9,9 +9,8 @@ from starlette.responses import Response
 from shared_schemas.messages import Message, refuse_unanswerable
 from shared_schemas.rollouts import GroundTruth, InteractionKwargs, InteractionName
 from task_app.errors import EpisodeOver
-from task_app.interactions.sessions import InteractionSession
-from task_app.routes.bodies import LONGEST_ID, ForeignBody
-from task_app.routes.wire import ReplyJSON
+from task_app.interactions.service import InteractionSession
+from task_app.routes.wire import LONGEST_ID, ForeignBody, ReplyJSON
 from task_app.services import services_of
 
 router = APIRouter(prefix="/interaction", tags=["interaction"])

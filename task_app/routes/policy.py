@@ -7,23 +7,30 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from starlette.responses import Response
 
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec
 from shared_schemas.trajectory import StepMetadata
-from task_app.actions import Choice, ReadAction, read_action
 from task_app.complaints import invalid
-from task_app.decisions import NO_METADATA
-from task_app.errors import CriticalError, DeadlineExceeded, InvalidRequest, boundary
-from task_app.living_policy import living_policy
-from task_app.protocols import AgentPolicy, Environment, Observation, PolicyObservation, policy_name
-from task_app.routes.bodies import CreateBody, ForeignBody
-from task_app.routes.wire import ReplyJSON, messages_json, tool_calls_json
+from task_app.episode.actions import Choice, ReadAction, read_action
+from task_app.episode.decisions import NO_METADATA
+from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
+from task_app.protocols import (
+    AgentPolicy,
+    Environment,
+    Observation,
+    PolicyObservation,
+    RestorablePolicy,
+    RetryingPolicy,
+    policy_name,
+)
+from task_app.routes.wire import CreateBody, ForeignBody, ReplyJSON, messages_json, tool_calls_json
 from task_app.services import Services, services_of
-from task_app.sessions import PolicySession
-from task_app.switches import agreed_step_rewards, take_step_rewards
+from task_app.sessions.sessions import PolicySession
+from task_app.sessions.snapshots import policy_session, take_policy
+from task_app.sessions.switches import agreed_step_rewards, take_step_rewards
 
 router = APIRouter(prefix="/policy", tags=["policy"])
 
@@ -209,3 +216,73 @@ def _choice_meta(choice: Choice, read: ReadAction) -> dict[str, Any]:
         "value_estimate": choice.value,
         "sampling": sampling.model_dump(mode="json") if sampling is not None else None,
     }
+
+
+# A living policy session as an `AgentPolicy`, for /policy/step and whole rollouts alike.
+
+
+class SessionPolicy:
+    """What it decides is counted, and written down. The caller holds the session's lock."""
+
+    def __init__(self, session: PolicySession) -> None:
+        self._session = session
+        self.name = policy_name(session.policy)
+
+    @property
+    def pending_failure(self) -> str | None:
+        """As in protocols.RetryingPolicy."""
+        policy = self._session.policy
+        return policy.pending_failure if isinstance(policy, RetryingPolicy) else None
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+        journal = self._session.journal
+        if journal is not None:
+            journal.ready(self._session)
+        answer = await self._session.policy.get_action(observation, available_tools_specs)
+        self._session.turn += 1
+        if journal is not None:
+            journal.decided(self._session)
+        return answer
+
+
+def living_policy(
+    services: Services, session: PolicySession, *, inference_key: SecretStr | None, where: str
+) -> SessionPolicy:
+    """The session, ready to decide: with the `inference_key` of this request where it brings another one.
+
+    Args:
+        services: what the policy was made with.
+        session: held by the caller.
+        inference_key: from now on; None keeps the one of before.
+        where: body path of the key.
+
+    Raises:
+        InferenceKeyNeeded: the key went with the process before, and the request brings none.
+        InvalidRequest: the policy cannot take another one.
+    """
+    if inference_key is not None and inference_key != session.spec.inference_key:
+        _give_key(services, session, inference_key, where=where)
+    elif session.key_lost:
+        raise InferenceKeyNeeded(
+            "this policy's inference_key went with the process that was restarted",
+            where=where,
+            hint=f"send {where} with this request",
+        )
+    return SessionPolicy(session)
+
+
+def _give_key(services: Services, session: PolicySession, inference_key: SecretStr, *, where: str) -> None:
+    """Build the policy anew around the key, in the state that it is in."""
+    if not isinstance(session.policy, RestorablePolicy):
+        raise InvalidRequest(
+            f"policy {policy_name(session.policy)!r} cannot take another inference_key: "
+            "it has no snapshot() and restore()",
+            where=where,
+            hint="make another policy with the key",
+        )
+    facts = take_policy(session, where=where)
+    context = services.policy_context(inference_key=inference_key)
+    again = policy_session(facts, services.boards, context)
+    session.policy, session.spec, session.key_lost = again.policy, again.spec, False

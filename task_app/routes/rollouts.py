@@ -1,8 +1,9 @@
 """/rollouts: ask for many at once, fetch what ended, acknowledge, look at one, cancel one."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import (
@@ -15,6 +16,7 @@ from shared_schemas.rollouts import (
     RolloutsAccepted,
 )
 from task_app.errors import InvalidRequest
+from task_app.routes.wire import ForeignBody
 from task_app.services import services_of
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"])
@@ -60,3 +62,26 @@ async def state(request: Request, rollout_id: str) -> Response:
 async def cancel(request: Request, rollout_id: str) -> Response:
     """End a rollout that has not ended; its state afterwards. Repeating it changes nothing."""
     return Response(await services_of(request).runner.cancel(rollout_id), media_type=JSON)
+
+
+# /run: abort a run, and see what became of it; for POST /rollouts and POST /rollout alike.
+
+runs_router = APIRouter(prefix="/run", tags=["rollouts"])
+
+
+class RunAbort(ForeignBody):
+    run_id: Id = Field(description="known or not: an abort before the start is kept")
+
+
+@runs_router.post("/abort")
+async def abort(request: Request, body: RunAbort) -> dict[str, Any]:
+    """End what the run has unfinished, and start nothing more under its id. Repeating it changes nothing;
+    what had finished stays finished."""
+    run, stopped = await services_of(request).runner.abort(body.run_id)
+    return {"ok": True, "run_id": body.run_id, "stopped": stopped, **run.to_json()}
+
+
+@runs_router.get("/status/{run_id:path}")
+async def status(request: Request, run_id: str = Path(min_length=1, max_length=200)) -> dict[str, Any]:
+    """`running`, `completed`, `failed` (nothing finished) or `aborted`, and the counts behind it."""
+    return {"run_id": run_id, **services_of(request).runner.runs.get(run_id).to_json()}

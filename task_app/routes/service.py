@@ -1,13 +1,29 @@
 """Who is there: / and /health."""
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from pydantic import Field
+from starlette.responses import Response
 
 from service_kit.errors import NoKeyConfigured
 from service_kit.keys import presented_keys
-from task_app.errors import ShuttingDown
-from task_app.services import services_of
+from service_kit.observed import metrics_response
+from shared_schemas.base import Body
+from task_app.dialects.one_call.request import legacy_observation
+from task_app.errors import InvalidRequest, ShuttingDown, boundary
+from task_app.observing.metrics import Metrics
+from task_app.protocols import Environment
+from task_app.routes.wire import observation_json
+from task_app.services import Services, services_of
 
 router = APIRouter(tags=["service"])
 
@@ -36,3 +52,235 @@ async def health(request: Request) -> dict[str, Any]:
     if presented_keys(headers):
         answer["authorized"] = keys.match(headers)
     return answer
+
+
+# GET /metrics: what a Prometheus scraper reads.
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Counts, latencies and what is held, in Prometheus' text format (docs/operations.md)."""
+    # Here, because most task apps are never scraped, and a trainer's embedded one should start fast.
+
+    services, sockets = services_of(request), request.app.state.openenv_sockets.open
+    return metrics_response(
+        lambda: families(services, version=request.app.version, sockets=sockets),
+        accept=request.headers.get("accept", ""),
+    )
+
+
+# What this task app hosts: /info for the whole service, /task_info for its tasks.
+#
+# Both known shapes of /info are there at once: `service.task`, `dataset`, `capabilities`, `limits` of the
+# one,
+# `service.endpoints` and `inference.endpoints` of the other.
+
+info_router = APIRouter(tags=["info"])
+
+SEED_RANGE = [0, 2**31 - 2]
+# Of a query, where every number is text; in bodies a seed is a strict integer (shared_schemas.rollouts.Seed).
+QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
+
+
+@info_router.get("/info")
+async def info(request: Request) -> dict[str, Any]:
+    """The service: what it offers, and its bounds."""
+    services = services_of(request)
+    return {
+        "service": {
+            "name": SERVICE,
+            "task": sorted(services.boards.environments),
+            "version": request.app.version,
+            "base_url": str(request.base_url).rstrip("/"),
+            "endpoints": _endpoints(request.app.openapi()["paths"]),
+            "instance_id": services.instance_id,
+        },
+        "dataset": {"seed_range": SEED_RANGE, "splits": ["train"]},
+        "rubrics": None,
+        "inference": {
+            "base_url": services.settings.inference_url,
+            "endpoints": {"chat_completions": "/v1/chat/completions"},
+            "default_model": services.settings.inference_model,
+            "supports_proxy": False,
+            "allowed_hosts": list(services.settings.inference_hosts),
+        },
+        "capabilities": _capabilities(services),
+        "limits": services.settings.limits(),
+        "environments": {
+            name: plugin.config.model_json_schema() for name, plugin in services.boards.environments.items()
+        },
+        "policies": {
+            name: plugin.config.model_json_schema() for name, plugin in services.boards.policies.items()
+        },
+    }
+
+
+@info_router.get("/task_info")
+async def task_info(
+    request: Request,
+    seed: Annotated[tuple[QuerySeed, ...], Query()] = (),
+    seeds: Annotated[tuple[QuerySeed, ...], Query()] = (),
+    env_name: Annotated[str | None, Query(max_length=200)] = None,
+) -> Any:
+    """The set of tasks; with one `seed` that task, with several (also as `seeds`) a list of them."""
+    services = services_of(request)
+    wanted = (*seed, *seeds)
+    if len(wanted) > services.settings.max_seeds_per_request:
+        raise InvalidRequest(
+            f"{len(wanted)} seeds; at most {services.settings.max_seeds_per_request}", where="seed"
+        )
+    boards = services.boards
+    name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
+    environment = services.boards.environment(name, {})
+    if not wanted:
+        return {
+            **_about(services, environment),
+            "taskset": _taskset(name, environment, services.boards.environments[name].config()),
+            "environments": sorted(services.boards.environments),
+        }
+    found = [await _task(services, environment, number) for number in wanted]
+    return found[0] if len(found) == 1 else found
+
+
+def _endpoints(paths: Iterable[str]) -> dict[str, list[str]]:
+    """All routes by their first word: `env`, `policy`, `rollout`, `run`, `branch` and so on."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.split("/")[1] or "root", []).append(path)
+    return found
+
+
+def _capabilities(services: Services) -> dict[str, Any]:
+    return {
+        "supports_rollout": True,
+        "supports_env_lifecycle": True,
+        "supports_decision_rewards": True,
+        "requires_api_key_header": True,
+        "environments": sorted(services.boards.environments),
+        "policies": sorted(services.boards.policies),
+        "interactions": sorted(services.boards.interactions),
+        "reward_functions": {name: plug.mode for name, plug in services.boards.reward_functions.items()},
+    }
+
+
+def _taskset(env_name: str, environment: Environment, config: Body) -> dict[str, Any]:
+    return {
+        "id": f"{env_name}_procedural",
+        "name": env_name,
+        "version": "1.0.0",
+        "splits": ["train"],
+        "default_split": "train",
+        "description": f"one task a seed; scored by the {environment.outcome_definition}",
+        "seed_range": SEED_RANGE,
+        "default_seed": 0,
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _about(services: Services, environment: Environment) -> dict[str, Any]:
+    """What every task of an environment has in common."""
+    return {
+        "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
+        "environment": environment.name,
+        "environments": [environment.name],
+        "action_space": {
+            "type": "tool_calls",
+            "tools": [tool.model_dump(mode="json") for tool in environment.tools()],
+        },
+        "dataset": {"seed_range": SEED_RANGE},
+        "rubric": {},  # an object in the contract; nobody judges here
+        "inference": {
+            "model": services.settings.inference_model,
+            "inference_url": services.settings.inference_url,
+            "supports_proxy": False,
+        },
+        "capabilities": _capabilities(services),
+        "limits": services.settings.limits(),
+    }
+
+
+async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
+    """One seed, with what its world shows at the start."""
+    with boundary("environment.reset"):
+        observation = await services.threads.run("environment.reset", environment.reset, seed)
+    return {
+        **_about(services, environment),
+        "observation": {"seed": seed, **legacy_observation(observation_json(observation))},
+        "dataset": {"seed": seed, "seed_range": SEED_RANGE},
+        "task_metadata": {"seed": seed},
+    }
+
+
+# The service's counts in Prometheus' words, gathered when somebody scrapes.
+
+
+def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:
+    """All metrics of a task app."""
+    yield InfoMetricFamily(
+        "turnwise_task_app",
+        "Which task app this is.",
+        {"version": version, "instance_id": services.instance_id},
+    )
+    yield from _now(services, sockets)
+    yield from _so_far(services.metrics)
+
+
+def _now(services: Services, sockets: int) -> Iterator[Metric]:
+    """What there is at this moment."""
+    runner = services.runner
+    sessions = GaugeMetricFamily("turnwise_sessions", "Live sessions.", labels=["kind"])
+    sessions.add_metric(["env"], len(services.environments))
+    sessions.add_metric(["policy"], len(services.policies))
+    sessions.add_metric(["interaction"], len(services.interaction_sessions))
+    yield sessions
+    yield GaugeMetricFamily(
+        "turnwise_interactions",
+        "Interactions that are not finalised yet, of rollouts and sessions.",
+        len(services.interactions),
+    )
+    rollouts = GaugeMetricFamily("turnwise_rollouts", "Rollouts that have not ended.", labels=["state"])
+    for state, count in runner.unfinished().items():
+        rollouts.add_metric([state], count)
+    yield rollouts
+    yield GaugeMetricFamily(
+        "turnwise_rollouts_held", "Rollouts held: not ended, or not acknowledged.", len(runner.results)
+    )
+    yield GaugeMetricFamily(
+        "turnwise_held_bytes",
+        "Bytes of rollout requests and results that are not acknowledged.",
+        runner.results.held_bytes,
+    )
+    yield GaugeMetricFamily("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
+
+
+def _so_far(metrics: Metrics) -> Iterator[Metric]:
+    """What has happened since the start."""
+    yield metrics.requests.answered_family("turnwise_http_requests")
+    latency = HistogramMetricFamily(
+        "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
+    )
+    for route, histogram in metrics.requests.latency.items():
+        latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
+    yield latency
+    ended = CounterMetricFamily(
+        "turnwise_rollouts_ended",
+        "Rollouts that ended, by stop reason or failure.",
+        labels=["status", "reason"],
+    )
+    for (state, reason), count in metrics.rollouts_ended.items():
+        ended.add_metric([state, reason], count)
+    yield ended
+    yield _by_source("turnwise_decisions", "Decisions taken.", metrics.decisions)
+    yield _by_source("turnwise_env_steps", "Env steps that ran.", metrics.env_steps)
+    yield CounterMetricFamily(
+        "turnwise_inference_retries",
+        "Attempts to ask a model after the first.",
+        value=metrics.inference_retries,
+    )
+
+
+def _by_source(name: str, text: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["source"])
+    for source in ("rollout", "session"):
+        family.add_metric([source], counts.get(source, 0))
+    return family

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from service_kit.problems import problem_response
 from task_app.complaints import invalid, most_telling
-from task_app.routes.bodies import MISSPELT
+from task_app.routes.wire import MISSPELT
 
 
 async def validation_response(request: Request, exc: Exception) -> Response:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from shared_schemas.rollouts import EnvSpec
 from task_app.errors import NotRestorable, SnapshotRefused, boundary
-from task_app.guards.threads import Threads, in_thread
 from task_app.protocols import Environment, Observation, PastDecision, RestorableEnvironment
-from task_app.snapshots.held import Held
+from task_app.snapshots.envelope import Held
+from task_app.threads import Threads, in_thread
 
 # Siblings are started one after the other, so few worlds are wanted at once.
 WORLDS_HELD = 256

@@ -24,7 +24,7 @@ from bench import (
 from bench.kit import ROOT
 from bench.study_results import Study
 from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.job import load_job
+from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import open_run
 
 STUDIES = (study_credit, study_dialogue, study_mixture, study_reward_modes, study_statelm)

@@ -11,8 +11,8 @@ from bench.fault_installation import KINDS
 from bench.fault_judge import judge_run, judge_store
 from bench.fault_watch import Seen, drawn_faults
 from trainer_backend.rundir.layout import RunDirectory, open_run
-from trainer_backend.rundir.ledger import FILE
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.rundir.spool import LEDGER_FILE
 from trainer_backend.store import jobs
 from trainer_backend.store.database import open_store
 from trainer_backend.store.sync import sync_run
@@ -57,8 +57,8 @@ def test_a_run_that_nothing_was_done_to_is_the_one_that_was_planned(trained):
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (lambda run: without_last_line(run.path / FILE), "one line of the ledger an iteration"),
-        (lambda run: with_last_line_twice(run.path / FILE), "no rollout twice in the ledger"),
+        (lambda run: without_last_line(run.path / LEDGER_FILE), "one line of the ledger an iteration"),
+        (lambda run: with_last_line_twice(run.path / LEDGER_FILE), "no rollout twice in the ledger"),
         (lambda run: with_last_line_twice(run.path / "metrics.jsonl"), "both evaluations"),
         (without_a_rollout, "iteration_1: planned"),
         (in_another_world, "evaluation_0: seed of the world"),
@@ -82,7 +82,7 @@ def test_the_store_is_held_against_the_run_directory(trained, tmp_path: Path):
     judge_store(run, store, job.id, seen)
     assert seen.wrong == []
     without_a_rollout(run)
-    without_last_line(run.path / FILE)
+    without_last_line(run.path / LEDGER_FILE)
     judge_store(run, store, job.id, seen)
     store.close()
     assert seen.wrong == ["the store's rollouts", "the store's ledger"]

@@ -8,10 +8,9 @@ from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import small_run
 from tests.trainer_backend.report.test_report import grey_frames
-from trainer_backend.recredit.write import agreement_page
-from trainer_backend.report.compare import write_comparison
-from trainer_backend.report.comparison import read_sides
-from trainer_backend.report.write import write_report
+from trainer_backend.credit.recredit import agreement_page
+from trainer_backend.pages.compare import read_sides, write_comparison
+from trainer_backend.pages.report import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")

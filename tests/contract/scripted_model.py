@@ -12,14 +12,14 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.services.task_apps import task_apps
+from trainer_backend.job.schema import JobConfig
 
 END = "<|end|>"
 # What the model writes, from the text of its prompt alone.

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.core.critic import ByToken
-from trainer_backend.recredit.command import recredit_run
+from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts, read_values
 
 CREDIT = ("reward", "return_to_go", "advantage", "value", "token_advantages", "token_values")

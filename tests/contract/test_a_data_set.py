@@ -12,19 +12,18 @@ from shared_schemas.rollouts import InteractionSpec
 from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import JobError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.evaluation.result import as_json
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.report.stored_episodes import last_minus_first
-from trainer_backend.report.story import read_story
-from trainer_backend.report.write import write_report
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.pages.report import last_minus_first, write_report
+from trainer_backend.pages.story import read_story
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
-from trainer_backend.services.task_apps import task_apps
 from trainer_backend.terminal.evaluation_tables import tables
 
 CONFIGS = Path(__file__).parents[2] / "configs"

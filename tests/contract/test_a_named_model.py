@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import rows_of, tiny_job, train_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.rundir.rollout_files import read_rollouts
 

@@ -6,9 +6,9 @@ from shared_schemas.rewards import StepRewardsMode
 from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.core.rewards import RewardConfig, reward_vector
+from trainer_backend.credit.inspect import episode_view, find_rollout
 from trainer_backend.errors import JobError
-from trainer_backend.job import parse_job
-from trainer_backend.recredit.episode import episode_view, find_rollout
+from trainer_backend.job.load import parse_job
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 
 FILE = '''

@@ -18,14 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import rows_of, tiny_job, train_job
-from trainer_backend.credit import CreditAssignment
-from trainer_backend.job import dump_job
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.job.load import dump_job
+from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
-from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.rundir.run_log import read_log
-from trainer_backend.rundir.state import watch
-from trainer_backend.running.stopping import STOPPING
+from trainer_backend.rundir.spool import read_ledger
+from trainer_backend.rundir.state import read_log, watch
 
 
 def test_the_job_runs_to_its_end_and_changes_the_model(trained):
@@ -207,8 +206,8 @@ def test_a_killed_trainer_takes_its_task_app_with_it(tmp_path: Path):
 BUSY_WITH_A_TASK_APP = """
 import asyncio, sys, threading
 from pathlib import Path
-from trainer_backend.services.embedded import EmbeddedTaskApp
-from trainer_backend.running.stopping import stop_on_signals
+from trainer_backend.collect.task_apps import EmbeddedTaskApp
+from trainer_backend.run.stopping import stop_on_signals
 
 async def main():
     with stop_on_signals(lambda line: print(line, flush=True)):

@@ -9,12 +9,12 @@ from pydantic import SecretStr
 
 from tests.conftest import rows_of, tiny_job, train_job
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import JobError
-from trainer_backend.recredit.command import recredit_run
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.services.task_apps import task_apps
 
 GAMMA = 0.9
 

@@ -17,11 +17,11 @@ from shared_schemas.trajectory import StopReason
 from tests.contract.scripted_model import ScriptedEngine, played
 from trainer_backend.core.aggregation import episode_equal
 from trainer_backend.core.segments import Segment, segments_of
-from trainer_backend.credit import CreditAssignment
+from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.job import parse_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.load import parse_job
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 

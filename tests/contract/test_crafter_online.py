@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.conftest import rows_of, train_job
-from trainer_backend.job import load_new_job
+from trainer_backend.job.load import load_new_job
 from trainer_backend.models.folder import load_model_folder
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from shared_schemas.trajectory import Trajectory
 from tests.conftest import rows_of, tiny_job
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.core.rewards import RewardConfig, reward_vector
-from trainer_backend.running.start import echo_of_switches
-from trainer_backend.services.task_apps import task_apps
+from trainer_backend.start import echo_of_switches
 
 OFF = StepRewards()
 DISABLED_STEPWISE = StepRewards(enabled=False, mode="decision_stepwise")

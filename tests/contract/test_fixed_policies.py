@@ -16,22 +16,22 @@ from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import segments_of
-from trainer_backend.credit import CreditAssignment
+from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.evaluation.play import Checkpoint, evaluate
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import build_preset, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.run.fixed_policies import FixedPolicies, fixed_inferences
+from trainer_backend.run.policy_server import serving
+from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.services.fixed_folders import checked_folders
-from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences
-from trainer_backend.services.policy_server import serving
-from trainer_backend.services.task_apps import task_apps
 
 KEY = "sk-very-secret-0123456789abcdef"
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.conftest import tiny_job
-from trainer_backend.job import dump_job
+from trainer_backend.job.load import dump_job
 from trainer_backend.terminal.jobs_client import JobsClient
 
 ROOT = Path(__file__).parents[2]

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.trainer_backend.rundir.disk import make_read_only, mounted
 from trainer_backend.errors import RunDirectoryError, RunNotWritten, TaskAppError
-from trainer_backend.job import dump_job
+from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.rundir.ledger import FILE as LEDGER
-from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.lock import locked
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.rundir.state import FILE as STATE
+from trainer_backend.rundir.spool import LEDGER_FILE as LEDGER
+from trainer_backend.rundir.spool import read_ledger
+from trainer_backend.rundir.state import STATE_FILE as STATE
 from trainer_backend.rundir.state import read_state, watch
-from trainer_backend.running.start import run_job
+from trainer_backend.start import run_job
 
 # Two of everything: threads of an update, its steps, siblings; and dropout, which draws.
 EXACT: dict[str, Any] = {

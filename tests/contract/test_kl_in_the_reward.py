@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import rows_of, tiny_job, train_job
-from trainer_backend.core.errors import RewardError
-from trainer_backend.recredit.command import recredit_run
-from trainer_backend.recredit.episode import episode_view, find_rollout
+from trainer_backend.credit.inspect import episode_view, find_rollout
+from trainer_backend.credit.recredit import recredit_run
+from trainer_backend.errors import RewardError
 
 COEF = 0.25
 KEYS = {

@@ -10,12 +10,12 @@ from pydantic import SecretStr
 
 from tests.conftest import tiny_job
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.trial import try_job
 from trainer_backend.errors import JobError
-from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.services.fixed_policies import fixed_inferences
-from trainer_backend.services.task_apps import task_apps
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.run.fixed_policies import fixed_inferences
 
 HERE = "http://127.0.0.1:9"
 SENT = "services.gateway_host and services.gateway_port, sent to rollout.policy_name"

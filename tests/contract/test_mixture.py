@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from tests.conftest import rows_of, tiny_job, train_job
 from tests.trainer_backend.report.test_report import charts, no_frames, told
 from trainer_backend.__main__ import app
+from trainer_backend.collect.metrics import evaluation_metrics
 from trainer_backend.core.policies import policy_of
-from trainer_backend.evaluation.metrics import evaluation_metrics
-from trainer_backend.job import dump_job, load_job
-from trainer_backend.models.frozen import fingerprint
-from trainer_backend.recredit.command import recredit_run
-from trainer_backend.report.write import write_report
+from trainer_backend.credit.recredit import recredit_run
+from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.models.folder import fingerprint
+from trainer_backend.pages.report import write_report
 from trainer_backend.rundir.layout import FIXED_RECORD, open_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import rows_of, tiny_job, train_job
-from trainer_backend.credit import CreditAssignment
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.credit.recredit import recredited, stored_iterations
 from trainer_backend.errors import JobError
-from trainer_backend.recredit.estimators import recredited, stored_iterations
 from trainer_backend.rundir.rollout_files import finished_rows
 
 

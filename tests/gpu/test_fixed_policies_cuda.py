@@ -8,9 +8,9 @@ import torch
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.models import build_preset, save_model_folder
-from trainer_backend.models.frozen import fingerprint
-from trainer_backend.services.fixed_policies import FixedPolicies
-from trainer_backend.services.policy_server import serving
+from trainer_backend.models.folder import fingerprint
+from trainer_backend.run.fixed_policies import FixedPolicies
+from trainer_backend.run.policy_server import serving
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

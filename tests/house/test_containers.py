@@ -14,8 +14,8 @@ from fastapi.testclient import TestClient
 from task_app.app import create_app
 from task_app.settings import settings_from_environ
 from tests.house.sources import PACKAGES
-from trainer_backend.api.settings import Flags, settings_from
-from trainer_backend.job import load_job
+from trainer_backend.job.load import load_job
+from trainer_backend.jobs.settings import Flags, settings_from
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()

@@ -9,10 +9,10 @@ import pytest
 
 from task_app.plugins import ENVIRONMENTS, POLICIES
 from tests.conftest import rows_of
-from trainer_backend.api.settings import Flags, settings_from
-from trainer_backend.job import dump_job, load_job
-from trainer_backend.jobfile.docs import configuration_markdown
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.docs import configuration_markdown
+from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.jobs.settings import Flags, settings_from
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -32,7 +32,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 def test_the_configuration_page_is_that_of_the_schema():
     assert text_of("docs/configuration.md") == configuration_markdown(), (
-        "run: .venv/bin/python -m trainer_backend.jobfile.docs > docs/configuration.md"
+        "run: .venv/bin/python -m trainer_backend.job.docs > docs/configuration.md"
     )
 
 

@@ -16,10 +16,12 @@ import pytest
 
 from tests.house.pages import Command, Reader, cut, filled
 from tests.trainer_backend.api.served import Served, checks, serving, settings_for
-from trainer_backend.api.app import create_app
-from trainer_backend.api.exposition import page as exposition
-from trainer_backend.api.known_names import OF_EVALUATIONS, OF_ITERATIONS
-from trainer_backend.api.server import open_service
+from trainer_backend.errors import ApiError
+from trainer_backend.jobs.app import create_app
+from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS
+from trainer_backend.jobs.exposition import page as exposition
+from trainer_backend.jobs.server import open_service
+from trainer_backend.store.database import StoreError
 
 PAGE = (Path(__file__).parents[2] / "docs/jobs.md").read_text(encoding="utf-8")
 KEY = "choose-one"
@@ -108,7 +110,6 @@ def test_every_known_name_is_in_the_table():
 
 
 def test_every_code_of_the_api_is_named():
-    root = Path(__file__).parents[2] / "trainer_backend"
-    files = (root / "api/errors.py", root / "store/errors.py")
-    codes = {code for file in files for code in re.findall(r'^    code = "(\w+)"', file.read_text(), re.M)}
+    bases = [ApiError, StoreError]
+    codes = {error.code for base in bases for error in (base, *base.__subclasses__())}
     assert {code for code in codes if f"`{code}`" not in PAGE} <= {"rollout_unknown", "store_invalid"}

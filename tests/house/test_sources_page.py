@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from task_app.app import create_app
 from task_app.settings import Settings
 from tests.house.sources import PACKAGES, ROOT
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.schema import JobConfig
 
 PAGE = (ROOT / "docs/sources.md").read_text(encoding="utf-8")
 ROWS = [

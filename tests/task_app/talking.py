@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from task_app.context_tools import CONTEXT_TOOLS, Applied, apply
-from task_app.history import History
+from task_app.episode.context_tools import CONTEXT_TOOLS, Applied, apply
+from task_app.episode.history import History
 from task_app.protocols import ToolRequest
 
 OPENING = (

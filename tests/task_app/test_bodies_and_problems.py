@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import RolloutAck, RolloutBatch
 from task_app.dialects.one_call.request import LegacyRollout
-from task_app.routes.branch import Branch
 from task_app.routes.interaction import InteractionRespond
+from task_app.routes.snapshots import Branch
 from task_app.routes.steps import EnvStepMany
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 

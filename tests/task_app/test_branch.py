@@ -2,8 +2,8 @@
 
 from task_app.errors import JournalFailed
 from task_app.plugins import default_plug_boards
-from task_app.registry import Sessions
-from task_app.sessions import PolicySession
+from task_app.sessions.registry import Sessions
+from task_app.sessions.sessions import PolicySession
 from tests.task_app.counting import running_app
 from tests.task_app.fake_inference import calling, fake_inference
 from tests.task_app.playing import ON, TO_THE_TREE, decision, new_env, new_policy, post, refused, step

@@ -12,11 +12,10 @@ from structlog.testing import capture_logs
 
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import Trajectory, prompts
-from task_app.episode import RLRolloutWorker
+from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded
-from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
-from task_app.plugins import default_plug_boards
+from task_app.plugins import InteractionEntry, default_plug_boards
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, running_app
 from tests.task_app.fake_inference import completion, fake_inference, status
 from tests.task_app.rollout_client import accept, all_of

@@ -7,11 +7,11 @@ import pytest
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
-from task_app.actions import Choice, read_action
-from task_app.context_tools import Budget
-from task_app.conversation import Conversation
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
-from task_app.episode import RLRolloutWorker
+from task_app.episode.actions import Choice, read_action
+from task_app.episode.context_tools import Budget
+from task_app.episode.conversation import Conversation
+from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import CriticalError
 from task_app.interactions.gsm8k import RIGHT
 from task_app.interactions.replies import InteractionReply

@@ -3,7 +3,7 @@
 import pytest
 
 from shared_schemas.rewards import StepRewards
-from task_app.decisions import achievements_added, achievements_status, step_metadata
+from task_app.episode.decisions import achievements_added, achievements_status, step_metadata
 
 ON = StepRewards(enabled=True, mode="decision_stepwise")
 

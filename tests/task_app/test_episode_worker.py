@@ -9,9 +9,9 @@ from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason, Trajectory, prompts
-from task_app.conversation import Conversation
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
-from task_app.episode import RLRolloutWorker
+from task_app.episode.conversation import Conversation
+from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, CriticalError, DeadlineExceeded, PolicyUnavailable
 from tests.task_app.counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
 

@@ -9,7 +9,7 @@ from shared_schemas.json_text import encodable_json
 from shared_schemas.rollouts import Rollout
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import Trajectory
-from task_app.episode import RLRolloutWorker
+from task_app.episode.worker import RLRolloutWorker
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, rollout, running_app
 from tests.task_app.fake_inference import fake_inference, raw

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shared_schemas.messages import Message
-from task_app.history import History
+from task_app.episode.history import History
 from tests.task_app.talking import OPENING, asked, assistant, contents, edit, opened, read
 
 

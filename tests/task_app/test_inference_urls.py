@@ -3,7 +3,7 @@
 import pytest
 
 from task_app.errors import HostNotAllowed, InvalidRequest
-from task_app.policies.endpoint import chat_completions_url
+from task_app.policies.openai_config import chat_completions_url
 
 HERE = ("127.0.0.1", "localhost", "::1")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from task_app.dialects.one_call.calls import legacy_calls
+from task_app.dialects.one_call.request import legacy_calls
 from task_app.environments.crafter.engine import ACTIONS
 from task_app.environments.crafter.prompt import tool_spec
 from task_app.plugins import default_plug_boards

@@ -13,8 +13,8 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import Sampling
-from task_app.actions import NO_TOOL_CALL
-from task_app.episode import RLRolloutWorker
+from task_app.episode.actions import NO_TOOL_CALL
+from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.openai import OpenAIAgentPolicy, decision_seed
 from task_app.policies.openai_config import OpenAIConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from task_app.actions import NO_TOOL_CALL, json_object, read_action, requests_from_wire
+from task_app.episode.actions import NO_TOOL_CALL, json_object, read_action, requests_from_wire
 
 
 def call(arguments: str, name: str = "add") -> dict[str, str]:

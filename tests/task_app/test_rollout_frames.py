@@ -8,8 +8,7 @@ from PIL import Image, ImageSequence
 
 from service_kit.errors import RequestDeadline
 from task_app.environments.crafter.environment import CrafterEnvironment
-from task_app.observing.pictures import animated_gif
-from task_app.observing.replaying import Replay
+from task_app.observing.replaying import Replay, animated_gif
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
 from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards

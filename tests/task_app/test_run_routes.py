@@ -2,7 +2,7 @@
 
 import asyncio
 
-from task_app.runs import Runs
+from task_app.rollouts.runs import Runs
 from tests.task_app.counting import rollout, running_app
 from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
 

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from task_app.app import OPEN_PATHS, create_app
-from task_app.interactions.entry import InteractionEntry
+from task_app.plugins import InteractionEntry
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, rollout
 from tests.task_app.interactions.users import Noted

@@ -3,8 +3,7 @@
 import pytest
 
 from task_app.errors import CapacityReached, UnknownId
-from task_app.guards.locks import SessionLock
-from task_app.registry import Sessions
+from task_app.sessions.registry import SessionLock, Sessions
 
 
 class Clock:

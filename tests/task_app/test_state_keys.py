@@ -10,11 +10,8 @@ from shared_schemas.messages import FunctionCall, Message, ToolCall
 from shared_schemas.state_keys import OF_ENVIRONMENT, state_keys_of
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
-from task_app.errors import UnknownName
-from task_app.plugins import ENVIRONMENTS
-from task_app.prompts import Prompt
-from task_app.protocols import Observation, ToolRequest
-from task_app.state_keys import (
+from task_app.episode.prompts import Prompt
+from task_app.episode.state_keys import (
     PROMPT_KEYS,
     STATE_KEYS,
     EpisodeStateKeys,
@@ -22,6 +19,9 @@ from task_app.state_keys import (
     chosen_keys,
     keys_by_name,
 )
+from task_app.errors import UnknownName
+from task_app.plugins import ENVIRONMENTS
+from task_app.protocols import Observation, ToolRequest
 
 
 def seen(text="tree", **data):

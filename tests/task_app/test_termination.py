@@ -6,7 +6,7 @@ import pytest
 
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StopReason
-from task_app.termination import EpisodeFacts, ends_by_a_limit, stop_reason
+from task_app.episode.termination import EpisodeFacts, ends_by_a_limit, stop_reason
 
 LIMITS = RolloutLimits(max_decisions=3, max_invalid_decisions=2, timeout_s=10.0)
 

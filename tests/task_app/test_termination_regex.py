@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from shared_schemas.patterns import MAX_UNFOLDED, SEARCHED_BYTES, LinearPattern
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StopReason
-from task_app.episode import RLRolloutWorker
-from task_app.termination import termination_signal
+from task_app.episode.termination import termination_signal
+from task_app.episode.worker import RLRolloutWorker
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, rollout
 from tests.task_app.fake_inference import calling, completion, fake_inference
 from tests.task_app.rollout_client import accept, all_of

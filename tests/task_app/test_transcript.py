@@ -1,10 +1,9 @@
 from datetime import UTC, datetime
 
 from shared_schemas.trajectory import StopReason, transcript
-from task_app.dialects.one_call.reply import Episode, Names, Wanted, reply
-from task_app.dialects.one_call.stepwise import Stepwise
+from task_app.dialects.one_call.reply import Episode, Names, Stepwise, Wanted, reply
 from task_app.protocols import Observation
-from task_app.switches import agreed_step_rewards
+from task_app.sessions.switches import agreed_step_rewards
 from tests.trainer_backend.dialogues import AGAIN, TASK, dialogue, reader
 
 SAID = [("user", TASK.content), ("assistant", "answer 1"), ("user", AGAIN.content), ("assistant", "answer 2")]

@@ -10,13 +10,12 @@ import pytest
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from tests.trainer_backend.report.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import finished, run_of
-from trainer_backend.collect.collector import Collection
-from trainer_backend.core.errors import RewardError
+from trainer_backend.collect.work import Collection
 from trainer_backend.core.kl_reward import ScoredTokens
-from trainer_backend.credit import CreditAssignment, Measured
-from trainer_backend.errors import TaskAppError
+from trainer_backend.credit.credit import CreditAssignment, Measured
+from trainer_backend.credit.recredit import recredited, stored_iterations, stored_measured
+from trainer_backend.errors import RewardError, TaskAppError
 from trainer_backend.protocols import Progress
-from trainer_backend.recredit.estimators import recredited, stored_iterations, stored_measured
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.train import Run, train
 

@@ -16,7 +16,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import small_run
 from trainer_backend.__main__ import app, main
 from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
-from trainer_backend.job import dump_job
+from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import create_run, open_run
 
 GOOD = '[model]\npreset = "tiny-0.3m"\n'

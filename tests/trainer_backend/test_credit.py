@@ -7,10 +7,9 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs, Sampling, StopReason, UserReward
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue
-from trainer_backend.core.errors import AdvantageError
-from trainer_backend.credit import CreditAssignment, Measured
-from trainer_backend.errors import JobError
-from trainer_backend.job import parse_job
+from trainer_backend.credit.credit import CreditAssignment, Measured
+from trainer_backend.errors import AdvantageError, JobError
+from trainer_backend.job.load import parse_job
 from trainer_backend.plugins import ESTIMATORS
 
 TURN_SCORES = {"training__step_rewards_enabled": True, "training__step_rewards_mode": "env_sparse"}

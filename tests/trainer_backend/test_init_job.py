@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.errors import JobError
-from trainer_backend.init_job.choices import COMMON, Choices
-from trainer_backend.init_job.text import job_text, toml_value
-from trainer_backend.init_job.write import write_job
-from trainer_backend.job import load_job, parse_job
-from trainer_backend.jobfile.docs import table_model
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.docs import table_model
+from trainer_backend.job.load import load_job, parse_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.terminal.templates import COMMON, Choices, job_text, toml_value, write_job
 
 CHOICES = [Choices(), Choices(preset="tiny-0.8m", env="maze"), Choices(model="Qwen/Qwen3-0.6B")]
 

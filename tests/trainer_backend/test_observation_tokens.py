@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
+from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.critic import targets_of, values_of_episode
 from trainer_backend.core.losses import LossConfig, at_level_of, log_ratio, unit_means
 from trainer_backend.core.segments import segments_of
-from trainer_backend.core.units import units_of
 from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
 
 CONFIG = AdvantageConfig(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)

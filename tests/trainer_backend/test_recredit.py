@@ -7,12 +7,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trainer_backend.__main__ import app
-from trainer_backend.credit import CreditAssignment
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.credit.inspect import episode_view, find_rollout
+from trainer_backend.credit.recredit import recredit_run, recredited, stored_iterations
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.plugins import ESTIMATORS
-from trainer_backend.recredit.command import recredit_run
-from trainer_backend.recredit.episode import episode_view, find_rollout
-from trainer_backend.recredit.estimators import recredited, stored_iterations
 from trainer_backend.rundir.rollout_files import finished_rows
 
 

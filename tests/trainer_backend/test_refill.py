@@ -11,11 +11,11 @@ from shared_schemas.rollouts import RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.report.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, gone, run_of
-from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.work import Collection
 from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import TaskAppError
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 from trainer_backend.train import Run, train

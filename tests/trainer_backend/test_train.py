@@ -14,16 +14,15 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.report.hand_made import COW, TABLE, WOOD, rollout
-from trainer_backend.collect.collection import Keep
-from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
 from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.run.iteration_metrics import inference_metrics
 from trainer_backend.rundir.checkpoint_paths import BestMark, best_checkpoint, best_mark
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.running.gathered import inference_metrics
+from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.train import Run, train, work_left
 
 # None: the rollouts never end.

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic import SecretStr
 
-from trainer_backend.collect.addresses import DNS, Address, Resolve, addresses_of, looked_up
-from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.errors import TaskAppError
+from trainer_backend.job.addresses import DNS, Address, Resolve, addresses_of, looked_up
 
 log = structlog.get_logger("trainer")
 

@@ -12,15 +12,18 @@ from aiohttp.payload import BytesIOPayload
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
 
 from shared_schemas.base import OpenBody
-from shared_schemas.rollouts import (
-    RolloutAck,
-    RolloutAcked,
-    RolloutPage,
-    RolloutRequest,
-    RolloutsAccepted,
+from shared_schemas.rollouts import RolloutAck, RolloutAcked, RolloutPage, RolloutRequest, RolloutsAccepted
+from trainer_backend.collect.wire import (
+    DEFAULT_BODY_BYTES,
+    TaskAppLost,
+    first_finding,
+    is_final,
+    json_in,
+    refusal,
+    refuse_too_large,
+    slices,
+    told_by,
 )
-from trainer_backend.collect.answers import TaskAppLost, first_finding, is_final, json_in, refusal, told_by
-from trainer_backend.collect.slices import DEFAULT_BODY_BYTES, refuse_too_large, slices
 from trainer_backend.errors import TaskAppError
 
 # Few: a rollout can be had from another task app, and a lost one is looked for again.

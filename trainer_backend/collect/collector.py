@@ -10,11 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.apps import App, TaskApps
-from trainer_backend.collect.collection import Collection, Keep, Progress, Tally, joined
 from trainer_backend.collect.lane import Lane, first_of, tolerantly
-from trainer_backend.collect.work import Desk, Work
+from trainer_backend.collect.wire import TaskAppLost
+from trainer_backend.collect.work import Collection, Desk, Keep, Progress, Tally, Work, joined
 from trainer_backend.errors import TaskAppError
 
 __all__ = ["Collection", "Collector", "Progress", "joined"]

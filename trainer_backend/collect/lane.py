@@ -5,8 +5,8 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import NoReturn
 
 from shared_schemas.rollouts import RolloutPage
-from trainer_backend.collect.answers import CursorExpired, TaskAppLost
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.wire import CursorExpired, TaskAppLost
 from trainer_backend.collect.work import Desk, Work
 from trainer_backend.errors import TaskAppError
 

@@ -8,17 +8,25 @@ from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Rollout, RolloutLimits, RolloutRequest, Start
-from trainer_backend.collect.samplers import Inference, model_config, samplers, schedule_of
-from trainer_backend.collect.sources import Origin, Source, group_name, source_of
+from trainer_backend.collect.sources import (
+    Inference,
+    Origin,
+    Source,
+    group_name,
+    model_config,
+    samplers,
+    schedule_of,
+    source_of,
+)
+from trainer_backend.core.advantages.branch import branch_turns, invalid_before, seconds_before
 from trainer_backend.core.allocation import DrawnSchedule
-from trainer_backend.core.branching import branch_turns, invalid_before, seconds_before
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.dataset import DataSet
-from trainer_backend.jobfile.rollout_table import RolloutTable
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.training_table import AlgorithmTable
+from trainer_backend.job.rollout_table import RolloutTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 
 __all__ = ["Inference", "Planner", "retried", "stored_state_keys"]

@@ -13,18 +13,17 @@ from typing import Any, Literal
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
-from trainer_backend.collect.answers import Refused, TaskAppLost
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Created, TaskAppClient
 from trainer_backend.collect.plan import Planner, stored_state_keys
 from trainer_backend.collect.sources import interaction_names, row_of
+from trainer_backend.collect.wire import Refused, TaskAppLost
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError
-from trainer_backend.jobfile.mixture_table import RolloutOnlyTable
-from trainer_backend.jobfile.multi_turn_table import MultiTurnTable
-from trainer_backend.jobfile.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB, RolloutTable
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.training_table import AlgorithmTable
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB, MultiTurnTable, RolloutTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 
 _HOST_NOT_ALLOWED = "inference_host_not_allowed"

@@ -5,12 +5,13 @@ order, the packing or the number of devices.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer_backend.core.errors import BatchError
+from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.errors import BatchError
 
 Aggregation = Callable[[Sequence[Segment]], list[list[float]]]
 
@@ -115,3 +116,31 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], object]
     _refuse_none(segments)
     tokens = Counter(name for row in units for name in row)
     return [[1.0 / (len(tokens) * tokens[name]) for name in row] for row in units]
+
+
+# Whose ratio, or behaviour weight, a token has: its own, its decision's or its episode's (DESIGN.md 4.8).
+
+_OF: dict[RatioLevel, Callable[[Segment, int], Hashable]] = {
+    "token": lambda segment, position: (id(segment), position),
+    "decision": lambda segment, position: (segment.rollout_id, segment.decision[position]),
+    "episode": lambda segment, position: segment.rollout_id,
+}
+
+
+def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[list[int]]:
+    """For each segment, [N] the number of each sampled token's unit, from 0 in order of appearance.
+
+    A decision lies in one segment; an episode may lie in several, all of one level.
+
+    Args:
+        segments: all of what units may lie in.
+        levels: that of each segment.
+    """
+    numbers: dict[Hashable, int] = {}
+    return [
+        [
+            numbers.setdefault(_OF[level](segment, position), len(numbers))
+            for position in segment.sampled_positions
+        ]
+        for segment, level in zip(segments, levels, strict=True)
+    ]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
-from trainer_backend.core.errors import BatchError, place
 from trainer_backend.core.packing import pack
 from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
+from trainer_backend.errors import BatchError, place
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from trainer_backend.core.errors import AdvantageError, BatchError, place
 from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.errors import AdvantageError, BatchError, place
 
 # What an estimator reads a critic's values of.
 ValueLevel = Literal["decision", "token"]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.core.errors import RewardError, place
 from trainer_backend.core.rewards import RewardConfig
+from trainer_backend.errors import RewardError, place
 
 # Sums of a few hundred floats of reward.
 _ROUNDING = 1e-9

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer_backend.core.errors import RewardError, place
 from trainer_backend.core.losses import LOG_RATIO_LIMIT
 from trainer_backend.core.segments import Segment
+from trainer_backend.errors import RewardError, place
 
 KlKind = Literal["k1", "k2", "k3"]
 

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from trainer_backend.core.errors import BatchError
+from trainer_backend.errors import BatchError
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:

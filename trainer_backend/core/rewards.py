@@ -7,7 +7,7 @@ from typing import Literal
 
 from shared_schemas.rewards import DecisionRewards, EventRewardsKind, StepRewardsMode
 from shared_schemas.trajectory import StepData
-from trainer_backend.core.errors import RewardError, place
+from trainer_backend.errors import RewardError, place
 
 Horizon = Literal["realised", "max_decisions"]
 
@@ -189,3 +189,36 @@ def _event_reward(record: DecisionRewards, config: RewardConfig, *, decisions_le
     if record.unique_delta == 0:
         return float(delta)
     return delta + config.indicator_lambda + config.beta * decisions_left
+
+
+# Returns of an episode from its rewards.
+
+
+def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
+    """Return-to-go G_t of every decision of one episode.
+
+        G_t = r_t + gamma * G_{t+1},   with G_T = 0
+
+    r_t is the reward earned *by* decision t (t = 0 .. T-1), so G_0 is the
+    discounted return of the whole episode. An empty episode has no returns.
+
+    Args:
+        rewards_T: [T] reward of each decision, in reward units.
+        gamma: discount per *decision* (not per token, not per env step), in [0, 1].
+
+    Returns:
+        [T] returns, same units as the rewards.
+
+    Raises:
+        ValueError: gamma is outside [0, 1].
+
+    Source: Sutton & Barto, Reinforcement Learning, 2nd ed., eq. 3.9 (their R_{t+1} is our r_t).
+    """
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+    returns_T = [0.0] * len(rewards_T)
+    return_to_go = 0.0
+    for t in reversed(range(len(rewards_T))):
+        return_to_go = rewards_T[t] + gamma * return_to_go
+        returns_T[t] = return_to_go
+    return returns_T

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from shared_schemas.trajectory import PolicyLogprobs, StepData, exact_tokens
-from trainer_backend.core.errors import SegmentError, place
+from trainer_backend.errors import SegmentError, place
 
 CONTEXT = -1
 

@@ -13,8 +13,8 @@ from trainer_backend.data.layout import files_of
 from trainer_backend.data.records import read_records
 from trainer_backend.data.rows import Parsed, Row, parse_row
 from trainer_backend.errors import DataError, JobError
-from trainer_backend.jobfile.data_table import DataTable
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.rollout_table import DataTable
+from trainer_backend.job.schema import JobConfig
 
 _SHARES = 2**31 - 1
 

@@ -14,19 +14,19 @@ from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.endpoints import endpoint, sends_key_in_the_open, warmup_key
+from trainer_backend.collect.metrics import refuse_empty
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.errors import JobError
-from trainer_backend.evaluation.metrics import refuse_empty
 from trainer_backend.evaluation.result import Evaluated, evaluated
-from trainer_backend.job import LoadedJob, load_job
-from trainer_backend.jobfile.rollout_table import WarmupTable
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.urls import shown
+from trainer_backend.job.addresses import shown
+from trainer_backend.job.load import LoadedJob, load_job
+from trainer_backend.job.rollout_table import WarmupTable
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.services.endpoints import endpoint, sends_key_in_the_open, warmup_key
-from trainer_backend.services.task_apps import task_apps
 
 Tell = Callable[[int, int], None]
 # A tool call is about this long in the tokens of a model that was not trained for this job's tokenizer.
@@ -187,7 +187,7 @@ async def _checkpoint(
     job: JobConfig, player: Checkpoint, collector: Collector, tell: Tell | None, data: DataSet | None
 ) -> Collection:
     # torch is imported here alone: other policies are evaluated without it.
-    from trainer_backend.services.policy_server import FolderPolicy
+    from trainer_backend.run.policy_server import FolderPolicy
 
     policy = await asyncio.to_thread(FolderPolicy, job, player.folder)
     with policy.serving() as inference:

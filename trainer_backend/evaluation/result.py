@@ -8,11 +8,11 @@ from typing import Any
 
 from shared_schemas.rewards import DecisionRewards
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.metrics import finished_trajectories
 from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.work import Collection
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
-from trainer_backend.core.proportions import wilson_interval
-from trainer_backend.core.scores import crafter_score_interval
+from trainer_backend.core.intervals import crafter_score_interval, wilson_interval
 from trainer_backend.core.statistics import (
     Interval,
     ach_by_turn,
@@ -26,7 +26,6 @@ from trainer_backend.core.statistics import (
     unique_by_turn,
 )
 from trainer_backend.evaluation.beside_published import ENVIRONMENT, Group, beside_published
-from trainer_backend.evaluation.metrics import finished_trajectories
 
 _MOST_SPANS = 12
 

@@ -14,7 +14,7 @@ from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
 from trainer_backend.inference.protocol import Sampled
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.sampler import likeliest, sample, uniforms
-from trainer_backend.models.attention_kinds import refuse_unsupported_attention
+from trainer_backend.models.layout import refuse_unsupported_attention
 from trainer_backend.models.precision import tokens_for
 
 

@@ -10,12 +10,7 @@ from shared_schemas.messages import ROLES
 from shared_schemas.trajectory import MOST_TOKENS
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.reply import TOOL_CALL_ERROR
-from trainer_backend.inference.request_body import (
-    NEUTRAL,
-    SamplingRequest,
-    null_is,
-    read_request,
-)
+from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, null_is, read_request
 
 MOST_CHOICES = 64
 

@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trainer_backend.inference.answers import Answer, JsonObject, View, said, text_with
-from trainer_backend.inference.drift import TAIL, Drift, drift_of
-from trainer_backend.inference.figures import EDITED, FRESH, OTHER_MODEL, REASONING, TEMPLATE, TOOLS, UNKNOWN
+from trainer_backend.inference.drift import (
+    EDITED,
+    FRESH,
+    OTHER_MODEL,
+    REASONING,
+    TAIL,
+    TEMPLATE,
+    TOOLS,
+    UNKNOWN,
+    Drift,
+    drift_of,
+)
 from trainer_backend.inference.rendering import ChatRenderer
 
 THOUGHT_ENDS = "</think>"

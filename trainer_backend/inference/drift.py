@@ -1,7 +1,7 @@
 """Would writing or tokenising the last answer again have given other tokens than were sampled? Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, JsonObject
@@ -51,3 +51,63 @@ def _written_otherwise(answer: Answer, messages: Sequence[JsonObject], renderer:
         return not written.startswith(renderer.asked + answer.raw_text + answer.stop_text)
     except BadChatRequest:
         return None
+
+
+# What a gateway counts of the conversations with one policy, and so with one chat template.
+#
+# `edited`: a message before the last answer, or the answer itself, is another one, or gone. `fresh`: the
+# prompt
+# is too short to hold the last answer: a prompt of its own for each decision, or a request that was sent
+# again.
+# `tools`: other tools are offered. `reasoning`: nothing was edited, and the template drops the reasoning of
+# an
+# earlier answer. `template`: nothing was edited, and the template does not go on from what was sampled for
+# another reason. `other_model`: the last answer came from another policy. `unknown`: the messages hold an
+# answer, and nothing is known of the rollout: it was forgotten, or is played on from elsewhere.
+
+EDITED, FRESH, TOOLS, REASONING, TEMPLATE = "edited", "fresh", "tools", "reasoning", "template"
+OTHER_MODEL, UNKNOWN = "other_model", "unknown"
+CAUSES = (EDITED, FRESH, OTHER_MODEL, REASONING, TEMPLATE, TOOLS, UNKNOWN)
+
+
+@dataclass(slots=True)
+class ConversationFigures:
+    """Counts since the start, written by the gateway's thread alone.
+
+    Attributes:
+        prefix_extended: prompts that go on from all ids of the rollout's last prompt and response.
+        prefix_broken: those that do not, by cause.
+        drift_checked: answers that were sent back unedited, each looked at once.
+        drift_tokens: of those: tokenising their text again gives other ids.
+        drift_text: of those: the template writes the parsed message otherwise than it was sampled.
+        drift_text_untold: of those: the template cannot write them by themselves.
+    """
+
+    prefix_extended: int = 0
+    prefix_broken: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    drift_checked: int = 0
+    drift_tokens: int = 0
+    drift_text: int = 0
+    drift_text_untold: int = 0
+
+    def add(self, *, extends: bool, broken: str | None, drift: Drift | None) -> None:
+        """Count a prompt that was answered."""
+        self.prefix_extended += extends
+        if broken is not None:
+            self.prefix_broken[broken] += 1
+        if drift is not None:
+            self.drift_checked += 1
+            self.drift_tokens += drift.tokens
+            self.drift_text += drift.text is True
+            self.drift_text_untold += drift.text is None
+
+    def totals(self) -> dict[str, int]:
+        """All of it, flat; every cause is there."""
+        return {
+            "prefix_extended": self.prefix_extended,
+            **{f"prefix_broken/{cause}": count for cause, count in self.prefix_broken.items()},
+            "drift_checked": self.drift_checked,
+            "drift_tokens": self.drift_tokens,
+            "drift_text": self.drift_text,
+            "drift_text_untold": self.drift_text_untold,
+        }

@@ -25,12 +25,7 @@ from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from shared_schemas.chat import ROLLOUT_HEADER
-from trainer_backend.errors import (
-    BadChatRequest,
-    ContextLengthExceeded,
-    EngineStopped,
-    InferenceUnauthorized,
-)
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, InferenceUnauthorized
 from trainer_backend.inference.asgi import (
     EventStream,
     boundary,

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from trainer_backend.inference.cache import RowCopy, SlotCache
-from trainer_backend.inference.memory import is_out_of_memory
+from trainer_backend.models.folder import is_out_of_memory
 
 BLOCK = 32
 # Below it nothing is looked for or kept: prompts of two kinds need two forward calls, and the second costs a

@@ -9,7 +9,7 @@ from typing import Any
 from trainer_backend.inference.protocol import Generation, Sampled
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stopping_text import BROKEN
-from trainer_backend.inference.tool_formats.reading import ParsedReply
+from trainer_backend.tool_formats.reading import ParsedReply
 
 # Of a message of ours: why a call in its text could not be read.
 TOOL_CALL_ERROR = "tool_call_error"

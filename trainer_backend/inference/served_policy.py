@@ -6,10 +6,10 @@ from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import UnknownModel
-from trainer_backend.inference.figures import ConversationFigures
+from trainer_backend.inference.chat_check import tool_format_in_use
+from trainer_backend.inference.drift import ConversationFigures
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_parsing import tool_format_in_use
 
 
 class ServedPolicy:

@@ -12,9 +12,9 @@ import torch
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError
 from trainer_backend.inference.batch import RunningBatch, first_of_siblings
 from trainer_backend.inference.inbox import Inbox
-from trainer_backend.inference.memory import is_out_of_memory, out_of_memory
 from trainer_backend.inference.protocol import Generation, Sampled
 from trainer_backend.inference.request import Outcome, Request, deliver
+from trainer_backend.models.folder import is_out_of_memory, out_of_memory
 
 log = structlog.get_logger(__name__)
 

@@ -18,9 +18,14 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from trainer_backend.core.collate import Packed, block_mask
-from trainer_backend.core.one_row import SegmentBounds, one_row
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.learner.by_length import attend_by_length, causal_attention, groups_of
+from trainer_backend.learner.by_length import (
+    SegmentBounds,
+    attend_by_length,
+    causal_attention,
+    groups_of,
+    one_row,
+)
 from trainer_backend.learner.device import Placement
 
 # How transformers knows our attention function.

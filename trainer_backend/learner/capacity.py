@@ -14,9 +14,9 @@ from trainer_backend.core.logprobs import chunk_within
 from trainer_backend.core.memory import MemoryNeeds, MemoryUse, ModelShape, memory_needs
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
-from trainer_backend.jobfile.model_table import ModelTable
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.training_table import LoraTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import ModelTable
+from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable

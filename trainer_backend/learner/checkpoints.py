@@ -29,7 +29,7 @@ from trainer_backend.models import save_model_folder
 from trainer_backend.protocols import Progress
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digests_of
-from trainer_backend.rundir.whole_files import flush
+from trainer_backend.rundir.files import flush
 
 
 def save_checkpoint(

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from shared_schemas.rollouts import Rollout
-from trainer_backend.credit import CreditAssignment
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.credit.credit import CreditAssignment
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
-from trainer_backend.learner.steps import Scored
+from trainer_backend.learner.stepping import Scored
 from trainer_backend.learner.update import PolicyUpdate
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.rollout_files import Credit

@@ -17,23 +17,21 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint
-from trainer_backend.learner.copies import copy_to_serve, held_copy, hold_in
 from trainer_backend.learner.device import Placement, place
-from trainer_backend.learner.loading import load_checkpoint, load_named
+from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in, load_checkpoint, load_named
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.learner.texts import prompt_texts, tool_words
 from trainer_backend.learner.update import Known, PolicyUpdate, Reference
 from trainer_backend.learner.value_head import ValueHead
-from trainer_backend.learner.warmup import demonstrations, warm_up
+from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.plugins import estimator

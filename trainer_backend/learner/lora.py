@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError, JobError
-from trainer_backend.jobfile.training_table import LoraTable
-from trainer_backend.learner.adapted_linear import AdaptedLinear
+from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.adapter_folder import (
     ADAPTER,
+    AdaptedLinear,
     delta,
     read_adapter,
     refuse_other_settings,

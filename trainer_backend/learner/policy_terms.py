@@ -13,7 +13,7 @@ from trainer_backend.core.losses import RatioLevel, entropy_loss, weighted_sum, 
 from trainer_backend.core.mixture_history import metric_of
 from trainer_backend.core.objective import Objective, Tokens
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.jobfile.training_table import TrainingTable
+from trainer_backend.job.training_table import TrainingTable
 
 # What is told of the samples of a fixed policy, of all that is told of the actor's as `loss/…`.
 _TOLD = ("ratio_mean", "entropy")

@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
-from trainer_backend.core.errors import SegmentError, place
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.errors import SegmentError, place
 from trainer_backend.learner.attention import PackedAttention
+from trainer_backend.learner.by_length import last_mlp_on
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.last_mlp import last_mlp_on
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.precision import tokens_for
 

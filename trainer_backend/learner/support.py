@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import block_mask
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.models.attention_kinds import refuse_unsupported_attention
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.models.layout import refuse_unsupported_attention
 
 # Set to anything else, each of them comes between what the learner computes and the model's own logits.
 NEUTRAL = {

@@ -9,22 +9,20 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
 from trainer_backend.core.loss_metrics import mean_metrics, merge_metrics
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.core.units import units_of
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.jobfile.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
-from trainer_backend.learner.behaviour import Weighed, objectives_of, weighed
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
+from trainer_backend.learner.behaviour import Weighed, mismatch, mixture_metrics, objectives_of, weighed
 from trainer_backend.learner.capacity import less_memory
-from trainer_backend.learner.mixture_metrics import mismatch, mixture_metrics
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, row_width
-from trainer_backend.learner.stepping import memory_watched, stepping
-from trainer_backend.learner.steps import Scored, in_steps, together
+from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.plugins import aggregation, schedule
 from trainer_backend.protocols import CreditedEpisode

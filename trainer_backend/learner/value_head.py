@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer_backend.core.critic import ValueLevel
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
-from trainer_backend.jobfile.training_table import TrainingTable
+from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.scoring import States
 from trainer_backend.plugins import estimator
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER

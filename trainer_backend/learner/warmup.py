@@ -11,15 +11,13 @@ from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.aggregation import token_mean
 from trainer_backend.core.collate import cut_packed, pack_segments
-from trainer_backend.core.errors import place
-from trainer_backend.core.imitation import worth_imitating
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom
+from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, place
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.jobfile.rollout_table import WarmupTable
-from trainer_backend.jobfile.training_table import TrainingTable
+from trainer_backend.job.rollout_table import WarmupTable
+from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer, row_width
 
@@ -161,3 +159,61 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
         versions=(CONTEXT,) * (count + len(target)),
         temperatures=(1.0,) * (count + len(target)),
     )
+
+
+# Which decisions are worth learning by heart: for the warm-up, and for rows that other trainers get.
+
+
+def worth_imitating(step: StepData) -> bool:
+    """Not what was refused, nor an end without words, and not a detour that a policy marked `exploratory`."""
+    refused = step.step_info.invalid_reason is not None
+    says_something = bool(step.tool_calls or step.action_taken.get("content"))
+    return says_something and not refused and not step.action_taken.get("exploratory", False)
+
+
+# What a preset's tokenizer is trained on: the prompts that were seen, and the words of the tools.
+
+
+def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
+    """Every prompt message of the episodes, what was said in words, and the calls as a model writes them.
+
+    Raises:
+        NothingToLearnFrom: there is none.
+    """
+    texts = [
+        text
+        for trajectory in trajectories
+        for step in trajectory.steps
+        for text in (*_shown(step), step.action_taken.get("content"), *_called(step, trajectory))
+        if text
+    ]
+    if not texts:
+        raise NothingToLearnFrom("no prompt was seen, so there is nothing to train a tokenizer on")
+    return texts
+
+
+def _shown(step: StepData) -> list[str | None]:
+    return [message.content for message in step.observation_data.messages]
+
+
+def _called(step: StepData, trajectory: Trajectory) -> list[str]:
+    # Of a lone tool the presets' template writes the items alone: `tool_words`, each a token already.
+    if len(trajectory.tools) < 2:
+        return []
+    return [f" {call.function.name} {call.function.arguments}" for call in step.tool_calls]
+
+
+def tool_words(trajectories: Sequence[Trajectory]) -> list[str]:
+    """Names that the offered tools take as arguments: each becomes one token."""
+    words: dict[str, None] = {}
+    for trajectory in trajectories[:1]:
+        for tool in trajectory.tools:
+            _enum_words(tool.function.parameters, words)
+    return list(words)
+
+
+def _enum_words(schema: Any, words: dict[str, None]) -> None:
+    if isinstance(schema, dict):
+        words.update(dict.fromkeys(word for word in schema.get("enum", ()) if isinstance(word, str)))
+        for value in schema.values():
+            _enum_words(value, words)

@@ -1,16 +1,20 @@
 """A local Hugging Face folder, read and written: config, safetensors, tokenizer. No network, no pickle."""
 
+import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from trainer_backend.errors import ModelFolderError
+from trainer_backend.errors import EngineOutOfMemory, ModelFolderError
 from trainer_backend.models.layout import refuse_incomplete, refuse_own_tokenizer, refuse_untrainable
 from trainer_backend.models.tokenizer import id_count
 
@@ -148,3 +152,56 @@ def _refuse_foreign_tokenizer(
                     where=str(folder),
                     hint="The tokenizer is probably another model's.",
                 )
+
+
+# Running out of memory while generating: what counts as that, and what it says to whoever asked.
+
+# In a bare RuntimeError: of the CPU's allocator; of Metal and the CUDA driver; of cuBLAS and cuDNN.
+_TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """torch's allocator for CUDA has an error of its own; everything else is told by its text alone."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
+
+
+def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutOfMemory:
+    """The error for the requests that did not fit; the others go on."""
+    return EngineOutOfMemory(
+        f"the engine ran out of memory while {doing}, with {running} requests running and room for "
+        f"{max_model_len} tokens each",
+        where="[inference]",
+        hint="Lower max_running, max_model_len or kept_prefixes.",
+    )
+
+
+# A model that nobody trains: told from others by its weights, and cut to the ids that another one knows.
+
+
+def fingerprint(model: nn.Module) -> str:
+    """sha256, in hex, over name, type, shape and bytes of every weight in the order of their names.
+
+    Tied weights count once, and buffers that are saved with the weights are some. The same weights in another
+    type have another one.
+    """
+    digest, saved = hashlib.sha256(), model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    for name, weight in sorted(chain(model.named_parameters(), buffers), key=itemgetter(0)):
+        tensor = weight.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # As plain bytes: numpy knows no bfloat16.
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def drop_rows_beyond(model: PreTrainedModel, rows: int) -> int:
+    """Let the model know the first `rows` ids alone; how many it had beyond them.
+
+    Large models of a family pad their embedding further than small ones. No tokenizer has those ids, and a
+    smaller model could not even be asked what it thinks of one: a model without them never samples it, and
+    its log-probs are those of what it can sample.
+    """
+    beyond = max(embedding_rows(model) - rows, 0)
+    if beyond:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    return beyond

@@ -12,7 +12,7 @@ from huggingface_hub.errors import (
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.jobfile.model_table import ModelTable
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY
 
 # What `transformers` reads of a repository. No pickle is ever fetched, nor the weights that many keep there

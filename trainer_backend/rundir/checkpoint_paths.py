@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.boundary import writing
-from trainer_backend.rundir.whole_files import replace_text
+from trainer_backend.rundir.files import replace_text, writing
 
 STATE_FILE = "state.json"
 # What of a checkpoint only a resume reads. In a folder of its own: servers take all safetensors beside

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer_backend.errors import CheckpointError
 from trainer_backend.rundir.checkpoint_paths import iteration_of, whole_checkpoints
-from trainer_backend.rundir.whole_files import flush
+from trainer_backend.rundir.files import flush
 
 FILE = "digests.json"
 # crc32 of how many bytes at a time; also how closely damage is located.

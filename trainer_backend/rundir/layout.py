@@ -10,21 +10,19 @@ from typing import Any
 from uuid import uuid4
 
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.job import LoadedJob, dump_job, load_job
-from trainer_backend.jobfile.schema import JobConfig
-from trainer_backend.rundir import lock, run_log, state
-from trainer_backend.rundir.boundary import writing
-from trainer_backend.rundir.json_lines import append_line, read_lines, replace_lines
-from trainer_backend.rundir.ledger import forget_consumed_after
-from trainer_backend.rundir.spool import tidy_spools
-from trainer_backend.rundir.whole_files import flush, replace_text
+from trainer_backend.job.load import LoadedJob, dump_job, load_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.rundir import lock, state
+from trainer_backend.rundir.files import append_line, flush, read_lines, replace_lines, replace_text, writing
+from trainer_backend.rundir.spool import forget_consumed_after, tidy_spools
+from trainer_backend.rundir.state import LOG_FILE
 
 # Of a run directory: jobs and rollouts may hold what other users of the machine are not to read.
 OWNERS_ALONE = 0o700
 _FOLDERS = ("rollouts", "checkpoints")
 # Of fixed policies (rundir.fixed_record); not there in a run without.
 FIXED_RECORD = "fixed_policies.json"
-_OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, lock.FILE, state.FILE, run_log.FILE)
+_OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, lock.FILE, state.STATE_FILE, LOG_FILE)
 
 
 @dataclass(frozen=True, slots=True)

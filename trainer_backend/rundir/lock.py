@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.boundary import writing
-from trainer_backend.rundir.times import now
+from trainer_backend.rundir.files import now, writing
 
 FILE = "lock"
 # Who looks whether a run is being trained holds its lock for a moment (`holder`).

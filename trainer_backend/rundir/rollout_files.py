@@ -20,8 +20,7 @@ from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas, unique_achievements
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.boundary import writing
-from trainer_backend.rundir.whole_files import replace_text, replaced
+from trainer_backend.rundir.files import replace_text, replaced, writing
 
 _DECISION = pa.struct(
     [

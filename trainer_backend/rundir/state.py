@@ -1,16 +1,20 @@
 """state.json: what a run is doing, for whoever watches it. Written by the process that trains, for others to
 read; nothing of the run depends on it, and the lock beside it says whether that process still lives."""
 
+import errno
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from service_kit.errors import ServiceError
 from shared_schemas.json_text import encodable
+from trainer_backend.errors import UpdateStopped
+from trainer_backend.rundir.files import append_line, now, object_of, read_texts, replace_text
 from trainer_backend.rundir.lock import Holder, holder
-from trainer_backend.rundir.whole_files import replace_text
 
-FILE = "state.json"
+STATE_FILE = "state.json"
 StateName = Literal["starting", "training", "evaluating", "ended", "stopped", "failed"]
 # After these the process ends.
 FINAL: frozenset[StateName] = frozenset({"ended", "stopped", "failed"})
@@ -71,7 +75,7 @@ def watch(folder: Path) -> Watched:
 def read_state(folder: Path) -> RunState | None:
     """The last state that was written; None where there is none, or none that can be read."""
     try:
-        found = json.loads((folder / FILE).read_bytes())
+        found = json.loads((folder / STATE_FILE).read_bytes())
         values = {field.name: found[field.name] for field in fields(RunState)}
         texts = {name: encodable(value) for name, value in values.items() if isinstance(value, str)}
         state = RunState(**{**values, **texts})
@@ -86,4 +90,74 @@ def write_state(folder: Path, state: RunState) -> None:
         RunNotWritten: the disk is full, or refuses.
     """
     # Each second, for those who watch: not worth a wait for the disk.
-    replace_text(folder / FILE, json.dumps(asdict(state)), durable=False)
+    replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=False)
+
+
+# How the process of a job says how it ended (running/job_process.py says it, supervising/ hears it).
+
+# Begins the last line of one that ended with an error.
+ERROR = "error: "
+
+DONE = 0
+# An error of ours that another start may find mended: a task app that was away, a port that was taken.
+FAILED = 1
+# The job itself cannot be run so: another start would end the same.
+REFUSED = 2
+# Somebody asked it to stop; what is finished is saved.
+STOPPED = 3
+
+# What the machine is short of now, or its disk does now, whatever was about to be opened.
+_PASSING = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def is_final(error: ServiceError) -> bool:
+    """Whether the same start would fail the same way: the user's mistake, or weights that went wrong."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno in _PASSING:
+        return False
+    return error.status < 500 or isinstance(error, UpdateStopped)
+
+
+# run.log: every line that a run has told a person, with its time.
+
+LOG_FILE = "run.log"
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """`time` is UTC, ISO 8601."""
+
+    time: str
+    text: str
+
+
+def append_log(folder: Path, text: str) -> None:
+    """
+    Raises:
+        RunNotWritten: the disk is full, or refuses.
+    """
+    append_line(folder / LOG_FILE, {"time": now(), "text": text}, durable=False)
+
+
+def read_log(folder: Path, *, last: int | None = None) -> tuple[list[LogLine], int]:
+    """The last lines, oldest first, or all; and how many stand before them."""
+    texts = read_texts(folder / LOG_FILE)
+    shown = texts if last is None else texts[-last:]
+    rows = [row for line in shown if (row := object_of(line)) is not None]
+    return [line_of(row) for row in rows], len(texts) - len(shown)
+
+
+def line_of(row: Mapping[str, Any]) -> LogLine:
+    return LogLine(encodable(str(row.get("time", ""))), encodable(str(row.get("text", ""))))

@@ -9,11 +9,9 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
-from trainer_backend.store.column_types import fits
-from trainer_backend.store.database import Store
-from trainer_backend.store.errors import UnknownCursor, UnknownRollout
+from trainer_backend.store.database import Store, UnknownCursor, UnknownRollout
 from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
-from trainer_backend.store.tables import Consumed, Decision, Rollout, SyncedFile
+from trainer_backend.store.tables import Consumed, Decision, Rollout, SyncedFile, fits
 from trainer_backend.store.writing import job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]

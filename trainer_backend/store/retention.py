@@ -6,8 +6,8 @@ import tomli
 from pydantic import ValidationError
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobfile.retention_table import RetentionTable
-from trainer_backend.rundir.boundary import writing
+from trainer_backend.job.tables import RetentionTable
+from trainer_backend.rundir.files import writing
 from trainer_backend.rundir.rollout_index import RolloutFile
 
 _DAY_NS = 86_400 * 10**9

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.ledger import FILE as LEDGER
+from trainer_backend.rundir.spool import LEDGER_FILE as LEDGER
 from trainer_backend.store.database import Store
 from trainer_backend.store.sync_checkpoints import sync_checkpoints
 from trainer_backend.store.sync_lines import Known, put_ledger, put_metrics, sync_lines

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 from sqlalchemy import Connection, delete, insert, select
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.json_lines import object_of
-from trainer_backend.rundir.ledger import learned_twice, planned_id
+from trainer_backend.rundir.files import object_of
+from trainer_backend.rundir.spool import learned_twice, planned_id
 from trainer_backend.store.database import Store
 from trainer_backend.store.tables import Consumed, Curve, Iteration, Metric, MetricRow, SyncedFile
 from trainer_backend.store.writing import job_number

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, select
 
-from trainer_backend.store.errors import UnknownJob
+from trainer_backend.store.database import UnknownJob
 from trainer_backend.store.tables import Job
 
 

@@ -12,12 +12,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainer_backend.collect.metrics import outcome_interval, outcome_name
 from trainer_backend.core.mixture_history import OUTCOME, metric_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.statistics import Interval
-from trainer_backend.evaluation.outcome import outcome_interval, outcome_name
-from trainer_backend.report.stored_episodes import last_minus_first
-from trainer_backend.report.story import Row, Story
+from trainer_backend.pages.report import last_minus_first
+from trainer_backend.pages.story import Row, Story
 
 _SHOWN_ROWS = 14
 _TITLE_WIDTH = 12  # a longer title is broken between its words

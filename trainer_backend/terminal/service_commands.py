@@ -9,10 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trainer_backend.terminal import shell_completion as completion
-from trainer_backend.terminal.options import Overrides
-from trainer_backend.terminal.telling import TextConsole, tell, warn
-from trainer_backend.terminal.trainer_options import Flags
+from trainer_backend.jobs.options import Flags
+from trainer_backend.terminal.telling import Overrides, TextConsole, run_directories, tell, warn
 
 _out = TextConsole()
 _err = TextConsole(stderr=True)
@@ -33,7 +31,7 @@ def serve_model(
         Path,
         typer.Argument(
             help="a run (its best checkpoint), a checkpoint, or a model folder",
-            autocompletion=completion.run_directories,
+            autocompletion=run_directories,
         ),
     ],
     job: Annotated[
@@ -47,8 +45,8 @@ def serve_model(
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to any OpenAI client: chat completions with tools; Ctrl-C ends it."""
-    from trainer_backend.services.endpoints import key_from
-    from trainer_backend.services.serve import serve, what_to_serve
+    from trainer_backend.collect.endpoints import key_from
+    from trainer_backend.terminal.serve import serve, what_to_serve
 
     address = [f"services.gateway_host='{host}'", f"services.gateway_port={port}"]
     key = key_from(api_key_env, where="--api-key-env")
@@ -68,8 +66,8 @@ def trainer(**options: Any) -> None:
     TRAINER_API_KEY (or TRAINER_API_KEY_FILE) holds the key that callers must send. TASK_URL names the
     task apps of jobs that name none; without it each starts its own.
     """
-    from trainer_backend.api.server import serve_trainer
-    from trainer_backend.api.settings import settings_from
+    from trainer_backend.jobs.server import serve_trainer
+    from trainer_backend.jobs.settings import settings_from
 
     serve_trainer(settings_from(Flags(**options), os.environ), lambda line: tell(_out, line))
 

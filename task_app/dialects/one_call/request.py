@@ -1,12 +1,14 @@
 """The body of POST /rollout, as users of Crafter task apps write it. Open: others made its shape."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
+from shared_schemas.messages import ToolSpec
 from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.rollouts import Id, InferenceKey, Name, Seed
-from task_app.routes.bodies import EnvId, ForeignBody
+from task_app.routes.wire import EnvId, ForeignBody
 
 MAX_TIME_S = 86_400.0
 
@@ -68,3 +70,86 @@ class LegacyRollout(ForeignBody):
     mode: Literal["rl", "eval"] | None = None
     training_session_id: str | None = Field(default=None, max_length=500)
     synth_base_url: str | None = Field(default=None, max_length=2_000)
+
+
+# Pure: tool calls as older clients of Crafter task apps write them -> calls of the tool on offer; and
+# observations as they read them.
+#
+# {"tool": "interact", "args": {"action": 5}}          a number of the tool's action list, or a name
+# {"tool": "interact", "args": {"actions": ["do"]}}
+# {"tool": "do"}                                       an action's name as the tool's
+# {"actions": ["do", "noop"]}                          no tool named at all
+#
+# Read off the tool's own schema (one list argument of named choices); everything else passes as it is, and
+# the
+# environment judges it.
+
+INTERACT = "interact"
+
+
+def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    """The tool calls of `action`, which holds `tool_calls` or `actions`.
+
+    Raises:
+        ValueError: it holds neither, or no list of them; the message says so.
+    """
+    chooser = _chooser(tools)
+    if "tool_calls" in action:
+        calls = action["tool_calls"]
+        if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError("action.tool_calls is no list of objects")
+        return [_translated(call, chooser) for call in calls]
+    if "actions" not in action:
+        raise ValueError("action holds neither tool_calls nor actions")
+    if chooser is None:
+        raise ValueError("this environment's tools take no list of actions; send action.tool_calls")
+    return [_chosen(action["actions"], chooser)]
+
+
+def legacy_observation(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """An observation with `inventory` and `player_position` at its top, where such clients look for them."""
+    data = shown["data"]
+    found = {"inventory": data.get("inventory"), "player_position": data.get("position")}
+    return {**shown, **{name: value for name, value in found.items() if value is not None}}
+
+
+Chooser = tuple[str, str, list[str]]
+
+
+def _chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
+    """Name, list argument and choices of the only tool, where it is one that chooses from a list."""
+    if len(tools) != 1:
+        return None
+    function = tools[0].function
+    properties = function.parameters.get("properties")
+    for argument, schema in properties.items() if isinstance(properties, dict) else ():
+        items = schema.get("items") if isinstance(schema, dict) else None
+        choices = items.get("enum") if isinstance(items, dict) else None
+        if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+            return function.name, argument, choices
+    return None
+
+
+def _translated(call: dict[str, Any], chooser: Chooser | None) -> dict[str, Any]:
+    function = call.get("function")
+    source = function if isinstance(function, dict) else call
+    name = next((source[key] for key in ("name", "tool", "tool_name") if key in source), None)
+    args = next((source[key] for key in ("arguments", "args") if key in source), None)
+    if chooser is None or not isinstance(name, str) or name == chooser[0]:
+        return call
+    if name in chooser[2]:
+        return _chosen([name], chooser)
+    if name == INTERACT and isinstance(args, dict):
+        if "actions" in args:
+            return _chosen(args["actions"], chooser)
+        if "action" in args:
+            return _chosen([args["action"]], chooser)
+    return call
+
+
+def _chosen(actions: Any, chooser: Chooser) -> dict[str, Any]:
+    """A call of the tool; a number becomes the name in its place, all else is left as it is."""
+    name, argument, choices = chooser
+    listed = actions if isinstance(actions, list | tuple) else [actions]
+    named = [choices[one] if type(one) is int and 0 <= one < len(choices) else one for one in listed]
+    return {"tool": name, "args": {argument: named}}

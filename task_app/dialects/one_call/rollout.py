@@ -7,29 +7,35 @@ like every other. Legacy endings: the first decision that is invalid, or holds n
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from shared_schemas.messages import Message, ToolSpec
 from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, Start
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
-from task_app.dialects.one_call.plan import LegacyPlan, plan_rollout
-from task_app.dialects.one_call.policy import correlation_id
-from task_app.dialects.one_call.reply import Episode, Names, Wanted, reply
+from task_app.dialects.one_call.plan import LegacyPlan, correlation_id, plan_rollout
+from task_app.dialects.one_call.reply import Episode, Names, Stepwise, Wanted, reply
 from task_app.dialects.one_call.request import LegacyRollout
-from task_app.dialects.one_call.stepwise import Stepwise
-from task_app.episode import RLRolloutWorker
+from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import EpisodeOver, SessionBusy, ShuttingDown
-from task_app.living_policy import living_policy
-from task_app.protocols import AgentPolicy, Environment, policy_name
-from task_app.runs import RunAborted
+from task_app.protocols import (
+    AgentPolicy,
+    DecisionOutcome,
+    Environment,
+    Observation,
+    PastDecision,
+    ToolRequest,
+    policy_name,
+)
+from task_app.rollouts.runs import RunAborted
+from task_app.routes.policy import living_policy
 from task_app.services import Services
-from task_app.sessions import EnvironmentSession, PolicySession
-from task_app.switches import agreed_step_rewards
-from task_app.witness import SessionEnvironment, Witness
+from task_app.sessions.sessions import EnvironmentSession, PolicySession
+from task_app.sessions.switches import agreed_step_rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +230,64 @@ def _names(body: LegacyRollout, plan: LegacyPlan, cast: Cast) -> Names:
         correlation_id=correlation_id(body),
         policy_config=plan.policy_config,
     )
+
+
+# Environments around environments: one that remembers what it showed, one that is a living session.
+
+
+class SessionEnvironment:
+    """A living session as an `Environment`: an episode goes on where it stands. The caller holds its lock."""
+
+    def __init__(self, session: EnvironmentSession) -> None:
+        self._session = session
+        self.name = session.environment.name
+        self.outcome_definition = session.environment.outcome_definition
+
+    def reset(self, seed: int) -> Observation:
+        """Nothing is started anew; the session's own observation."""
+        if self._session.over:
+            raise EpisodeOver()
+        return self._session.observation
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        _, outcome = self._session.take(calls, invalid_reason=invalid_reason)
+        return outcome
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return self._session.environment.tools()
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
+        """With the session's own history: it may have decided before this rollout."""
+        return self._session.environment.messages(observation, tuple(self._session.past))
+
+    def outcome_reward(self) -> float:
+        return self._session.environment.outcome_reward()
+
+
+class Witness:
+    """Passes all on, and keeps what was shown: `seen` is [T + 1], before each decision and after the last."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._inner = environment
+        self.name = environment.name
+        self.outcome_definition = environment.outcome_definition
+        self.seen: list[Observation] = []
+
+    def reset(self, seed: int) -> Observation:
+        observation = self._inner.reset(seed)
+        self.seen = [observation]
+        return observation
+
+    def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
+        outcome = self._inner.step(calls, invalid_reason=invalid_reason)
+        self.seen.append(outcome.observation)
+        return outcome
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return self._inner.tools()
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
+        return self._inner.messages(observation, past)
+
+    def outcome_reward(self) -> float:
+        return self._inner.outcome_reward()

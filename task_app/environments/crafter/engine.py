@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from task_app.environments.crafter import picture
 from task_app.environments.crafter.balance import balance
-from task_app.environments.crafter.errors import EngineError, EpisodeOver, NotReset
 from task_app.environments.crafter.grid import AREA, CENTER
 from task_app.environments.crafter.objects import Being, Plant
 from task_app.environments.crafter.player import Player
@@ -290,3 +289,22 @@ def _checked_int(name: str, value: Any, low: int, high: int | None) -> int:  # A
     if not allowed_type or value < low or (high is not None and value > high):
         raise ValueError(f"{name} must be an int {allowed}, got {value!r}")
     return int(value)
+
+
+# What the engine raises for calls that come at the wrong time.
+#
+# EngineError (RuntimeError)
+# ├── NotReset       a game was played or looked at before reset()
+# └── EpisodeOver    a step after death or after the last allowed step
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do this in its present state; the message says what to call first."""
+
+
+class NotReset(EngineError):
+    """There is no world yet: reset() comes first."""
+
+
+class EpisodeOver(EngineError):
+    """The episode ended; only reset() goes on from here. (Stock crafter lets a dead player walk on.)"""

@@ -11,8 +11,8 @@ from pydantic import Field
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.environments.crafter import prompt
-from task_app.environments.crafter.calls import InvalidCall, read_actions
 from task_app.environments.crafter.engine import ACTIONS, RULES, CrafterEngine
+from task_app.environments.crafter.prompt import InvalidCall, read_actions
 from task_app.environments.crafter.snapshot import pack, unpack
 from task_app.environments.crafter.text import compact_text, full_text
 from task_app.environments.crafter.view import LocalView

@@ -5,13 +5,7 @@ Draw for draw and quirk for quirk the `Player` of stock crafter 1.8.3.
 
 from collections.abc import Callable, Mapping
 
-from task_app.environments.crafter.grid import (
-    AREA,
-    MATERIAL_IDS,
-    MATERIAL_NAMES,
-    PLAYER_WALKABLE,
-    STRIDE,
-)
+from task_app.environments.crafter.grid import AREA, MATERIAL_IDS, MATERIAL_NAMES, PLAYER_WALKABLE, STRIDE
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES, CollectRule, MakeRule, PlaceRule
 from task_app.environments.crafter.world import PLAYER, Thing, World
 

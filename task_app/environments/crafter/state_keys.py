@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from task_app.environments.crafter.view import COLUMNS, ROWS
+from task_app.episode.state_keys import StateKey
 from task_app.protocols import Observation
-from task_app.state_keys import StateKey
 
 _VITALS = frozenset({"health", "food", "drink", "energy"})
 _TIME_AND_NEWS = frozenset({"step", "max_steps", "news"})

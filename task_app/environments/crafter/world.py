@@ -5,14 +5,7 @@ Same state and same draws as stock crafter's `engine.World`, without its numpy c
 
 import numpy as np
 
-from task_app.environments.crafter.grid import (
-    CELLS,
-    CHUNK_COUNT,
-    CHUNK_OF,
-    MATERIAL_COUNT,
-    PAD,
-    STRIDE,
-)
+from task_app.environments.crafter.grid import CELLS, CHUNK_COUNT, CHUNK_OF, MATERIAL_COUNT, PAD, STRIDE
 
 KINDS: tuple[str, ...] = ("player", "cow", "zombie", "skeleton", "arrow", "plant")
 PLAYER, COW, ZOMBIE, SKELETON, ARROW, PLANT = range(len(KINDS))

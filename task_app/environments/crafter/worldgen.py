@@ -13,14 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from task_app.environments.crafter.grid import (
-    AREA,
-    CENTER,
-    MATERIAL_IDS,
-    PAD,
-    STRIDE,
-    material_flags,
-)
+from task_app.environments.crafter.grid import AREA, CENTER, MATERIAL_IDS, PAD, STRIDE, material_flags
 from task_app.environments.crafter.lattice import Bools, Floats
 from task_app.environments.crafter.noise import noise_layers
 from task_app.environments.crafter.objects import Cow, Skeleton, Zombie

@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from task_app.environments.documents.chunks import Chunks, chunked
+from task_app.environments.documents.chunks import Chunks, SearchIndex, chunked, snippet
 from task_app.environments.documents.notes import MAX_NOTE_CHARS, Notes
-from task_app.environments.documents.search import SearchIndex, snippet
 
 SHOWN_HITS = 10
 MAX_CHUNK_CHARS = 20_000

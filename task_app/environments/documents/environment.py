@@ -4,22 +4,22 @@ Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and c
 episode loop (task_app/context_tools): they know the history, which an environment does not.
 """
 
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
-from shared_schemas.messages import Message, ToolSpec
+from shared_schemas.messages import FunctionCall, Message, ToolCall, ToolSpec
 from task_app.complaints import state_in
-from task_app.environments.documents import prompt
-from task_app.environments.documents.chunks import chunked
+from task_app.environments.documents.chunks import MAX_CHUNKS, chunked
 from task_app.environments.documents.desk import HEADING_CHARS, MAX_CHUNK_CHARS, Desk
 from task_app.environments.documents.generate import Generated, Task, generated_task
-from task_app.environments.documents.notes import Notes
-from task_app.environments.documents.scoring import correctness, normalised
-from task_app.environments.documents.state import ReaderState, desk_of, pack
+from task_app.environments.documents.notes import MAX_NOTES, Note, Notes
 from task_app.errors import EpisodeOver
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools import Answer, Toolbox, function_tool
@@ -130,11 +130,11 @@ class DocumentsEnvironment:
         return self._observe(0.0)
 
     def opening(self) -> tuple[Message, ...]:
-        return prompt.opening(self._data(self._started()))
+        return opening(self._data(self._started()))
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         self._running()
-        reason = invalid_reason or (None if calls else prompt.NO_CALL)
+        reason = invalid_reason or (None if calls else NO_CALL)
         if reason is not None:
             return self._refused(Answer.of_refusal(reason), len(calls))
         toolbox = self._toolbox()
@@ -168,7 +168,7 @@ class DocumentsEnvironment:
         return self._toolbox().specs()
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        return prompt.with_past(observation.data, past)
+        return with_past(observation.data, past)
 
     def outcome_reward(self) -> float:
         """0 until the answer is given."""
@@ -225,7 +225,7 @@ class DocumentsEnvironment:
     def _observe(self, reward: float) -> Observation:
         self._last_reward = reward
         data = self._data(self._started())
-        return Observation(text=prompt.observation_text(data), data=data, reward_last_step=reward)
+        return Observation(text=observation_text(data), data=data, reward_last_step=reward)
 
     def _data(self, task: Task) -> dict[str, Any]:
         chunks = self._desk.chunks
@@ -237,3 +237,132 @@ class DocumentsEnvironment:
             "next_chunk": self._desk.next_chunk,
             "notes": {key: note.summary for key, note in self._desk.notes.all.items()},
         }
+
+
+# Pure: whether an answer is one of those that are accepted, after both are brought to one form.
+
+_WORD = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)*|\w+")
+# Commas of thousands alone: "1,5" is no 15, and stays text.
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_ARTICLES = frozenset({"a", "an", "the"})
+
+
+def normalised(text: str) -> str:
+    """Without case, punctuation and articles, numbers by value: "The 1,000.0 Boats!" is "1000 boats".
+
+    Articles stay where nothing else is said: "A" may be the answer.
+    """
+    words = [_plain(word) for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold())]
+    return " ".join([word for word in words if word not in _ARTICLES] or words)
+
+
+def correctness(answer: str, accepted: Iterable[str]) -> float:
+    """1.0 when the answer is one of the accepted ones, else 0.0."""
+    return float(normalised(answer) in map(normalised, accepted))
+
+
+def _plain(word: str) -> str:
+    """A number in the one way to write its value, exact at any length; anything else as it is."""
+    if not _NUMBER.fullmatch(word):
+        return word
+    whole, _, fraction = word.removeprefix("-").replace(",", "").partition(".")
+    value = f"{whole.lstrip('0') or '0'}.{fraction.rstrip('0')}".removesuffix(".")
+    return f"-{value}" if word.startswith("-") and value != "0" else value
+
+
+# What a reader is told: the opening of an episode, and the prompt where nobody keeps a history.
+
+SYSTEM = """\
+You answer a question about a document that is too long to show. Read it with the tools, chunk by chunk or by
+searching it, and note what matters. Your context is limited: what you have read and noted can be deleted from
+it where the tools for that are offered. When you know the answer, call `finish` with the answer and nothing
+else."""
+
+NO_CALL = "no tool call; call one of the tools, and finish with your answer"
+
+
+def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The messages before the first decision, of an observation's data."""
+    task = Message(role="user", content=data["question"])
+    if data["text"] == "compact":
+        return (task,)
+    told = f"The document has {data['chars']} characters.\n\nQuestion: {data['question']}"
+    return Message(role="system", content=SYSTEM), task.model_copy(update={"content": told})
+
+
+def observation_text(data: Mapping[str, Any]) -> str:
+    """How far the reader is; what was read stands in the results of its calls."""
+    cut = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
+    notes = f"notes: {', '.join(data['notes'])}" if data["notes"] else "no notes"
+    return f"Question: {data['question']}\n{cut}; {notes}"
+
+
+def with_past(data: Mapping[str, Any], past: Sequence[PastDecision]) -> tuple[Message, ...]:
+    """The opening, and the decisions that are given, as calls and results."""
+    messages = list(opening(data))
+    for t, decision in enumerate(past):
+        calls = tuple(
+            ToolCall(id=f"call_{t}_{i}", function=FunctionCall(name=call.name, arguments=call.raw_arguments))
+            for i, call in enumerate(decision.tool_calls)
+        )
+        if not calls:
+            messages.append(Message(role="user", content=decision.outcome.result))
+            continue
+        messages.append(Message(role="assistant", content="", tool_calls=calls))
+        messages += [
+            Message(role="tool", content=text, tool_call_id=call.id)
+            for call, text in zip(calls, decision.outcome.results, strict=True)
+        ]
+    return tuple(messages)
+
+
+# A reader's moment as plain data: all but the document, which follows from the config and the seed.
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class ReaderState(BaseModel):
+    """`index` is [chunk_size, overlap] of the last buildIndex; `reward` of the last env step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    format: Literal[1] = 1
+    seed: Count
+    chars: Count
+    notes: dict[str, Note] = Field(max_length=MAX_NOTES)
+    index: tuple[Annotated[int, Field(ge=1, le=MAX_CHUNK_CHARS)], Count] | None
+    next_chunk: Annotated[int, Field(ge=0, le=MAX_CHUNKS)]
+    answer: Annotated[str, Field(max_length=2_000)] | None
+    reward: float
+
+
+def pack(desk: Desk, *, seed: int, reward: float) -> bytes:
+    chunks = desk.chunks
+    state = ReaderState(
+        seed=seed,
+        chars=len(desk.document),
+        notes=desk.notes.all,
+        index=(chunks.size, chunks.overlap) if chunks else None,
+        next_chunk=desk.next_chunk,
+        answer=desk.answer,
+        reward=reward,
+    )
+    return state.model_dump_json().encode()
+
+
+def desk_of(state: ReaderState, fresh: Desk) -> Desk:
+    """The desk at that moment; `fresh` is the one that the episode began with.
+
+    Raises:
+        ValueError: it was another document's, or its index cannot be.
+    """
+    document = fresh.document
+    if state.chars != len(document):
+        raise ValueError(
+            f"the snapshot's document has {state.chars} characters, this environment's has {len(document)}"
+        )
+    chunks = None
+    if state.index is not None:
+        chunks = chunked(document, size=state.index[0], overlap=state.index[1])
+    notes = fresh.notes.with_all(state.notes)
+    return replace(fresh, notes=notes, chunks=chunks, next_chunk=state.next_chunk, answer=state.answer)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from task_app.context_tools import apply
+from task_app.episode.context_tools import apply
 from task_app.protocols import ToolRequest
 from tests.task_app.talking import asked, contents, edit, opened, read
 

@@ -4,9 +4,14 @@ import json
 
 import pytest
 
-from task_app.context_tools import CONTEXT_TOOLS, Budget, apply, context_specs
-from task_app.context_tools.spans import cut_out
-from task_app.context_tools.window import proposed_deletes
+from task_app.episode.context_tools import (
+    CONTEXT_TOOLS,
+    Budget,
+    apply,
+    context_specs,
+    cut_out,
+    proposed_deletes,
+)
 from task_app.protocols import ToolRequest
 from tests.task_app.talking import asked, contents, edit, opened, read
 

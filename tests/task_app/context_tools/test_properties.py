@@ -5,7 +5,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from task_app.history import History
+from task_app.episode.history import History
 from tests.task_app.talking import asked, opened, read
 
 IDS = st.lists(st.one_of(st.integers(-2, 30), st.text(max_size=2), st.booleans(), st.none()), max_size=4)

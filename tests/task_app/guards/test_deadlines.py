@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from task_app.errors import CapacityReached
-from task_app.guards.threads import Threads
+from task_app.threads import Threads
 from tests.task_app.counting import WaitingPolicy, running_app
 from tests.task_app.guards.test_idempotency import CALLS, keyed, made, stepped
 from tests.task_app.served import served_app

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from task_app.guards.once import request_digest
-from task_app.journal.sessions import Answer, Database, Work
+from task_app.sessions.idempotency import request_digest
+from task_app.sessions.journal import Answer, Database, Work
 from tests.task_app.counting import running_app
 from tests.task_app.slow import Gates, slow_boards
 

@@ -4,9 +4,8 @@ import asyncio
 from typing import Any
 
 from shared_schemas.messages import Message
-from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.service import Interactions
-from task_app.plugins import PolicyContext
+from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.settings import Settings
 
 

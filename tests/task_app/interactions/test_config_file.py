@@ -7,9 +7,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from service_kit.errors import SettingsError
-from task_app.interactions import gsm8k, gsm8k_score
-from task_app.interactions.config_file import load_interactions
-from task_app.interactions.published import STAND_INS, offer_stand_ins
+from task_app.interactions import gsm8k
+from task_app.interactions.config_file import STAND_INS, load_interactions, offer_stand_ins
+from task_app.interactions.gsm8k import compute_score
 from task_app.protocols import BaseInteraction
 from task_app.settings import Settings
 from tests.task_app.interactions import published_gsm8k_texts as texts
@@ -55,7 +55,7 @@ def test_a_published_class_beside_the_file_is_loaded_unmodified(tmp_path, monkey
     entry = load(tmp_path / "a.yaml", file)["gsm8k"]
     assert issubclass(entry.kind, BaseInteraction)
     assert entry.kind.__module__ == "theirs_5"
-    assert sys.modules["theirs_5"].gsm8k.compute_score is gsm8k_score.compute_score
+    assert sys.modules["theirs_5"].gsm8k.compute_score is compute_score
 
 
 LATE = """

@@ -7,8 +7,7 @@ import pytest
 from service_kit.errors import SettingsError
 from task_app.errors import InteractionFailed
 from task_app.interactions.config_file import load_interactions
-from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
-from task_app.interactions.gsm8k_score import compute_score, extract_solution
+from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction, compute_score, extract_solution
 from task_app.settings import Settings
 from tests.task_app.interactions import published_gsm8k_texts as texts
 from tests.task_app.interactions.opening import interactions, said

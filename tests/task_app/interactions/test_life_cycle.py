@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 from service_kit.logs import configure_logs
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from task_app.errors import CapacityReached, InteractionFailed, InvalidRequest, UnknownName
-from task_app.interactions.calls import Calls
-from task_app.interactions.entry import InteractionEntry
+from task_app.interactions.live import Calls
+from task_app.plugins import InteractionEntry
 from tests.task_app.interactions import users
 from tests.task_app.interactions.opening import entered, interactions, said
 

@@ -9,7 +9,7 @@ import pytest
 
 from task_app.app import create_app
 from task_app.interactions.config_file import load_interactions
-from task_app.interactions.entry import InteractionEntry
+from task_app.plugins import InteractionEntry
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards, running_app
 from tests.task_app.interactions import users

@@ -7,10 +7,9 @@ from service_kit.errors import SettingsError
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from task_app.errors import InteractionFailed
 from task_app.interactions.config_file import load_interactions
-from task_app.interactions.entry import InteractionEntry
 from task_app.interactions.service import Interactions
 from task_app.interactions.user_simulator import UserSimulatorInteraction
-from task_app.plugins import PolicyContext
+from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.settings import Settings
 from tests.task_app.fake_inference import completion, fake_inference, status
 from tests.task_app.interactions.opening import said

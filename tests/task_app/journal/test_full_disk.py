@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from task_app.errors import JournalFailed
-from task_app.journal.sessions import FILE
+from task_app.sessions.journal import FILE
 from tests.task_app.guards.test_idempotency import keyed
 from tests.task_app.journal.test_killed_requests import BOTH, SNAPSHOTS, created, living, many, turns
 from tests.task_app.journal.test_recovery import app_on, killed, post, sessions_in

@@ -11,9 +11,9 @@ import pytest
 
 from service_kit.problems import problem_response
 from task_app.errors import SessionBusy
-from task_app.guards.once import Once, request_digest
-from task_app.journal.sessions import NOTHING_DONE, WORK, Database, Work
 from task_app.plugins import default_plug_boards
+from task_app.sessions.idempotency import Once, request_digest
+from task_app.sessions.journal import NOTHING_DONE, WORK, Database, Work
 from tests.task_app.counting import boards, rollout
 from tests.task_app.guards.test_idempotency import keyed
 from tests.task_app.journal.test_recovery import app_on, killed, post

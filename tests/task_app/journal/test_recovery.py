@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from service_kit.errors import SettingsError
 from task_app.app import create_app
-from task_app.journal.sessions import FILE, WORK, Work
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
+from task_app.sessions.journal import FILE, WORK, Work
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment
 from tests.task_app.fake_inference import completion, fake_inference

@@ -8,13 +8,7 @@ import pytest
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import Trajectory, prompts
 from task_app.plugins import default_plug_boards
-from task_app.policies.documents import (
-    UNKNOWN,
-    DocumentsTeacher,
-    DocumentsTeacherConfig,
-    Shown,
-    deletable,
-)
+from task_app.policies.documents import UNKNOWN, DocumentsTeacher, DocumentsTeacherConfig, Shown, deletable
 from task_app.protocols import PolicyObservation
 from tests.task_app.counting import running_app
 from tests.task_app.rollout_client import accept, all_of

@@ -7,8 +7,8 @@ import pytest
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
-from task_app.policies.exact_tokens import WholeReplies
 from task_app.policies.openai_config import OpenAIConfig
+from task_app.policies.replies import WholeReplies
 from task_app.protocols import PolicyObservation
 from tests.task_app.fake_inference import Answer, calling
 from tests.task_app.test_openai_policy import SEEN, TOOLS, asking

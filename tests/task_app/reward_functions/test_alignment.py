@@ -7,8 +7,7 @@ from shared_schemas.evaluate_result import EvaluateResult, StepOutput
 from shared_schemas.rewards import RewardPart
 from shared_schemas.trajectory import ObservationData, StepData, StopReason, Trajectory
 from task_app.errors import RewardFunctionFailed
-from task_app.reward_functions.alignment import align_data_for_rl_processing
-from task_app.reward_functions.rewarded import episode_of, rewarded
+from task_app.reward_functions.rewarded import align_data_for_rl_processing, episode_of, rewarded
 
 PENALTY = RewardPart(source="penalty", value=-1.0)
 

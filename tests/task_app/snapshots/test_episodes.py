@@ -7,7 +7,7 @@ import pytest
 from shared_schemas.rollouts import EnvSpec
 from task_app.errors import DeadlineExceeded
 from task_app.plugins import default_plug_boards
-from task_app.snapshots.episodes import KeptMoments
+from task_app.rollouts.assembly import KeptMoments
 from tests.task_app.counting import CountingConfig, boards, running_app
 from tests.task_app.counting import rollout as counted
 from tests.task_app.playing import post

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.trainer_backend.api.served import acted, settings_for
-from trainer_backend.api.server import serve_trainer
+from trainer_backend.jobs.server import serve_trainer
 
 
 def main(folder: str, url: str, grace_s: str) -> None:

@@ -15,9 +15,17 @@ from pathlib import Path
 
 from service_kit.children import end_with_parent
 from trainer_backend.rundir.lock import locked
-from trainer_backend.rundir.run_log import append_log
-from trainer_backend.rundir.state import RunState, StateName, read_state, write_state
-from trainer_backend.running.exit_codes import DONE, FAILED, REFUSED, STOPPED
+from trainer_backend.rundir.state import (
+    DONE,
+    FAILED,
+    REFUSED,
+    STOPPED,
+    RunState,
+    StateName,
+    append_log,
+    read_state,
+    write_state,
+)
 
 LOOK_S = 0.01
 

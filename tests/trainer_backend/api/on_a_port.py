@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from service_kit.logs import configure_logs
 from service_kit.server import Listener
 from tests.trainer_backend.api.served import acted, checks
-from trainer_backend.api.server import app_of, open_service, server_of
-from trainer_backend.api.service import Service
-from trainer_backend.api.settings import Settings
+from trainer_backend.jobs.server import app_of, open_service, server_of
+from trainer_backend.jobs.service import Service
+from trainer_backend.jobs.settings import Settings
 
 
 @contextmanager

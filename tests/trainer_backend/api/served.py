@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from trainer_backend.api.app import create_app
-from trainer_backend.api.check_process import CheckProcess
-from trainer_backend.api.server import open_service
-from trainer_backend.api.service import Service
-from trainer_backend.api.settings import Flags, Settings, settings_from
+from trainer_backend.jobs.app import create_app
+from trainer_backend.jobs.check_process import CheckProcess
+from trainer_backend.jobs.server import open_service
+from trainer_backend.jobs.service import Service
+from trainer_backend.jobs.settings import Flags, Settings, settings_from
 from trainer_backend.store import jobs
 
 ADDRESS = "http://127.0.0.1:8100"

@@ -9,9 +9,9 @@ import pytest
 from tests.trainer_backend.api.served import checks, serving, settings_for
 from tests.trainer_backend.api.test_a_job_s_life import iterate, release
 from tests.trainer_backend.store.postgres import Postgres
-from trainer_backend.api.events_routes import Place, _stream
-from trainer_backend.api.server import open_service
-from trainer_backend.store.errors import StoreError, StoreUnavailable
+from trainer_backend.jobs.events import Place, _stream
+from trainer_backend.jobs.server import open_service
+from trainer_backend.store.database import StoreError, StoreUnavailable
 
 
 @pytest.fixture(scope="module")

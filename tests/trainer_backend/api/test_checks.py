@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.trainer_backend.api.served import serving, settings_for
-from trainer_backend.api.check_process import CheckProcess
-from trainer_backend.api.errors import CheckEnded, TooManyChecks
-from trainer_backend.api.posted import document_of
-from trainer_backend.errors import JobError
+from trainer_backend.errors import CheckEnded, JobError, TooManyChecks
+from trainer_backend.jobs.check_process import CheckProcess
+from trainer_backend.jobs.posted import document_of
 
 MEBIBYTE = 1 << 20
 MODEL = '[model]\npreset = "tiny-0.3m"\n'

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer_backend.api.served import serving, settings_for
 from tests.trainer_backend.api.test_a_job_s_life import iterate, release
-from trainer_backend.api.events_routes import Place, _stream
+from trainer_backend.jobs.events import Place, _stream
 
 
 def parsed(text: str) -> list[tuple[str, str | None, dict[str, Any]]]:

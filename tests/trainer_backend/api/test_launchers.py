@@ -10,7 +10,7 @@ import tomli
 
 from tests.trainer_backend.api.served import Served, serving, settings_for
 from tests.trainer_backend.collect.task_app_process import KEY, TaskAppProcess, started
-from trainer_backend.api.launcher import translated
+from trainer_backend.jobs.launcher import translated
 
 # Nobody listens there.
 AWAY = "http://127.0.0.1:9"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_backend.api.log_lines import MOST_BYTES, Piece, last_piece, next_piece
+from trainer_backend.jobs.run_routes import MOST_BYTES, Piece, last_piece, next_piece
 
 
 @pytest.fixture

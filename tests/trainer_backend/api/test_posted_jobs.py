@@ -7,11 +7,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from trainer_backend.api.posted import document_of, paths_of, posted_job
-from trainer_backend.api.settings import Bounds, Flags, settings_from
 from trainer_backend.errors import JobError
-from trainer_backend.job import dump_job, load_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.jobs.posted import document_of, paths_of, posted_job
+from trainer_backend.jobs.settings import Bounds, Flags, settings_from
 
 MODEL: dict[str, Any] = {"model": {"preset": "tiny-0.3m"}}
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tests.house.test_docs import text_of
 from tests.trainer_backend.api.test_a_job_s_life import iterate
-from trainer_backend.api.exposition import page
-from trainer_backend.api.known_names import OF_EVALUATIONS, OF_ITERATIONS
+from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS, page
 
 
 async def samples(served) -> dict[str, float]:

@@ -20,8 +20,8 @@ from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import acted, checks, settings_for
-from trainer_backend.api.app import OPEN_PATHS, create_app
-from trainer_backend.api.server import open_service
+from trainer_backend.jobs.app import OPEN_PATHS, create_app
+from trainer_backend.jobs.server import open_service
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
 KEY = "a-key"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).parents[3]
-IMPORTED = "trainer_backend.api.server, trainer_backend.api.for_pages, trainer_backend.dashboard.pages"
+IMPORTED = "trainer_backend.jobs.server, trainer_backend.jobs.submitting, trainer_backend.pages.app"
 
 
 def start(folder: Path, *words: str, key: str = "") -> subprocess.Popen[str]:

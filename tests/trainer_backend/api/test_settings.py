@@ -8,7 +8,7 @@ from typer.main import get_command
 from service_kit.errors import SettingsError
 from shared_schemas.urls import is_loopback
 from trainer_backend.__main__ import app
-from trainer_backend.api.settings import Flags, settings_from
+from trainer_backend.jobs.settings import Flags, settings_from
 
 
 def test_without_a_key_only_this_machine_is_listened_to():

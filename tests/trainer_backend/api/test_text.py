@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer_backend.api.served import document
-from trainer_backend.api.for_pages import JobsForPages
-from trainer_backend.rundir.run_log import append_log
-from trainer_backend.rundir.state import RunState, write_state
+from trainer_backend.jobs.submitting import JobsForPages
+from trainer_backend.rundir.state import RunState, append_log, write_state
 
 HALF = "\ud83d"
 JSON = {"Content-Type": "application/json"}

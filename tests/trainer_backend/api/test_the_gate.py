@@ -9,7 +9,7 @@ import pytest
 from service_kit.keys import COOKIE
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.api.served import serving, settings_for
-from trainer_backend.api.login import own_path
+from trainer_backend.jobs.login import own_path
 
 KEY = "the-key-of-these-tests"
 OTHER = "http://evil.example"

@@ -5,9 +5,8 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.api.checking import checked
-from trainer_backend.api.settings import Bounds
-from trainer_backend.api.toml_lines import line_of, lines_of, statements
+from trainer_backend.jobs.posted import checked, line_of, lines_of, statements
+from trainer_backend.jobs.settings import Bounds
 
 TEXT = """\
 # a job

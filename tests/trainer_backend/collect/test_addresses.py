@@ -9,11 +9,11 @@ from pydantic import SecretStr
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
-from trainer_backend.collect.addresses import Address, looked_up
-from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.errors import JobError, TaskAppError
+from trainer_backend.job.addresses import Address, looked_up
 
 KEY = SecretStr("k")
 

@@ -8,11 +8,11 @@ from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
-from trainer_backend.collect.answers import TaskAppLost
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.collection import Collection
 from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.wire import TaskAppLost
+from trainer_backend.collect.work import Collection
 
 
 def plan(count: int) -> list[RolloutRequest]:

@@ -21,7 +21,7 @@ from trainer_backend.core.seeds import (
     training_world,
 )
 from trainer_backend.errors import JobError
-from trainer_backend.job import parse_job
+from trainer_backend.job.load import parse_job
 
 
 def planner(**tables: dict[str, object]) -> Planner:

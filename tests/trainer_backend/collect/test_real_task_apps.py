@@ -11,12 +11,12 @@ from pydantic import SecretStr
 from tests.conftest import tiny_job
 from tests.trainer_backend.collect.task_app_process import KEY, TaskAppProcess, started
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collection import Collection
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.task_apps import task_apps, told_of
 from trainer_backend.collect.trial import try_job
-from trainer_backend.report.replay import played_frames
-from trainer_backend.services.task_apps import task_apps, told_of
+from trainer_backend.collect.work import Collection
+from trainer_backend.pages.stored import played_frames
 
 JOB = tiny_job(rollout__max_turns=20, warmup__episodes=24, rollout__max_concurrent_rollouts=8)
 PLAN = Planner(JOB, "run").warmup()

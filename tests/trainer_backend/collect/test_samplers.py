@@ -12,9 +12,9 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.plan import Inference, Planner, retried
-from trainer_backend.collect.samplers import looks_back, sampler_of
+from trainer_backend.collect.sources import looks_back, sampler_of
 from trainer_backend.core.mixture_history import Past
-from trainer_backend.job import load_job, parse_job
+from trainer_backend.job.load import load_job, parse_job
 
 ROOT = Path(__file__).parents[3]
 GATEWAY = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))

@@ -16,8 +16,8 @@ from trainer_backend.collect.sources import origin_of, row_of
 from trainer_backend.data.dataset import DataSet, data_of
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import JobError
-from trainer_backend.job import parse_job
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.load import parse_job
+from trainer_backend.job.schema import JobConfig
 
 MODEL = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
 

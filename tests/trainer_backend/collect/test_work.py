@@ -10,8 +10,7 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import request_of
 from trainer_backend.collect.apps import App
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.collection import Tally
-from trainer_backend.collect.work import Desk, Work
+from trainer_backend.collect.work import Desk, Tally, Work
 
 
 def app(number: int, *, at_most: int = 64) -> App:

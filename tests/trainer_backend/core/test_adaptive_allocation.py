@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.core.adaptive import AdaptiveSchedule
+from trainer_backend.core.allocation import ByReward
 from trainer_backend.core.behaviour import counted_share
 from trainer_backend.core.mixture_history import Past, past_of
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.selection import ByReward
 
 SHARES = st.floats(0.0, 1.0)
 OUTCOMES = st.floats(-100, 100)

@@ -4,8 +4,8 @@ from collections import defaultdict
 import pytest
 
 from trainer_backend.core.aggregation import constant, decision_mean, episode_equal, token_mean
-from trainer_backend.core.errors import BatchError
 from trainer_backend.core.segments import Segment
+from trainer_backend.errors import BatchError
 
 MEANS = [token_mean, decision_mean, episode_equal]
 ALL = pytest.mark.parametrize("aggregation", [*MEANS, constant])

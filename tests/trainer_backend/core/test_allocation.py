@@ -16,9 +16,9 @@ from trainer_backend.core.allocation import (
     LinearSchedule,
     RolloutAllocationSchedule,
     StepSchedule,
+    Weighted,
 )
 from trainer_backend.core.policies import ACTOR, FIXED, model_of, policy_of
-from trainer_backend.core.selection import Weighted
 
 DRAWS = 10_000
 SHARES = st.floats(0.0, 1.0)

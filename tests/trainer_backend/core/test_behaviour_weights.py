@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
+from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.behaviour import (
     WeightConfig,
     behaviour_weights,
@@ -18,7 +19,6 @@ from trainer_backend.core.behaviour import (
 )
 from trainer_backend.core.losses import LossConfig, clipped_policy_loss
 from trainer_backend.core.segments import segments_of
-from trainer_backend.core.units import units_of
 
 LOG = math.log
 TOKEN = WeightConfig(cap=2.0)

@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.advantages.branch import branch
+from trainer_backend.core.advantages.branch import branch, branch_turns
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.branching import branch_turns
-from trainer_backend.core.errors import AdvantageError
+from trainer_backend.errors import AdvantageError
 
 HALF = AdvantageConfig(gamma=0.5)
 

@@ -6,12 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.core.loss_metrics import clip_metrics, merge_metrics
-from trainer_backend.core.losses import (
-    LossConfig,
-    clipped_policy_loss,
-    entropy_loss,
-    weighted_sum,
-)
+from trainer_backend.core.losses import LossConfig, clipped_policy_loss, entropy_loss, weighted_sum
 
 CLIP = LossConfig(clip_low=0.2, clip_high=0.28)
 OLD = torch.tensor([-1.0, -1.0, -1.0, -1.0])

@@ -5,18 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_backend.core.aggregation import token_mean
-from trainer_backend.core.collate import (
-    block_mask,
-    by_segment,
-    collate,
-    cut_batch,
-    cut_packed,
-    pack_segments,
-)
-from trainer_backend.core.errors import BatchError
+from trainer_backend.core.aggregation import token_mean, units_of
+from trainer_backend.core.collate import block_mask, by_segment, collate, cut_batch, cut_packed, pack_segments
 from trainer_backend.core.segments import Segment
-from trainer_backend.core.units import units_of
+from trainer_backend.errors import BatchError
 
 
 def segment(rollout_id, token_ids, decision, *, temperature=1.0):

@@ -2,8 +2,8 @@ import pytest
 
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StopReason
-from task_app.context_tools import apply
-from task_app.history import History
+from task_app.episode.context_tools import apply
+from task_app.episode.history import History
 from task_app.protocols import ToolRequest
 from tests.trainer_backend.core.test_segments import step
 from tests.trainer_backend.dialogues import AGAIN, TASK, call, decision, dialogue, reader, said, trajectory

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.aggregation import token_mean
+from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import collate, cut_batch
 from trainer_backend.core.critic import (
     ByToken,
@@ -17,10 +17,9 @@ from trainer_backend.core.critic import (
     targets_of,
     values_of_episode,
 )
-from trainer_backend.core.errors import AdvantageError, BatchError
 from trainer_backend.core.segments import Segment
-from trainer_backend.core.units import units_of
 from trainer_backend.core.value_loss import CriticColumns, value_loss
+from trainer_backend.errors import AdvantageError, BatchError
 
 
 def segment(rollout_id, decision):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.critic import ByToken
-from trainer_backend.core.errors import AdvantageError
+from trainer_backend.errors import AdvantageError
 from trainer_backend.plugins import ESTIMATORS
 
 CONFIG = AdvantageConfig(gamma=0.75, gae_lambda=0.5, gae_token_lambda=0.5, omega=0.25)

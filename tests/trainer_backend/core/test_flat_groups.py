@@ -4,9 +4,9 @@ import pytest
 
 from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
 from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
+from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.errors import AdvantageError
-from trainer_backend.core.flat_groups import flat_groups
+from trainer_backend.errors import AdvantageError
 
 
 def episodes(**groups: list[list[float]]) -> list[EpisodeRewards]:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.gae import gae, gae_token, generalised_advantages
 from trainer_backend.core.critic import ByToken
-from trainer_backend.core.errors import AdvantageError
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.errors import AdvantageError
 
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
 PAIRS = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=6)

@@ -10,9 +10,9 @@ from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling,
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.gae import foretold, gae, gae_token
 from trainer_backend.core.critic import ByToken, column_of, targets_of, values_of_episode
-from trainer_backend.core.errors import AdvantageError
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.segments import segments_of
+from trainer_backend.errors import AdvantageError
 
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
 ROW = st.lists(NUMBER, min_size=1, max_size=4)

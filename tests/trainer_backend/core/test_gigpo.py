@@ -12,7 +12,7 @@ from tests.trainer_backend.core.exact_gigpo import exact_gigpo
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
 from trainer_backend.core.advantages.grpo import grpo
-from trainer_backend.core.errors import AdvantageError
+from trainer_backend.errors import AdvantageError
 
 ONE = AdvantageConfig(gamma=0.95, fnorm="one")
 STEP = st.tuples(st.integers(-8, 8).map(lambda eighths: eighths / 8), st.sampled_from("abc"))

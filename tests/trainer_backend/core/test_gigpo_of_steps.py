@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import ObservationData, StepData
 from trainer_backend.core.advantages.gigpo import system_apply_gigpo_to_batch_steps
-from trainer_backend.core.errors import AdvantageError
+from trainer_backend.errors import AdvantageError
 
 
 class Bare:

@@ -6,9 +6,9 @@ import pytest
 
 from shared_schemas.rewards import RewardPart, decision_rewards
 from shared_schemas.trajectory import ObservationData, StepData, StepMetadata, StopReason, Trajectory
-from trainer_backend.core.errors import RewardError
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.core.rewards import RewardConfig, reward_vector
+from trainer_backend.errors import RewardError
 
 STEPWISE = RewardConfig(enabled=True, mode="decision_stepwise")
 SPARSE = RewardConfig(enabled=True, mode="env_sparse")

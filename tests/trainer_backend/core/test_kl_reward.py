@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from trainer_backend.core.errors import RewardError
 from trainer_backend.core.kl import KL_ESTIMATORS
 from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
+from trainer_backend.errors import RewardError
 
 # a decision of two tokens and one of one
 SCORED = ScoredTokens([[-1.0, -2.0], [-0.5]], [[-1.5, -1.0], [-0.5]])

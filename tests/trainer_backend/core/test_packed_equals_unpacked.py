@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer_backend.core.aggregation import token_mean
+from trainer_backend.core.aggregation import token_mean, units_of
 from trainer_backend.core.collate import block_mask, collate, cut_batch
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.losses import LossConfig, clipped_policy_loss, entropy_loss
 from trainer_backend.core.segments import Segment
-from trainer_backend.core.units import units_of
 
 VOCABULARY = 37
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.errors import BatchError
 from trainer_backend.core.packing import pack
+from trainer_backend.errors import BatchError
 
 
 def test_each_sequence_goes_longest_first_to_the_fullest_row_with_room():

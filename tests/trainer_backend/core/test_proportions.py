@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.proportions import wilson_interval
+from trainer_backend.core.intervals import wilson_interval
 
 
 def test_half_of_ten_by_hand():

@@ -1,9 +1,9 @@
 """Which tokens share a ratio, and which segments a step may not part."""
 
+from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.core.units import units_of
-from trainer_backend.learner.steps import Scored, in_steps, together
+from trainer_backend.learner.stepping import Scored, in_steps, together
 
 
 def segment(name, *decision):

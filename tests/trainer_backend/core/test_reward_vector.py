@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shared_schemas.rewards import DecisionRewards, RewardPart
 from shared_schemas.trajectory import ObservationData, StepData, StepMetadata
-from trainer_backend.core.errors import RewardError
 from trainer_backend.core.rewards import RewardConfig, reward_vector
+from trainer_backend.errors import RewardError
 
 NAMES = tuple("abcdefgh")
 STEPWISE = RewardConfig(enabled=True, mode="decision_stepwise")

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from trainer_backend.core.scores import crafter_score_interval
+from trainer_backend.core.intervals import crafter_score_interval
 from trainer_backend.core.statistics import crafter_score
 
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from trainer_backend.core.errors import SegmentError
 from trainer_backend.core.segments import segments_of
+from trainer_backend.errors import SegmentError
 
 
 def step(turn, reused, prompt, response, *, temperature=1.0, **changes):

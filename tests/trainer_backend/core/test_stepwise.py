@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.episodes import AdvantageConfig, EpisodeRewards
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
 
 EPISODE = st.lists(st.integers(-8, 8).map(float), min_size=1, max_size=6)
 GROUP = st.lists(EPISODE, min_size=1, max_size=5)

@@ -19,7 +19,7 @@ from trainer_backend.core.advantages.gae import gae
 from trainer_backend.core.advantages.gigpo import gigpo_additive
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.plugins import AGGREGATIONS
 

@@ -9,16 +9,14 @@ from starlette.testclient import TestClient
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import small_run
-from trainer_backend.dashboard import pages
-from trainer_backend.dashboard.frames import Frames
-from trainer_backend.dashboard.services import Checked, Dashboard, Finding
 from trainer_backend.errors import JobError, TaskAppError
-from trainer_backend.report.replay import Frame, FrameSource
+from trainer_backend.pages.app import router
+from trainer_backend.pages.page import Checked, Dashboard, Finding
+from trainer_backend.pages.stored import Frame, Frames, FrameSource
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.store import jobs
-from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.errors import JobConflict
+from trainer_backend.store.database import JobConflict, Store, open_store
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
 from trainer_backend.store.sync import sync_run
@@ -93,7 +91,7 @@ class Shown:
             examples=(("demo", "[model]\n"), ("other", "# other\n")), frames=Frames(source),
         )  # fmt: skip
         app = FastAPI()
-        app.include_router(pages.router)
+        app.include_router(router)
         app.state.dashboard = self.dashboard
         self.client = TestClient(app, follow_redirects=False)
 

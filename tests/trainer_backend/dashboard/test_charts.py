@@ -1,7 +1,7 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
-from trainer_backend.dashboard.panels import PANELS, Line, Panel, found_in, named_by, one_line_each, rest_of
-from trainer_backend.dashboard.series import chart_of, summary, table
+from trainer_backend.pages.panels import PANELS, Line, Panel, found_in, named_by, one_line_each, rest_of
+from trainer_backend.pages.series import chart_of, summary, table
 from trainer_backend.store.rows import Series
 
 PLAIN = Panel("p", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation", ("a/e_low", "a/e_high"))))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.dashboard.figures import ago, duration, number, roughly, signed, size
+from trainer_backend.pages.figures import ago, duration, number, roughly, signed, size
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 

@@ -8,7 +8,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.dashboard.shown import PNG, Shown, numbered_run
 from tests.trainer_backend.report.hand_made import empty_run
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
-from trainer_backend.rundir.run_log import append_log
+from trainer_backend.rundir.state import append_log
 from trainer_backend.store import jobs
 
 ROLLOUT = "r/train/1/1/0"  # of world 2, one decision

@@ -2,8 +2,9 @@
 
 import pytest
 
-from trainer_backend.dashboard.errors import BadAddress
-from trainer_backend.dashboard.rollouts_view import asked_of, caption, rollout_address, short_id
+from trainer_backend.pages.figures import rollout_address, short_id
+from trainer_backend.pages.page import BadAddress
+from trainer_backend.pages.rollouts import asked_of, caption
 from trainer_backend.store.reads_rollouts import RolloutFilter
 
 

@@ -8,14 +8,12 @@ import pytest
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import FIRST, LAST, evaluation_row, iteration_row
-from trainer_backend.dashboard.config_view import chosen_keys, differing_keys, to_begin_from
-from trainer_backend.dashboard.key_view import Ends, key_figures
-from trainer_backend.dashboard.rates_view import success_rates
-from trainer_backend.dashboard.run_view import head_of, seconds_an_iteration
-from trainer_backend.dashboard.runs_view import run_line
-from trainer_backend.dashboard.sparks import spark_of
-from trainer_backend.job import dump_job, parse_job
-from trainer_backend.jobfile.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.job.load import dump_job, parse_job
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.pages.facts import chosen_keys, differing_keys, to_begin_from
+from trainer_backend.pages.run_view import Ends, head_of, key_figures, seconds_an_iteration, success_rates
+from trainer_backend.pages.runs import run_line
+from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import RunState
 from trainer_backend.store.rows import JobRow, RunSummary, Series
 

@@ -10,11 +10,8 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.dashboard.shown import Shown
 from tests.trainer_backend.dashboard.test_pages import FIRST_ROLLOUT
 from tests.trainer_backend.report.hand_made import WOOD, rollout, small_run
-from trainer_backend.collect.environment_client import NoPictures
-from trainer_backend.dashboard.frames import Frames, can_be_drawn
-from trainer_backend.dashboard.stored import Kept, StoredRollouts
 from trainer_backend.errors import RunDirectoryError, TaskAppError
-from trainer_backend.report.replay import Frame
+from trainer_backend.pages.stored import Frame, Frames, Kept, NoPictures, StoredRollouts, can_be_drawn
 
 
 def test_the_last_few_are_kept_and_the_one_that_nobody_asked_for_longest_goes_first():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.dashboard.token_view import (
+from trainer_backend.pages.token_view import (
     STEPS,
     Further,
     advantage_step,

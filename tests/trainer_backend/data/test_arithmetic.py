@@ -9,7 +9,7 @@ import pytest
 from trainer_backend.data.arithmetic import sums
 from trainer_backend.data.dataset import data_of, read_split
 from trainer_backend.data.rows import parse_row
-from trainer_backend.job import load_job
+from trainer_backend.job.load import load_job
 
 DATA = Path(__file__).parents[3] / "configs" / "data"
 

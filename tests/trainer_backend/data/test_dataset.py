@@ -10,7 +10,7 @@ from tests.trainer_backend.data.folders import jsonl, parquet
 from trainer_backend.data.dataset import chosen_instances, read_data
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import DataError
-from trainer_backend.jobfile.data_table import DataTable
+from trainer_backend.job.rollout_table import DataTable
 
 
 def questions(count: int, **more: object) -> list[dict[str, object]]:

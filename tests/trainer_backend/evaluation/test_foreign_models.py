@@ -20,13 +20,13 @@ from tests.foreign_server import (
     repeats_the_key,
 )
 from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.errors import NothingToLearnFrom, TaskAppError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
-from trainer_backend.job import dump_job
+from trainer_backend.job.load import dump_job
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.run.policy_server import serving
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.services.policy_server import serving
-from trainer_backend.services.task_apps import task_apps
 
 KEY = "sk-very-secret-0123456789abcdef"
 ROOT = Path(__file__).parents[3]

@@ -2,9 +2,13 @@ import pytest
 
 from tests.trainer_backend.dialogues import dialogue, finished
 from tests.trainer_backend.report.hand_made import LAST, evaluation_row
-from trainer_backend.collect.collection import Collection
-from trainer_backend.evaluation.metrics import evaluation_metrics
-from trainer_backend.evaluation.outcome import outcome_interval, outcome_meaning, outcome_name
+from trainer_backend.collect.metrics import (
+    evaluation_metrics,
+    outcome_interval,
+    outcome_meaning,
+    outcome_name,
+)
+from trainer_backend.collect.work import Collection
 from trainer_backend.evaluation.result import evaluated
 
 RIGHT_AND_WRONG = [finished(dialogue(0.0, 1.0), 1), finished(dialogue(0.0), 2)]

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import LAST
 from trainer_backend.__main__ import app
-from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.work import Collection
 from trainer_backend.errors import JobError, NothingToLearnFrom, RunDirectoryError
 from trainer_backend.evaluation.play import Checkpoint, Scripted, chosen_player, evaluate, what_to_evaluate
 from trainer_backend.evaluation.result import as_json, evaluated, span_width
-from trainer_backend.job import dump_job, load_job
-from trainer_backend.jobfile.training_table import LoraTable
+from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.job.training_table import LoraTable
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.terminal.evaluation_tables import tables

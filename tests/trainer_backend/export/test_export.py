@@ -13,10 +13,9 @@ from tests.trainer_backend.report.hand_made import COW, TABLE, WOOD, rollout
 from tests.trainer_backend.store.runs import CREDITS, failed, new_run
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.export.choose import Choice
-from trainer_backend.export.write import export_run
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.terminal.export import Choice, export_run
 
 
 def spoken(item: Rollout, *, model: str = "", rollout_id: str) -> Rollout:

@@ -17,14 +17,13 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.chat_check import refuse_without_tools
+from trainer_backend.inference.chat_check import refuse_without_tools, tool_format_of
 from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, InferenceEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.tool_parsing import tool_format_of
-from trainer_backend.jobfile.model_table import ModelTable
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.plugins import TOOL_FORMATS

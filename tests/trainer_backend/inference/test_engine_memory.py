@@ -13,8 +13,8 @@ from tests.trainer_backend.inference.naive import assert_equal_to_naive
 from trainer_backend.errors import EngineOutOfMemory
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.memory import is_out_of_memory
 from trainer_backend.inference.protocol import Generation
+from trainer_backend.models.folder import is_out_of_memory
 
 StartEngine = Callable[..., LocalEngine]
 KNOBS = r"\[inference\]: .*Lower max_running, max_model_len or kept_prefixes"

@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_formats.turnwise import parse_turnwise
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY
+from trainer_backend.tool_formats.turnwise import parse_turnwise
 
 USER = {"role": "user", "content": "wood 2 tree"}
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.model_folders import edit_json
 from tests.trainer_backend.inference.conftest import ACTIONS, crafter_like_prompt
-from trainer_backend.inference.same_tokens import first_difference
+from trainer_backend.inference.chat_check import first_difference
 from trainer_backend.models import train_tokenizer
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY

@@ -16,10 +16,10 @@ from tests.model_folders import chat_template
 from trainer_backend.core.segments import CONTEXT, Segment, segments_of
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, said
+from trainer_backend.inference.chat_check import tool_format_in_use
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import assistant_message
-from trainer_backend.inference.tool_parsing import tool_format_in_use
 from trainer_backend.models.folder import load_tokenizer
 
 # Template, whose tokenizer, its stop token, and whether it goes on from every answer of a plain dialogue.

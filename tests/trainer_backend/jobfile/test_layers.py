@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer_backend.errors import JobError
-from trainer_backend.job import load_job, load_new_job
+from trainer_backend.job.load import load_job, load_new_job
 from trainer_backend.rundir.layout import create_run
 
 BASE = """

@@ -4,7 +4,7 @@ import pytest
 import tomli
 
 from trainer_backend.errors import JobError
-from trainer_backend.job import dump_job, parse_job
+from trainer_backend.job.load import dump_job, parse_job
 
 MODEL = {"preset": "tiny-0.3m"}
 STEPWISE = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}

@@ -18,10 +18,9 @@ from transformers import (
 )
 
 from trainer_backend.core.collate import cut_packed, pack_segments
-from trainer_backend.core.one_row import SegmentBounds, one_row
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
-from trainer_backend.learner.by_length import SHORTEST_SHARE, groups_of
+from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, groups_of, one_row
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, stepping

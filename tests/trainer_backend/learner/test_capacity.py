@@ -23,8 +23,8 @@ from trainer_backend.learner.capacity import (
     model_shape,
     refuse_too_large,
 )
-from trainer_backend.learner.copies import copy_to_serve
 from trainer_backend.learner.device import Found, Placement, place
+from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import save_model_folder
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import segment
+from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.core.units import units_of
 from trainer_backend.learner.behaviour import objectives_of
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms

@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.attention import BlockMask
+from trainer_backend.learner.by_length import last_mlp_on
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.last_mlp import last_mlp_on
 from trainer_backend.learner.scoring import Scorer
 
 PARTS = [segment("a", [5] * 7, [6, 7], [0.0, 0.0]), segment("b", [8] * 4, [9], [0.0])]

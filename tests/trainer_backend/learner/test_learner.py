@@ -23,7 +23,7 @@ from trainer_backend.errors import (
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, held_scorer
-from trainer_backend.learner.steps import Scored, in_steps
+from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
 from trainer_backend.models import build_preset
 from trainer_backend.protocols import CreditedEpisode, Progress

@@ -13,10 +13,10 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
 from trainer_backend.inference.weights import copy_weights
-from trainer_backend.jobfile.training_table import LoraTable
-from trainer_backend.learner.copies import copy_to_serve, folder_to_serve, held_copy, hold_in
+from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.learner.loading import copy_to_serve, folder_to_serve, held_copy, hold_in
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.models import load_model_folder, save_model_folder
 from trainer_backend.models.precision import held_dtype, tokens_for

@@ -8,10 +8,9 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
 from trainer_backend.core.critic import targets_of
-from trainer_backend.core.errors import SegmentError
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.errors import NonFiniteLoss
+from trainer_backend.errors import NonFiniteLoss, SegmentError
 from trainer_backend.learner.update import Known
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode

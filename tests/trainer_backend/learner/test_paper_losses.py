@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.conftest import tiny_job
+from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.segments import CONTEXT, Segment
-from trainer_backend.core.units import units_of
 from trainer_backend.learner.behaviour import objectives_of
 from trainer_backend.learner.policy_terms import PolicyTerms
 from trainer_backend.plugins import AGGREGATIONS, LOSSES

@@ -33,7 +33,7 @@ from trainer_backend.errors import ModelFolderError
 from trainer_backend.learner.capacity import model_shape
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.models.attention_kinds import refuse_unsupported_attention
+from trainer_backend.models.layout import refuse_unsupported_attention
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ import pytest
 from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from shared_schemas.trajectory import ObservationData, StepData, StopReason, Trajectory
 from trainer_backend.errors import NothingToLearnFrom
-from trainer_backend.learner.texts import prompt_texts
+from trainer_backend.learner.warmup import prompt_texts
 
 FINISH = ToolCall(id="c", function=FunctionCall(name="finish", arguments='{"answer": "Mira"}'))
 

@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, targets_of
-from trainer_backend.core.errors import AdvantageError
 from trainer_backend.core.memory import memory_needs
 from trainer_backend.core.segments import Segment
-from trainer_backend.errors import CheckpointError, NonFiniteLoss
+from trainer_backend.errors import AdvantageError, CheckpointError, NonFiniteLoss
 from trainer_backend.learner.capacity import memory_use, model_shape
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner

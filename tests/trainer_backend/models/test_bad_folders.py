@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import tiny_job
 from tests.model_folders import edit_json
 from trainer_backend.errors import CheckpointError, ModelFolderError
-from trainer_backend.jobfile.model_table import ModelTable
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_named
 from trainer_backend.protocols import Progress

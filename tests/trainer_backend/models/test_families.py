@@ -13,7 +13,7 @@ from tests.conftest import tiny_job
 from tests.model_folders import FAMILIES, PADDING_ROWS
 from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.jobfile.model_table import ModelTable
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import embedding_rows

@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from tests.model_folders import PADDING_ROWS
-from trainer_backend.models.folder import embedding_rows, load_model_folder, save_model_folder
-from trainer_backend.models.frozen import drop_rows_beyond, fingerprint
+from trainer_backend.models.folder import (
+    drop_rows_beyond,
+    embedding_rows,
+    fingerprint,
+    load_model_folder,
+    save_model_folder,
+)
 
 
 def two_layers(first: torch.Tensor, second: torch.Tensor) -> nn.Module:

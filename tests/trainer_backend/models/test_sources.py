@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from trainer_backend.errors import JobError
-from trainer_backend.job import load_job, load_new_job, parse_job
-from trainer_backend.jobfile.model_table import ModelTable
+from trainer_backend.job.load import load_job, load_new_job, parse_job
+from trainer_backend.job.tables import ModelTable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # The hub's client reads its environment when it is imported, so each case is a process of its own.
 LOAD = """\
 import sys
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.jobfile.model_table import ModelTable
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
 for name, revision in zip(sys.argv[1::2], sys.argv[2::2]):
     try:

@@ -10,9 +10,9 @@ import pytest
 from tests.conftest import rows_of
 from tests.task_app.test_service_process import collected, task_app
 from trainer_backend.errors import JobError
-from trainer_backend.new_environment.write import write_environment
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.terminal.templates import write_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -5,7 +5,7 @@ import json
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
-from trainer_backend.job import dump_job
+from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 

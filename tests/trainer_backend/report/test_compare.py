@@ -11,10 +11,16 @@ from tests.trainer_backend.report.test_report import charts, told
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.report.compare import doubts, summary_rows, write_comparison
-from trainer_backend.report.comparison import against_first, read_sides, setting_differences
+from trainer_backend.pages.compare import (
+    against_first,
+    doubts,
+    read_sides,
+    setting_differences,
+    summary_rows,
+    write_comparison,
+)
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.terminal.comparison_tables import comparison_table
+from trainer_backend.terminal.evaluation_tables import comparison_table
 
 
 def another_run(job, path):

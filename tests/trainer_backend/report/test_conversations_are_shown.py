@@ -11,13 +11,12 @@ from tests.trainer_backend.core.test_segments import step
 from tests.trainer_backend.dialogues import DEFINITION, dialogue, finished, reader
 from tests.trainer_backend.report.hand_made import empty_run, small_run
 from tests.trainer_backend.report.test_report import charts, no_frames, told
-from trainer_backend.evaluation.metrics import evaluation_metrics
-from trainer_backend.recredit.episode import episode_view
-from trainer_backend.report.compare import summary_columns, summary_rows, write_comparison
-from trainer_backend.report.comparison import read_sides
-from trainer_backend.report.seen import last_words, news
-from trainer_backend.report.story import read_story
-from trainer_backend.report.write import write_report
+from trainer_backend.collect.metrics import evaluation_metrics
+from trainer_backend.credit.inspect import episode_view
+from trainer_backend.pages.compare import read_sides, summary_columns, summary_rows, write_comparison
+from trainer_backend.pages.episode_view import last_words, news
+from trainer_backend.pages.report import write_report
+from trainer_backend.pages.story import read_story
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
 

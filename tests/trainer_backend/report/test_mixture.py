@@ -9,12 +9,9 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import COW, FIRST, TABLE, WOOD, empty_run, evaluation_row, rollout
 from tests.trainer_backend.report.hand_made import iteration_row as row_of_actor
 from tests.trainer_backend.report.test_report import charts, no_frames, told
-from trainer_backend.report.compare import write_comparison
-from trainer_backend.report.comparison import read_sides, setting_differences
-from trainer_backend.report.stored_episodes import reward_by_turn
-from trainer_backend.report.story import read_story
-from trainer_backend.report.summary import figure_lines
-from trainer_backend.report.write import write_report
+from trainer_backend.pages.compare import read_sides, setting_differences, write_comparison
+from trainer_backend.pages.report import figure_lines, reward_by_turn, write_report
+from trainer_backend.pages.story import read_story
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.terminal.progress import ConsoleReporter
 

@@ -5,10 +5,10 @@ import io
 import pytest
 from PIL import Image
 
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.errors import TaskAppError
-from trainer_backend.report.replay import FRAME_SIDE, replay
-from trainer_backend.report.stored_episodes import best_episode
-from trainer_backend.services.task_apps import task_apps
+from trainer_backend.pages.report import best_episode
+from trainer_backend.pages.stored import FRAME_SIDE, replay
 
 
 def with_other_actions(episode):

@@ -12,12 +12,12 @@ from rich.console import Console
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import PROMPT, empty_run, small_run, teacher_row
 from tests.trainer_backend.rundir.disk import full_disk
+from trainer_backend.credit.inspect import find_rollout
+from trainer_backend.credit.recredit import stored_iterations
 from trainer_backend.errors import RunDirectoryError, TaskAppError
-from trainer_backend.recredit.episode import find_rollout
-from trainer_backend.recredit.estimators import stored_iterations
-from trainer_backend.report.replay import Frame
-from trainer_backend.report.write import write_report
-from trainer_backend.running.train_command import tell_end
+from trainer_backend.pages.report import write_report
+from trainer_backend.pages.stored import Frame
+from trainer_backend.terminal.train_command import tell_end
 
 
 def no_frames(job, episode, turns):

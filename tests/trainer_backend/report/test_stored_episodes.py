@@ -1,9 +1,5 @@
 from tests.trainer_backend.report.hand_made import FIRST, LAST, WOOD, rollout
-from trainer_backend.report.stored_episodes import (
-    best_episode,
-    paired_difference,
-    reward_by_turn,
-)
+from trainer_backend.pages.report import best_episode, paired_difference, reward_by_turn
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 
 

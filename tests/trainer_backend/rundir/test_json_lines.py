@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunNotWritten
-from trainer_backend.rundir.json_lines import append_line, read_lines, replace_lines
+from trainer_backend.rundir.files import append_line, read_lines, replace_lines
 
 
 def test_lines_come_back_in_order(tmp_path: Path):

@@ -9,11 +9,10 @@ import pytest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.init_job.choices import Choices
-from trainer_backend.init_job.write import write_job
+from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.layout import create_run, open_run
 from trainer_backend.rundir.lock import locked
-from trainer_backend.running.recording import RecordingReporter
+from trainer_backend.terminal.templates import Choices, write_job
 
 
 def job_in(folder: Path):

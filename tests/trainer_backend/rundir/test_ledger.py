@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.ledger import (
-    FILE,
+from trainer_backend.rundir.spool import (
+    LEDGER_FILE,
     Consumed,
     append_consumed,
     forget_consumed_after,
@@ -32,7 +32,7 @@ def test_a_run_of_a_version_without_a_ledger_gets_none_by_being_resumed(tmp_path
 
 def test_a_line_that_was_cut_short_is_no_line(tmp_path: Path):
     append_consumed(tmp_path, Consumed(1, 1, ("a",)))
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / LEDGER_FILE).open("a") as file:
         file.write('{"iteration": 2, "policy_ver')
     append_consumed(tmp_path, Consumed(2, 2, ("b",)))
     assert [line.rollout_ids for line in read_ledger(tmp_path)] == [("a",), ("b",)]

@@ -19,15 +19,14 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.report.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Server, finished
-from trainer_backend.collect.collection import Keep
-from trainer_backend.collect.collector import Collection
+from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.core.segments import Segment
 from trainer_backend.protocols import CreditedEpisode, Progress
-from trainer_backend.rundir.boundary import writing
+from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.files import writing
 from trainer_backend.rundir.layout import create_run, open_run
 from trainer_backend.rundir.lock import locked
-from trainer_backend.running.recording import RecordingReporter
 from trainer_backend.train import Run, train
 
 ITERATIONS = 2

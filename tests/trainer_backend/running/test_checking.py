@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError
-from trainer_backend.job import parse_job
-from trainer_backend.jobfile.advice import biases
+from trainer_backend.job.checks import biases
+from trainer_backend.job.load import parse_job
 from trainer_backend.rundir.layout import RunDirectory
 
 

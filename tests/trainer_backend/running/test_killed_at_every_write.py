@@ -15,8 +15,8 @@ from tests.trainer_backend.rundir.disk import grow, mounted
 from tests.trainer_backend.running.killed_run import ITERATIONS, path_of, start
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.ledger import read_ledger
 from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import watch
 
 # A fork of a process that has imported everything and runs nothing: a start of the run takes milliseconds.

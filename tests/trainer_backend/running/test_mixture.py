@@ -13,12 +13,11 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.report.hand_made import COW, TABLE, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, run_of
-from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.samplers import sampler_of
-from trainer_backend.core.errors import SegmentError
+from trainer_backend.collect.sources import sampler_of
+from trainer_backend.collect.work import Collection
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.errors import NothingToLearnFrom
+from trainer_backend.errors import NothingToLearnFrom, SegmentError
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.train import Run, train

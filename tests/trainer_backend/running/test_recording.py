@@ -7,10 +7,9 @@ import pytest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import TaskAppError
+from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.run_log import read_log
-from trainer_backend.rundir.state import RunState, read_state
-from trainer_backend.running.recording import RecordingReporter
+from trainer_backend.rundir.state import RunState, read_log, read_state
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.errors import JobError
-from trainer_backend.job import dump_job
-from trainer_backend.running.planned_runs import run_of_each_seed
+from trainer_backend.job.load import dump_job
+from trainer_backend.terminal.train_command import run_of_each_seed
 
 
 @pytest.fixture

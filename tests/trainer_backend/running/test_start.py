@@ -18,16 +18,16 @@ from shared_schemas.trajectory import Trajectory
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.trainer_backend.report.hand_made import WOOD, rollout
 from tests.trainer_backend.test_train import finished
-from trainer_backend.collect.collector import Collection
 from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.work import Collection
 from trainer_backend.errors import CheckpointError, TaskAppError
+from trainer_backend.run.beginning import Beginning, Stopped
+from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.rundir.state import watch
-from trainer_backend.running.beginning import Beginning, Stopped
-from trainer_backend.running.start import run_job
-from trainer_backend.running.stopping import STOPPING
+from trainer_backend.start import run_job
 
 
 class Interrupting(ListReporter):

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer_backend.running.stopping import STOPPING, until_on_thread
+from trainer_backend.run.stopping import STOPPING, until_on_thread
 
 SLEEPER = """
 import asyncio, sys, threading
-from trainer_backend.running.stopping import stop_on_signals
+from trainer_backend.run.stopping import stop_on_signals
 
 async def main():
     with stop_on_signals(lambda line: print(line, flush=True)) as stop:

@@ -6,7 +6,7 @@ from queue import Queue
 
 import pytest
 
-from trainer_backend.services.dashboard import dashboard_beside
+from trainer_backend.terminal.train_command import dashboard_beside
 
 LONG_S = 60
 

@@ -2,17 +2,17 @@ import pytest
 from pydantic import SecretStr
 
 from tests.conftest import tiny_job
-from trainer_backend.collect.plan import Inference
-from trainer_backend.errors import JobError
-from trainer_backend.job import parse_job
-from trainer_backend.jobfile.urls import shown
-from trainer_backend.services.endpoints import (
+from trainer_backend.collect.endpoints import (
     endpoint,
     hosts_to_call,
     inference_host,
     key_from,
     sends_key_in_the_open,
 )
+from trainer_backend.collect.plan import Inference
+from trainer_backend.errors import JobError
+from trainer_backend.job.addresses import shown
+from trainer_backend.job.load import parse_job
 
 KEY = "sk-very-secret-0123456789abcdef"
 OPENAI = "https://api.openai.com/v1"

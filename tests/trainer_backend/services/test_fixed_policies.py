@@ -19,13 +19,13 @@ from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
 from trainer_backend.inference.protocol import Extras
-from trainer_backend.jobfile.schema import JobConfig
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
+from trainer_backend.run.fixed_policies import FixedPolicies, fixed_inferences
+from trainer_backend.run.policy_server import engine_limits, serving
+from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.services.fixed_folders import checked_folders
-from trainer_backend.services.fixed_policies import FixedPolicies, fixed_inferences
-from trainer_backend.services.policy_server import engine_limits, serving
 
 GATEWAY = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("k"), 256)
 SERVER = {"inference_url": "https://gpu.example:8443/v1", "model": "Qwen/Qwen3-8B"}

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from tests.conftest import tiny_job
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, ModelFolderError, RunDirectoryError
+from trainer_backend.run.policy_server import FolderPolicy
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import create_run
-from trainer_backend.services.policy_server import FolderPolicy
-from trainer_backend.services.serve import what_to_serve
+from trainer_backend.terminal.serve import what_to_serve
 
 ROOT = Path(__file__).parents[3]
 KEY = "a key of my own"

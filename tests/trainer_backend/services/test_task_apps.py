@@ -3,9 +3,8 @@
 import pytest
 
 from tests.conftest import tiny_job
+from trainer_backend.collect.task_apps import EmbeddedTaskApp, task_apps
 from trainer_backend.errors import JobError, TaskAppError
-from trainer_backend.services.embedded import EmbeddedTaskApp
-from trainer_backend.services.task_apps import task_apps
 
 
 @pytest.fixture

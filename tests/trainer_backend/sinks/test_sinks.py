@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.conftest import ListReporter, tiny_job
 from trainer_backend import plugins
 from trainer_backend.errors import JobError
-from trainer_backend.job import load_job, load_new_job
-from trainer_backend.jobfile.sinks_table import SinksTable
+from trainer_backend.job.load import load_job, load_new_job
+from trainer_backend.job.tables import SinksTable
+from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.sinks.reporter import SinkReporter
-from trainer_backend.sinks.sink import is_installed, refuse_missing, scalars
+from trainer_backend.sinks import is_installed, refuse_missing, scalars
 
 WARMUP = {"kind": "warmup", "iteration": 0, "warmup/loss": 1.5}
 FIRST = {"kind": "iteration", "iteration": 1, "loss/entropy": 2.0, "decision/unique_by_turn": [0.5, 0.25]}

@@ -9,8 +9,7 @@ from sqlalchemy import event, text
 
 from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.store import jobs
-from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.errors import StoreError, StoreUnavailable
+from trainer_backend.store.database import Store, StoreError, StoreUnavailable, open_store
 from trainer_backend.store.jobs import NewJob
 
 

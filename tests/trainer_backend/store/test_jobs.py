@@ -7,11 +7,11 @@ import pytest
 
 from tests.trainer_backend.store.conftest import NOON
 from trainer_backend.store import jobs
-from trainer_backend.store.database import Store
-from trainer_backend.store.errors import (
+from trainer_backend.store.database import (
     IdempotencyConflict,
     JobChanged,
     JobConflict,
+    Store,
     UnknownCursor,
     UnknownJob,
 )

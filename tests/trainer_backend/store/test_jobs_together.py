@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from trainer_backend.store import jobs
-from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.errors import IdempotencyConflict, JobChanged
+from trainer_backend.store.database import IdempotencyConflict, JobChanged, Store, open_store
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
 

@@ -10,10 +10,8 @@ from sqlalchemy import inspect
 from tests.trainer_backend.store.conftest import NOON
 from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.store import jobs
-from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.errors import StoreUnavailable
+from trainer_backend.store.database import Store, StoreUnavailable, migrate, open_store
 from trainer_backend.store.jobs import NewJob
-from trainer_backend.store.schema_version import migrate
 from trainer_backend.store.tables import Base
 
 

@@ -10,8 +10,7 @@ from tests.trainer_backend.store.runs import episodes, evaluate, finish, metrics
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.store import jobs, reads, reads_rollouts
-from trainer_backend.store.database import Store
-from trainer_backend.store.errors import UnknownCursor, UnknownJob, UnknownRollout
+from trainer_backend.store.database import Store, UnknownCursor, UnknownJob, UnknownRollout
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.reads_rollouts import RolloutFilter
 from trainer_backend.store.rows import JobRow, Series

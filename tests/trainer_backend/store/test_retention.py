@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.trainer_backend.store.conftest import NOON
 from tests.trainer_backend.store.runs import evaluate, finish, new_run
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobfile.retention_table import RetentionTable
+from trainer_backend.job.tables import RetentionTable
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_index import RolloutFile
 from trainer_backend.store import jobs, reads_rollouts

@@ -15,13 +15,12 @@ from tests.trainer_backend.store.runs import checkpoint, episodes, evaluate, fin
 from tests.trainer_backend.store.test_database import full
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
-from trainer_backend.rundir.json_lines import append_line
+from trainer_backend.rundir.files import append_line
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.ledger import FILE, Consumed, append_consumed
 from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.rundir.spool import LEDGER_FILE, Consumed, append_consumed
 from trainer_backend.store import jobs, reads, reads_rollouts
-from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.errors import StoreUnavailable, UnknownJob
+from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob, open_store
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.sync import sync_run
 from trainer_backend.store.tables import Base, Curve, Iteration, Job
@@ -216,7 +215,7 @@ def test_a_line_that_names_a_rollout_twice_is_told_by_name(store: Store, run: Ru
 
 def consume_unseen(run: RunDirectory, iteration: int, *rollout_ids: str) -> None:
     """As a version would that does not look through the ledger."""
-    append_line(run.path / FILE, asdict(Consumed(iteration, iteration, rollout_ids)), durable=True)
+    append_line(run.path / LEDGER_FILE, asdict(Consumed(iteration, iteration, rollout_ids)), durable=True)
 
 
 def test_a_ledger_of_more_rollouts_than_a_database_takes_in_one_question_is_read(

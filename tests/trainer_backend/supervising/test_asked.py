@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 import pytest
 
 from tests.trainer_backend.supervising.rows import job
-from trainer_backend.store.errors import JobConflict
-from trainer_backend.store.states import refuse_leap
-from trainer_backend.supervising.asked import changes_for
+from trainer_backend.jobs.states import changes_for
+from trainer_backend.store.database import JobConflict
+from trainer_backend.store.jobs import refuse_leap
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 # verb, state before: the state after; the same: nothing changes; None: refused

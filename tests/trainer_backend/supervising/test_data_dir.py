@@ -8,9 +8,9 @@ import pytest
 from tests.conftest import tiny_job
 from tests.trainer_backend.supervising.rows import job
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.job import dump_job
+from trainer_backend.job.load import dump_job
+from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.rundir.layout import create_run
-from trainer_backend.supervising.data_dir import open_data_dir
 
 
 @pytest.fixture

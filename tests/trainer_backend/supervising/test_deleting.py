@@ -8,13 +8,12 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.jobs.data_dir import Sweeper, forget_job, open_data_dir, sweep
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import locked
 from trainer_backend.store import jobs
-from trainer_backend.store.errors import JobConflict, UnknownJob
+from trainer_backend.store.database import JobConflict, UnknownJob
 from trainer_backend.store.jobs import NewJob
-from trainer_backend.supervising.data_dir import open_data_dir
-from trainer_backend.supervising.deleting import Sweeper, forget_job, sweep
 
 
 @pytest.fixture

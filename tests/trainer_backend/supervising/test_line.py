@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from trainer_backend.store.errors import StoreUnavailable
-from trainer_backend.supervising.line import Line, ended
+from trainer_backend.jobs.slots import Line, ended
+from trainer_backend.store.database import StoreUnavailable
 
 
 async def test_an_answer_is_handed_on_and_so_is_an_error():

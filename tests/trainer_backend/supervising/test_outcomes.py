@@ -6,11 +6,10 @@ from datetime import UTC, datetime
 import pytest
 
 from tests.trainer_backend.supervising.rows import job
-from trainer_backend.rundir.state import RunState
-from trainer_backend.running.exit_codes import DONE, FAILED, REFUSED, STOPPED
-from trainer_backend.store.states import refuse_leap
-from trainer_backend.supervising.outcomes import Ending, outcome_of, without_process
-from trainer_backend.supervising.slots import Slot
+from trainer_backend.jobs.slots import Slot
+from trainer_backend.jobs.states import Ending, outcome_of, without_process
+from trainer_backend.rundir.state import DONE, FAILED, REFUSED, STOPPED, RunState
+from trainer_backend.store.jobs import refuse_leap
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 KILLED = -signal.SIGKILL

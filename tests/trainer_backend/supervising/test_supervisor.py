@@ -14,18 +14,17 @@ import pytest
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.api.served import LONG_S, acted
-from trainer_backend.job import dump_job
+from trainer_backend.job.load import dump_job
+from trainer_backend.jobs.data_dir import DataDir, open_data_dir
+from trainer_backend.jobs.processes import Command, JobProcess
+from trainer_backend.jobs.settings import Rules
+from trainer_backend.jobs.slots import ended
+from trainer_backend.jobs.supervisor import Supervisor
+from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store, utc_now
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
-from trainer_backend.supervising.data_dir import DataDir, open_data_dir
-from trainer_backend.supervising.line import ended
-from trainer_backend.supervising.news import News
-from trainer_backend.supervising.processes import Command, JobProcess
-from trainer_backend.supervising.slots import Rules
-from trainer_backend.supervising.supervisor import Supervisor
-from trainer_backend.supervising.watcher import Watcher
 
 CONFIG = dump_job(tiny_job())
 

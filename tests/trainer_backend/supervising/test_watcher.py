@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_job
+from trainer_backend.jobs.data_dir import open_data_dir
+from trainer_backend.jobs.slots import ended
+from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.lock import locked
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.rundir.run_log import append_log
-from trainer_backend.rundir.state import RunState, write_state
+from trainer_backend.rundir.state import RunState, append_log, write_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.jobs import NewJob
-from trainer_backend.supervising.data_dir import open_data_dir
-from trainer_backend.supervising.line import ended
-from trainer_backend.supervising.news import News
-from trainer_backend.supervising.watcher import Watcher
 
 ROW = {"kind": "iteration", "iteration": 1, "reward/mean": 0.5}
 STATE = RunState("training", 17, iteration=1, since="2026-11-21T12:00:00.000+00:00")

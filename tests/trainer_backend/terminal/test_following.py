@@ -6,8 +6,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from trainer_backend.terminal.following import follow
 from trainer_backend.terminal.jobs_client import Event, ServiceUnreachable
+from trainer_backend.terminal.jobs_commands import follow
 
 AWAY = ServiceUnreachable("nobody answers")
 END = Event("end", {"state": "succeeded"}, None)

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tests.conftest import tiny_job
 from tests.trainer_backend.report.hand_made import FIRST, LAST, empty_run, evaluation_row, small_run
-from trainer_backend.report.story import read_story
+from trainer_backend.pages.story import read_story
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines, evaluation_line
 
 BRACKETS = "[vllm] in /runs/[/x]/:bug:"

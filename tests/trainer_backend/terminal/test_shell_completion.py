@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.rundir.layout import create_run
-from trainer_backend.terminal.shell_completion import run_directories, settings
+from trainer_backend.terminal.telling import run_directories, settings
 
 COMMAND = "import sys; sys.argv[0] = 'turnwise'; from trainer_backend.__main__ import main; main()"
 

@@ -7,12 +7,12 @@ from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    group_counts,
     siblings,
 )
-from trainer_backend.core.advantages.whole_episodes import group_counts
 from trainer_backend.core.critic import ByToken, explained_variance
-from trainer_backend.core.errors import AdvantageError, place
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.errors import AdvantageError, place
 
 
 def gae(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:

@@ -13,12 +13,12 @@ from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    group_counts,
     siblings,
 )
 from trainer_backend.core.advantages.spread import SCALES, Scale, relative
-from trainer_backend.core.advantages.whole_episodes import group_counts
-from trainer_backend.core.errors import AdvantageError, place
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.errors import AdvantageError, place
 
 Combine = Callable[[float, float], float]  # A_E, A_S
 

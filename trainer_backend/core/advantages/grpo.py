@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    against_siblings,
+)
 from trainer_backend.core.advantages.spread import relative, standardised, unscaled
-from trainer_backend.core.advantages.whole_episodes import against_siblings
 
 
 def grpo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:

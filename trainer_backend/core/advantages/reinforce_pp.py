@@ -7,11 +7,11 @@ from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    group_counts,
     siblings,
 )
 from trainer_backend.core.advantages.spread import relative, standardised
-from trainer_backend.core.advantages.whole_episodes import group_counts
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
 
 
 def reinforce_pp(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:

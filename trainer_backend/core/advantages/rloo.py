@@ -3,9 +3,13 @@
 import math
 from collections.abc import Sequence
 
-from trainer_backend.core.advantages.episodes import AdvantageConfig, Advantages, EpisodeRewards
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    against_siblings,
+)
 from trainer_backend.core.advantages.spread import SPREAD_TOLERANCE
-from trainer_backend.core.advantages.whole_episodes import against_siblings
 
 
 def rloo(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:

@@ -7,10 +7,10 @@ from trainer_backend.core.advantages.episodes import (
     AdvantageConfig,
     Advantages,
     EpisodeRewards,
+    group_counts,
     siblings,
 )
-from trainer_backend.core.advantages.whole_episodes import group_counts
-from trainer_backend.core.returns import discounted_returns
+from trainer_backend.core.rewards import discounted_returns
 
 
 def stepwise(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advantages:

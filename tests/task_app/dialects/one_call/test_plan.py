@@ -4,8 +4,7 @@ import hashlib
 
 import pytest
 
-from task_app.dialects.one_call.plan import plan_rollout
-from task_app.dialects.one_call.policy import correlation_id
+from task_app.dialects.one_call.plan import correlation_id, plan_rollout
 from task_app.dialects.one_call.request import LegacyRollout
 from task_app.errors import InvalidRequest
 from task_app.plugins import default_plug_boards

@@ -4,7 +4,7 @@ import pytest
 
 from shared_schemas.rewards import DecisionRewards
 from shared_schemas.trajectory import ObservationData, StepData, StepMetadata
-from task_app.dialects.one_call.stepwise import read_stepwise, stepwise_blocks, stepwise_details
+from task_app.dialects.one_call.reply import read_stepwise, stepwise_blocks, stepwise_details
 from task_app.errors import InvalidRequest
 
 ON = {"enabled": True, "mode": "decision_stepwise"}

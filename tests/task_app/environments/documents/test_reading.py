@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from task_app.environments.documents.chunks import MAX_CHUNKS, chunked
+from task_app.environments.documents.chunks import MAX_CHUNKS, SNIPPET_CHARS, SearchIndex, chunked, snippet
+from task_app.environments.documents.environment import correctness, normalised
 from task_app.environments.documents.notes import MAX_NOTE_CHARS, MAX_NOTES, Notes
-from task_app.environments.documents.scoring import correctness, normalised
-from task_app.environments.documents.search import SNIPPET_CHARS, SearchIndex, snippet
 
 
 def test_a_chunk_ends_behind_the_last_white_space_that_fits():

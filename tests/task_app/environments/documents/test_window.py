@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from task_app.context_tools import CONTEXT_TOOLS, apply
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
-from task_app.history import History
+from task_app.episode.context_tools import CONTEXT_TOOLS, apply
+from task_app.episode.history import History
 from task_app.protocols import ToolRequest
 from tests.task_app.talking import assistant
 

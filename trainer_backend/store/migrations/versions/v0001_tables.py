@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-from trainer_backend.store.column_types import UtcDateTime
+from trainer_backend.store.tables import UtcDateTime
 
 revision = "0001"
 down_revision = None

@@ -1,0 +1,455 @@
+"""The one loop of an episode: prompt -> policy -> environment -> StepData, until a reason to end holds.
+
+    worker = RLRolloutWorker(task_definition, agent_policy, max_episode_steps)
+    steps, messages, ground_truth = await worker.run_episode()
+
+Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3; DESIGN.md 4.2 to 4.5, 4.16.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import structlog
+
+from shared_schemas.json_text import encodable
+from shared_schemas.messages import Message
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import MultiTurn
+from shared_schemas.task_definition import TaskDefinitionModel
+from shared_schemas.trajectory import PolicyLogprobs, StepData, StopReason, Trajectory, is_cut_short
+from task_app.episode.actions import Choice, ReadAction, read_action
+from task_app.episode.context_tools import Budget
+from task_app.episode.conversation import Conversation
+from task_app.episode.prompts import Carried, FreshPrompts, Prompt, Prompts, TokenCount
+from task_app.episode.records import Decided, ended, finite, policy_logprobs, step_data
+from task_app.episode.state_keys import EpisodeStateKeys
+from task_app.episode.termination import EpisodeFacts, stop_reason, termination_signal
+from task_app.errors import (
+    ContextLengthExceeded,
+    CriticalError,
+    DeadlineExceeded,
+    EpisodeFailed,
+    InvalidRequest,
+    PolicyUnavailable,
+    TaskAppError,
+    UnknownName,
+    boundary,
+)
+from task_app.plugins import ENVIRONMENTS, default_plug_boards
+from task_app.protocols import (
+    AgentPolicy,
+    ConversationalEnvironment,
+    DecisionOutcome,
+    Environment,
+    Observation,
+    PastDecision,
+    PolicyObservation,
+    RetryingPolicy,
+    policy_name,
+    steps_quickly,
+)
+from task_app.snapshots.starts import EpisodeStart, world_of
+from task_app.threads import Threads, in_thread
+
+log = structlog.get_logger("task_app")
+
+# What is kept of the environment before the next decision, if anything (task_app.rollouts.assembly).
+Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Awaitable[str | None]]
+
+
+class RLRolloutWorker:
+    """Runs one episode once. `run_episode` collects the steps; afterwards `trajectory()` holds them.
+
+    Args:
+        task_definition: names the environment and its config, the messages that the episode opens with, its
+            limits, and the ground truth, which is handed through.
+        agent_policy: asked once a decision.
+        max_episode_steps: most decisions; None: the task's own.
+        environment: in the place of the named one; started here, not shared with another worker.
+        seed: of the world; workers of one task and seed are siblings.
+        start: how the environment is brought to its start; into the world of `seed` when absent.
+        step_rewards: whether the steps' metadata carries decision_rewards.
+        prompts: how they come about; as the environment and the task have it, when absent.
+        multi_turn: limits of a conversation.
+        keep: is asked before every decision for a snapshot, which the step then carries.
+        final_view: whether the policy is asked once more, for a token, where a limit cuts the episode short.
+        threads: where resets and slow steps run; without it, in threads of the event loop's own.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        task_definition: TaskDefinitionModel,
+        agent_policy: AgentPolicy,
+        max_episode_steps: int | None = None,
+        *,
+        environment: Environment | None = None,
+        seed: int = 0,
+        start: EpisodeStart | None = None,
+        step_rewards: StepRewards | None = None,
+        state_keys: EpisodeStateKeys | None = None,
+        prompts: Prompts | None = None,
+        multi_turn: MultiTurn | None = None,
+        keep: Keep | None = None,
+        final_view: bool = False,
+        threads: Threads | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        task_definition = _limited(task_definition, max_episode_steps)
+        opening = task_definition.messages
+        if environment is None:
+            environment, opening = _environment_of(task_definition)
+        self._environment = environment
+        self._policy = agent_policy
+        self._policy_name = policy_name(agent_policy)
+        self._seed = seed
+        self._start_at = start or world_of(seed, threads)
+        self._ground_truth = task_definition.ground_truth
+        self._limits = task_definition.limits
+        self._signals_the_end = termination_signal(self._limits)
+        self._step_rewards = step_rewards or StepRewards()
+        self._state_keys = state_keys or EpisodeStateKeys({})
+        self._keep = keep
+        self._wants_final_view = final_view
+        self._final_view: PolicyLogprobs | None = None
+        self._threads = threads
+        self._clock = clock
+        self._multi_turn = multi_turn or MultiTurn()
+        self._prompts = prompts or _prompts(environment, self._multi_turn, opening)
+        self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
+        self._tokens = TokenCount()
+        self._steps: list[StepData] = []
+        self._invalid_decisions = 0
+        self._environment_truncated = False
+        self._model = ""
+        self.failure: TaskAppError | None = None
+        self._critical: CriticalError | None = None
+        self._stop_reason: StopReason | None = None
+        self._started_s = 0.0
+        self._wall_s = 0.0
+        self._observation: Observation
+
+    @property
+    def decisions_done(self) -> int:
+        return len(self._steps)
+
+    @property
+    def steps(self) -> tuple[StepData, ...]:
+        """The decisions so far; what there is of an episode that failed or was cancelled."""
+        return tuple(self._steps)
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the episode ended; None while it runs, and when it failed or was cancelled."""
+        return self._stop_reason
+
+    async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
+        """Play until a reason to end holds.
+
+        Returns:
+            The steps, the whole conversation, and the ground truth of the task definition.
+
+        Raises:
+            EpisodeFailed: no trajectory came out; its `decisions_done` says how far it got.
+            JournalFailed: so too, of an environment that is a living session.
+        """
+        assert self._stop_reason is None, "a worker runs one episode"
+        self._started_s = self._clock()
+        try:
+            async with self._prompts.opened():
+                await self._play()
+        except TaskAppError as exc:
+            if isinstance(exc, EpisodeFailed):
+                exc.decisions_done = self.decisions_done
+            self.failure = exc
+            raise
+        return list(self._steps), self._steps[-1].resulting_messages_history, self._ground_truth
+
+    async def _play(self) -> None:
+        await self._start()
+        facts = self._facts()
+        while (reason := self._check_termination(facts)) is None:
+            facts = await self._decide()
+            # A scripted policy awaits nothing: without this, no cancel and no other rollout gets through.
+            await asyncio.sleep(0)
+        if self._wants_final_view and self._cut_short_by(reason):
+            self._final_view = await self._view_after()
+        self._finish(reason)
+
+    def trajectory(self) -> Trajectory:
+        """The finished episode as data; only after `run_episode`."""
+        assert self._stop_reason is not None, "run_episode has not finished"
+        outcome_reward, outcome_definition = self._outcome()
+        last = self._steps[-1]
+        return Trajectory(
+            env_name=self._environment.name,
+            policy_name=self._policy_name,
+            model=encodable(self._model),
+            seed=self._seed,
+            parent_rollout_id=self._start_at.parent_rollout_id,
+            parent_turn=self._start_at.parent_turn,
+            tools=self._prompts.tools,
+            steps=tuple(self._steps),
+            outcome_reward=outcome_reward,
+            outcome_definition=outcome_definition,
+            achievements_counts=dict(self._observation.achievements_counts),
+            env_steps=sum(len(step.env_rewards or ()) for step in self._steps),
+            terminated=last.terminated,
+            truncated=last.truncated,
+            stop_reason=self._stop_reason,
+            wall_s=self._wall_s,
+            final_view=self._final_view,
+            **self._prompts.kept(),
+        )
+
+    def _outcome(self) -> tuple[float, str]:
+        """The environment's, or of one that has none of its own, that of whoever answers in it."""
+        definition = self._environment.outcome_definition
+        if not definition:
+            return self._prompts.outcome()
+        with boundary("environment.outcome_reward"):
+            return finite(self._environment.outcome_reward()), definition
+
+    async def _start(self) -> None:
+        """Bring the environment to where the episode begins."""
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                begun = await self._start_at.begin(self._environment)
+        except TimeoutError as exc:
+            raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
+        self._observation = begun.observation
+        self._prompts.begin(begun.past)
+
+    async def _decide(self) -> EpisodeFacts:
+        """Try to complete one decision; say what is known after it."""
+        prompt = self._prompts.prompt(self._observation)
+        observation = self._prepare_policy_observation(prompt)
+        asked_s = self._clock()
+        try:
+            left_s = self._limits.timeout_s - self._elapsed_s()
+            asked = await ask(self._policy, observation, self._tools, timeout_s=left_s)
+        except ContextLengthExceeded as exc:
+            if not self._steps:
+                raise
+            penalty = self._prompts.context_length_penalty
+            log.warning("context_length_exceeded", turn=len(self._steps), penalty=penalty, reason=exc.detail)
+            return self._facts(context_exceeded=True)
+        if asked is None:
+            return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
+        choice, read = asked
+        answered_s = self._clock()
+        kept = await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
+        try:
+            carried = await self._execute_action_in_environment(choice, read)
+        except CriticalError as exc:
+            self._critical = exc
+            return self._facts(critical_error=True)
+        with boundary("state_keys"):
+            state_keys = self._state_keys.next(self._observation, prompt)
+        decided = Decided(
+            turn=len(self._steps) + 1,
+            before=self._observation,
+            state_keys=state_keys,
+            prompt=prompt,
+            choice=choice,
+            read=read,
+            carried=carried,
+            snapshot=kept,
+            policy_s=answered_s - asked_s,
+            environment_s=self._clock() - answered_s - carried.interaction_s,
+        )
+        return self._record(decided)
+
+    def _cut_short_by(self, reason: StopReason) -> bool:
+        truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
+        return is_cut_short(reason, truncated=truncated)
+
+    async def _view_after(self) -> PolicyLogprobs | None:
+        """The prompt that the next decision would have had, as the policy's server renders it, and one token.
+
+        None: it does not fit the model, so that no decision could have followed; the time is over; or the
+        server does not tell tokens.
+
+        Raises:
+            PolicyUnavailable, CriticalError: as in any decision; the rollout fails, and is planned again.
+        """
+        prompt = self._prompts.prompt(self._observation)
+        observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
+        left_s = self._limits.timeout_s - self._elapsed_s()
+        try:
+            asked = await ask(self._policy, observation, self._tools, timeout_s=left_s)
+        except ContextLengthExceeded:
+            return None
+        return None if asked is None else policy_logprobs(asked[0].log_probs)
+
+    def _prepare_policy_observation(self, prompt: Prompt) -> PolicyObservation:
+        """The next prompt, the data behind it, and what is left of the episode's tokens."""
+        limit = self._multi_turn.max_episode_tokens
+        left = None if limit is None else limit - self._tokens.sampled
+        return PolicyObservation(prompt.messages, self._observation.data, max_tokens=left)
+
+    async def _execute_action_in_environment(self, choice: Choice, read: ReadAction) -> Carried:
+        limits, before = self._limits, self._observation
+        in_environment = partial(
+            execute, self._environment, before=before, timeout_s=limits.timeout_s, threads=self._threads
+        )
+        self._tokens.count(choice.log_probs)
+        budget = Budget(
+            used_tokens=self._tokens.context,
+            max_tokens=getattr(self._policy, "max_model_length", None),
+            decisions_left=limits.max_decisions - len(self._steps) - 1,
+        )
+        return await self._prompts.carry_out(choice, read, before, in_environment, budget)
+
+    def _record(self, decided: Decided) -> EpisodeFacts:
+        """Append the decision to everything that remembers it."""
+        with boundary(f"the record of decision {decided.turn}"):
+            step = step_data(decided, policy_name=self._policy_name, step_rewards=self._step_rewards)
+        self._prompts.remember(step, self._steps[-1] if self._steps else None)
+        self._steps.append(step)
+        carried, outcome = decided.carried, decided.carried.outcome
+        self._observation = outcome.observation
+        self._model = decided.choice.log_probs.get("model") or self._model
+        self._invalid_decisions += outcome.invalid_reason is not None
+        self._environment_truncated = outcome.truncated and not outcome.terminated
+        return self._facts(
+            environment_done=outcome.terminated or outcome.truncated,
+            interaction_done=carried.interaction_done,
+            user_is_silent=carried.user_is_silent,
+            terminate_action=decided.read.terminate,
+            pattern_found=self._signals_the_end(decided.choice.raw_output, decided.choice.action),
+        )
+
+    def _facts(self, *, elapsed_s: float | None = None, **found: Any) -> EpisodeFacts:
+        return EpisodeFacts(
+            decisions_done=len(self._steps),
+            sampled_tokens=self._tokens.sampled,
+            invalid_decisions=self._invalid_decisions,
+            elapsed_s=self._elapsed_s() if elapsed_s is None else elapsed_s,
+            **found,
+        )
+
+    def _check_termination(self, facts: EpisodeFacts) -> StopReason | None:
+        return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
+
+    def _finish(self, reason: StopReason) -> None:
+        """Mark the last step with the reason; an episode without a decision has failed."""
+        if self._critical is not None:
+            raise self._critical
+        if not self._steps:
+            raise DeadlineExceeded("limits.timeout_s passed before the first decision was complete")
+        last = ended(
+            self._steps[-1],
+            reason,
+            environment_truncated=self._environment_truncated,
+            penalty=self._prompts.context_length_penalty,
+        )
+        self._steps[-1] = last
+        self._stop_reason = reason
+        self._wall_s = self._elapsed_s()
+
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._started_s
+
+
+def _limited(task: TaskDefinitionModel, max_episode_steps: int | None) -> TaskDefinitionModel:
+    """The task with this limit; checked, since it may be anything."""
+    if max_episode_steps is None:
+        return task
+    return TaskDefinitionModel.model_validate({**dict(task), "max_episode_steps": max_episode_steps})
+
+
+def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
+    """The environment that a task names, and what of its messages that one does not say by itself.
+
+    Raises:
+        UnknownName, InvalidRequest: there is none of this name, or its config is wrong.
+    """
+    config, opening = dict(task.base_resource_config), task.messages
+    plugin = ENVIRONMENTS.get(task.resource_type)
+    if plugin is None:
+        raise UnknownName("environment", task.resource_type, ENVIRONMENTS, where="resource_type")
+    if opening and "prompt" in plugin.config.model_fields:
+        if "prompt" in config:
+            raise InvalidRequest(
+                "messages and base_resource_config.prompt are both given, and an episode has one opening",
+                where="messages",
+            )
+        config, opening = {**config, "prompt": opening}, ()
+    # Of `where` and "config" the path is made that stands in an error: base_resource_config.
+    return default_plug_boards().environment(task.resource_type, config, where="base_resource_"), opening
+
+
+def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Message, ...]) -> Prompts:
+    """A conversation where the environment holds one; there nobody answers as the user but itself."""
+    if isinstance(environment, ConversationalEnvironment):
+        return Conversation(environment, multi_turn, opening=opening)
+    return FreshPrompts(environment, opening)
+
+
+# One action in its environment, within its time: the half of a decision that costs env steps.
+
+
+async def execute(
+    environment: Environment,
+    read: ReadAction,
+    *,
+    before: Observation,
+    timeout_s: float,
+    threads: Threads | None,
+) -> DecisionOutcome:
+    """Carry out what was read of an action. A quick step runs inline: tens of microseconds.
+
+    Args:
+        before: what was shown last; a terminate action, which runs no env step, leaves it standing.
+        timeout_s: all of an episode's time: what the policy has used up is no fault of the environment.
+
+    Raises:
+        CriticalError: the environment raised what it may not raise.
+        DeadlineExceeded: its step did not return in time.
+        JournalFailed: of an environment that is a living session.
+    """
+    if read.terminate:
+        # No env step: what the last one paid is not paid again.
+        return DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
+    if read.text is not None and isinstance(environment, ConversationalEnvironment):
+        step = partial(environment.answer, read.text)
+    else:
+        step = partial(environment.step, read.requests, invalid_reason=read.invalid_reason)
+    with boundary("environment.step"):
+        if steps_quickly(environment):
+            return step()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await in_thread(threads, "environment.step", step)
+        except TimeoutError as exc:
+            raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
+
+
+# One question to a policy, within its time: the half of a decision that waits for a model.
+
+
+async def ask(
+    policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
+) -> tuple[Choice, ReadAction] | None:
+    """What the policy chose; None: it was too slow, which is its own doing and ends the episode.
+
+    Raises:
+        PolicyUnavailable: the model could not be asked; also where the time ran out meanwhile.
+        ContextLengthExceeded: the prompt does not fit.
+        CriticalError: the policy raised what it may not raise, or its action is none.
+    """
+    try:
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            with boundary(f"policy {policy_name(policy)}"):
+                action, raw, log_probs, value = await policy.get_action(observation, tools)
+                return Choice(action, raw, log_probs or {}, value), read_action(action)
+    except TimeoutError as exc:
+        pending = policy.pending_failure if isinstance(policy, RetryingPolicy) else None
+        if pending is not None:
+            raise PolicyUnavailable(f"limits.timeout_s passed during an outage: {pending}") from exc
+        return None

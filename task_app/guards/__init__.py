@@ -1,1 +1,0 @@
-"""What stands before the routes: keys, bounds, deadlines, repeated requests."""

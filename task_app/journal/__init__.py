@@ -1,1 +1,0 @@
-"""Sessions on disk: written before they are answered, and brought back after a kill."""

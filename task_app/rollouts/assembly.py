@@ -1,0 +1,298 @@
+"""From a rollout request to the worker that runs it; whatever is wrong with a request is found here."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared_schemas.rewards import StepRewards
+from shared_schemas.rollouts import EnvSpec, MultiTurn, RolloutRequest
+from shared_schemas.task_definition import TaskDefinitionModel
+from shared_schemas.trajectory import StepData, StepMetadata
+from task_app.episode.conversation import Conversation
+from task_app.episode.prompts import FreshPrompts, Prompts
+from task_app.episode.state_keys import EpisodeStateKeys, chosen_keys
+from task_app.episode.worker import Keep, RLRolloutWorker
+from task_app.errors import DeadlineExceeded, InvalidRequest, NotRestorable, SnapshotRefused, boundary
+from task_app.interactions.service import Interactions
+from task_app.plugins import PlugBoards, PolicyContext
+from task_app.protocols import (
+    ConversationalEnvironment,
+    Environment,
+    PastDecision,
+    RestorableEnvironment,
+    steps_quickly,
+    takes_answers,
+)
+from task_app.sessions.snapshots import (
+    EnvironmentFacts,
+    EnvironmentSnapshot,
+    episode_start,
+    open_environment,
+    seal_environment,
+)
+from task_app.sessions.switches import agreed_step_rewards, take_step_rewards
+from task_app.snapshots.envelope import from_text, to_text
+from task_app.snapshots.starts import EpisodeStart, Worlds
+from task_app.threads import Threads, in_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Builds workers from what a service has.
+
+    Attributes:
+        boards: what requests may name.
+        worlds: where siblings find the world that one of them made.
+        interactions: those of the operator's file.
+    """
+
+    boards: PlugBoards
+    worlds: Worlds
+    interactions: Interactions
+
+    def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> RLRolloutWorker:
+        """Build environment, policy and worker; no world is made and nobody is asked yet.
+
+        Args:
+            request: what to run.
+            context: what its policy gets beside its config.
+            where: body path of the request, with a dot at its end.
+
+        Raises:
+            InvalidRequest, UnknownName, HostNotAllowed, SnapshotRefused: with the body path of what is wrong.
+        """
+        env, policy_config, switches = _without_switches(request, where=where)
+        if request.reward_function is not None:
+            self.boards.reward_function(request.reward_function, where=where)
+        environment = self.boards.environment(env.env_name, env.config, where=where + "env.")
+        seed, start = self._start(request, env, context, where=where)
+        keep = self._keep(request, env, environment, context, seed, switches, where=where)
+        return RLRolloutWorker(
+            task_definition=TaskDefinitionModel.of_request(request),
+            environment=environment,
+            prompts=_prompts(request, environment, self.interactions, where=where),
+            agent_policy=self.boards.policy(
+                request.policy.policy_name, policy_config, context, where=where + "policy."
+            ),
+            seed=seed,
+            start=start,
+            step_rewards=switches,
+            state_keys=self._state_keys(request, env.env_name, environment, where=where),
+            multi_turn=request.multi_turn,
+            keep=keep,
+            final_view=request.final_view,
+            threads=context.threads,
+        )
+
+    def _state_keys(
+        self, request: RolloutRequest, env_name: str, environment: Environment, *, where: str
+    ) -> EpisodeStateKeys:
+        known = self.boards.state_keys(env_name, environment, where=where + "env.")
+        return EpisodeStateKeys(chosen_keys(request.state_keys, known, where=where + "state_keys"))
+
+    def _start(
+        self, request: RolloutRequest, env: EnvSpec, context: PolicyContext, *, where: str
+    ) -> tuple[int, EpisodeStart]:
+        """The seed of the world, and how the environment is brought to its start."""
+        start = request.start
+        if start.snapshot is None:
+            assert start.seed is not None, "a start is one of the two"
+            return start.seed, self.worlds.start(env, start.seed, context.threads)
+        taken = _taken(start.snapshot, env, self.boards, context, where=where + "start.snapshot")
+        return taken.facts.seed, episode_start(taken, start, context.threads)
+
+    def _keep(
+        self,
+        request: RolloutRequest,
+        env: EnvSpec,
+        environment: Environment,
+        context: PolicyContext,
+        seed: int,
+        switches: StepRewards | None,
+        *,
+        where: str,
+    ) -> Keep | None:
+        """What takes the snapshots that the request asks for."""
+        if not request.snapshot_turns:
+            return None
+        refuse_unrestorable(environment, where=where + "snapshot_turns")
+        return KeptMoments(
+            frozenset(request.snapshot_turns),
+            self.boards.resolved(env),
+            seed,
+            switches,
+            at_most_bytes=context.settings.max_snapshot_bytes,
+            timeout_s=request.limits.timeout_s,
+            threads=context.threads,
+        )
+
+
+def _without_switches(
+    request: RolloutRequest, *, where: str
+) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
+    """The environment and the policy's config without the training switches; these, if anybody named them.
+
+    Raises:
+        InvalidRequest: two places name different ones.
+    """
+    env_config, found = take_step_rewards(request.env.config, where=where + "env.config")
+    policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
+    found |= of_policy
+    if "step_rewards" in request.model_fields_set:
+        found[where + "step_rewards"] = request.step_rewards
+    switches = agreed_step_rewards(found) if found else None
+    return EnvSpec(env_name=request.env.env_name, config=env_config), dict(policy_config), switches
+
+
+def _prompts(
+    request: RolloutRequest, environment: Environment, interactions: Interactions, *, where: str
+) -> Prompts:
+    """How the environment's prompts come about, and who answers in its conversation.
+
+    Raises:
+        InvalidRequest, UnknownName: what is asked for has no effect here, or nobody would score the answers.
+    """
+    asked = request.interaction
+    if not isinstance(environment, ConversationalEnvironment):
+        if asked is not None:
+            raise _without_effect("interaction", environment, where=where)
+        if request.multi_turn != MultiTurn():
+            raise _without_effect("multi_turn", environment, where=where)
+        return FreshPrompts(environment)
+    if request.start.snapshot is not None or request.snapshot_turns:
+        place = "start.snapshot" if request.start.snapshot is not None else "snapshot_turns"
+        raise InvalidRequest(
+            f"{environment.name!r} is a conversation, which no snapshot holds: it cannot be played on from",
+            where=where + place,
+        )
+    if asked is None:
+        if not environment.outcome_definition and request.reward_function is None:
+            raise InvalidRequest(
+                f"nobody would score what is said in {environment.name!r}",
+                where=where + "interaction",
+                hint="name an interaction, or a reward_function",
+            )
+        return Conversation(environment, request.multi_turn)
+    if not takes_answers(environment):
+        raise InvalidRequest(
+            f"an interaction would never be asked in {environment.name!r}, where only tool calls count",
+            where=where + "interaction",
+            hint="leave it out: the environment scores the episode itself; 'dialogue' is answered in words",
+        )
+    interactions.named(asked.name, where=where + "interaction.")
+    binding = interactions.opened(
+        asked.name, asked.kwargs, rollout_id=request.rollout_id, ground_truth=request.ground_truth
+    )
+    return Conversation(environment, request.multi_turn, binding)
+
+
+def _without_effect(field: str, environment: Environment, *, where: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{field} has no effect in {environment.name!r}, whose prompts are fresh for each decision",
+        where=where + field,
+        hint="it is for environments that hold a conversation",
+    )
+
+
+def _taken(
+    text: str, env: EnvSpec, boards: PlugBoards, context: PolicyContext, *, where: str
+) -> EnvironmentSnapshot:
+    """The snapshot of a start, if an episode of this environment can go on from it."""
+    try:
+        data = from_text(text, where=where)
+        taken = open_environment(data, at_most_bytes=context.settings.max_snapshot_bytes)
+    except SnapshotRefused as exc:
+        exc.where = where
+        raise
+    wanted, found = boards.resolved(env), taken.facts.env
+    if found != wanted:
+        raise SnapshotRefused(
+            f"the snapshot is of {_told(found, wanted)}, the rollout is to play {_told(wanted, found)}",
+            where=where,
+            hint="give the env_name and config that the snapshot was taken with",
+        )
+    if taken.facts.over:
+        raise SnapshotRefused("the episode in the snapshot has ended; no decision can follow", where=where)
+    return taken
+
+
+def _told(env: EnvSpec, other: EnvSpec) -> str:
+    """Its name, and where the names are equal the settings in which it differs."""
+    if env.env_name != other.env_name:
+        return f"environment {env.env_name!r}"
+    odd = {name: value for name, value in env.config.items() if other.config.get(name) != value}
+    return f"{env.env_name!r} with {odd}"
+
+
+# An episode's environment before chosen decisions, as a snapshot that another episode can begin at.
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMoments:
+    """Takes the snapshots of one episode; a `task_app.episode.worker.Keep`.
+
+    Attributes:
+        turns: before whose decisions; an episode that ends earlier has fewer.
+        spec: what the environment was built from, every setting written out.
+        step_rewards: switches of the episode, when anybody named them.
+        at_most_bytes: of what one holds, unpacked.
+        timeout_s: for one, where it is not taken at once.
+        threads: where those are taken of an environment that does not promise quick steps.
+    """
+
+    turns: frozenset[int]
+    spec: EnvSpec
+    seed: int
+    step_rewards: StepRewards | None
+    at_most_bytes: int
+    timeout_s: float
+    threads: Threads | None
+
+    async def __call__(
+        self, environment: Environment, steps: Sequence[StepData], past: Sequence[PastDecision]
+    ) -> str | None:
+        """The environment after `steps`, which the next decision is about to change; None: not this one.
+
+        Raises:
+            CriticalError: the environment raises.
+            DeadlineExceeded: it did not return in time.
+            SnapshotRefused: it holds more than a task app takes back.
+        """
+        if len(steps) + 1 not in self.turns:
+            return None
+        assert isinstance(environment, RestorableEnvironment), "looked at when the request was read"
+        state = await self._state(environment)
+        facts = EnvironmentFacts(
+            env=self.spec,
+            seed=self.seed,
+            step_idx=sum(len(step.env_rewards or ()) for step in steps),
+            turn=len(steps),
+            over=False,
+            step_rewards=self.step_rewards,
+            metadata=steps[-1].metadata if steps else StepMetadata(),
+            past=tuple(past),
+            rl_run_id=None,
+        )
+        taken = EnvironmentSnapshot(facts, state)
+        return to_text(seal_environment(taken, at_most_bytes=self.at_most_bytes))
+
+    async def _state(self, environment: RestorableEnvironment) -> bytes:
+        """Its snapshot, taken where it also steps (task_app.episode.worker)."""
+        with boundary("environment.snapshot"):
+            if steps_quickly(environment):
+                return environment.snapshot()
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    return await in_thread(self.threads, "environment.snapshot", environment.snapshot)
+            except TimeoutError as exc:
+                raise DeadlineExceeded("environment.snapshot did not return within limits.timeout_s") from exc
+
+
+def refuse_unrestorable(environment: Environment, *, where: str) -> None:
+    """
+    Raises:
+        NotRestorable: moments of this environment cannot be kept; `where` is the request's body path.
+    """
+    if not isinstance(environment, RestorableEnvironment):
+        raise NotRestorable("environment", environment.name, where=where)

@@ -1,0 +1,307 @@
+"""What the service remembers of rollouts: their state, and their results until acknowledged. No I/O.
+
+A result is kept as the JSON that it will be sent as, dumped once.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import structlog
+
+from shared_schemas.json_text import encodable
+from shared_schemas.rollouts import (
+    EnvSpec,
+    Rollout,
+    RolloutAck,
+    RolloutAcked,
+    RolloutBatch,
+    RolloutFailure,
+    RolloutRequest,
+    RolloutStatus,
+)
+from shared_schemas.trajectory import Trajectory
+from task_app.errors import CapacityReached, Conflict, CursorExpired, EpisodeFailed, TaskAppError, UnknownId
+from task_app.settings import Settings
+
+ENDED: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
+
+
+class Fingerprint(NamedTuple):
+    """A digest of a request, and how many bytes of JSON it is."""
+
+    digest: bytes
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One rollout. Of the request only a fingerprint, the names and the environment remain: never a key.
+
+    `seed` is None where it began at a snapshot. `reason`, once it ended: the stop reason, or the failure.
+    """
+
+    rollout_id: str
+    run_id: str
+    iteration: int
+    group_id: str
+    sibling: int
+    attempt: int
+    fingerprint: Fingerprint
+    env: EnvSpec
+    seed: int | None
+    reward_function: str | None = None
+    status: RolloutStatus = "queued"
+    sequence: int = 0
+    ended_s: float = 0.0
+    ended_json: bytes = b""
+    reason: str = ""
+    decisions: int = 0
+    env_steps: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
+    """The first of the records, within both bounds; one at least, or a large one would never be delivered."""
+    page: list[Record] = []
+    size = 0
+    for record in islice(records, at_most):
+        size += len(record.ended_json)
+        if page and size > at_most_bytes:
+            break
+        page.append(record)
+    return page
+
+
+class Results:
+    """All records of this instance, by id; what ended also by run and sequence number.
+
+    `held_bytes`: of the requests, queued or not, and of the results. The environment of a request, which may
+    hold a whole document, outlives its rollout.
+    """
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self._records: dict[str, Record] = {}
+        self._ended: dict[str, dict[int, Record]] = {}
+        self._sequence = 0
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, rollout_id: str) -> Record | None:
+        return self._records.get(rollout_id)
+
+    def get(self, rollout_id: str) -> Record:
+        record = self._records.get(rollout_id)
+        if record is None:
+            hint = "it was never accepted here, was acknowledged, or expired"
+            raise UnknownId("rollout", rollout_id, where="rollout_id", hint=hint)
+        return record
+
+    def since(self, run_id: str, sequence: int) -> Iterator[Record]:
+        """What ended of a run after this number, oldest first."""
+        return (record for number, record in self._ended.get(run_id, {}).items() if number > sequence)
+
+    def add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
+        record = Record(
+            rollout_id=request.rollout_id,
+            run_id=request.run_id,
+            iteration=request.iteration,
+            group_id=request.group_id,
+            sibling=request.sibling,
+            attempt=request.attempt,
+            fingerprint=fingerprint,
+            env=request.env,
+            seed=request.start.seed,
+            reward_function=request.reward_function,
+        )
+        self._records[record.rollout_id] = record
+        self.held_bytes += fingerprint.size
+        return record
+
+    def end(self, record: Record, status: RolloutStatus, ended_json: bytes, *, now_s: float) -> None:
+        """File the result under the next sequence number."""
+        self._sequence += 1
+        record.status, record.ended_json = status, ended_json
+        record.sequence, record.ended_s = self._sequence, now_s
+        self.held_bytes += len(ended_json)
+        self._ended.setdefault(record.run_id, {})[record.sequence] = record
+
+    def forget(self, record: Record) -> None:
+        """Drop an ended record."""
+        assert record.has_ended, "only what has ended can be forgotten"
+        del self._records[record.rollout_id]
+        self.held_bytes -= record.fingerprint.size + len(record.ended_json)
+        ended = self._ended[record.run_id]
+        del ended[record.sequence]
+        if not ended:
+            del self._ended[record.run_id]
+
+    def ack(self, ack: RolloutAck) -> RolloutAcked:
+        """Forget stored rollouts; ids that are unknown, unfinished or of another run are named and kept."""
+        acked, unknown = [], []
+        for rollout_id in dict.fromkeys(ack.rollout_ids):
+            record = self.find(rollout_id)
+            if record is not None and record.has_ended and record.run_id == ack.run_id:
+                self.forget(record)
+                acked.append(rollout_id)
+            else:
+                unknown.append(rollout_id)
+        return RolloutAcked(acked=tuple(acked), unknown=tuple(unknown))
+
+    def check_room(self, new: int, settings: Settings) -> None:
+        """Raises CapacityReached when `new` more rollouts, or any more bytes, would be too many."""
+        hint = "acknowledge finished rollouts (POST /rollouts/ack) or delete some"
+        free = settings.max_rollouts_held - len(self)
+        if new > free:
+            raise CapacityReached(f"{new} new rollouts, but only {max(0, free)} more can be held", hint=hint)
+        if self.held_bytes >= settings.max_held_bytes:
+            raise CapacityReached(
+                f"{self.held_bytes} bytes of requests and results are held, of {settings.max_held_bytes}",
+                hint=hint,
+            )
+
+    def expire(self, *, before_s: float) -> int:
+        """Forget results that nobody acknowledged; how many."""
+        old = [record for record in self._records.values() if record.has_ended and record.ended_s < before_s]
+        for record in old:
+            self.forget(record)
+        return len(old)
+
+    def cursor(self, sequence: int) -> str:
+        return f"{self.instance_id}.{sequence}"
+
+    def sequence_of(self, cursor: str | None) -> int:
+        """The number in a cursor of ours; 0 for none.
+
+        Raises:
+            CursorExpired: the cursor is of another instance, whose rollouts are gone.
+        """
+        if not cursor:
+            return 0
+        instance_id, _, number = cursor.rpartition(".")
+        if instance_id != self.instance_id or not (number.isascii() and number.isdigit()):
+            raise CursorExpired(
+                "the cursor is not of this instance of the task app; its unacknowledged rollouts are lost",
+                where="cursor",
+                hint="poll without a cursor, and ask again for the rollouts that are missing",
+            )
+        return int(number[:18])
+
+
+def rollout_json(
+    record: Record,
+    instance_id: str,
+    status: RolloutStatus,
+    *,
+    trajectory: Trajectory | None = None,
+    failure: RolloutFailure | None = None,
+) -> bytes:
+    """The `Rollout` as it goes over the wire."""
+    rollout = Rollout(
+        rollout_id=record.rollout_id,
+        run_id=record.run_id,
+        iteration=record.iteration,
+        group_id=record.group_id,
+        sibling=record.sibling,
+        attempt=record.attempt,
+        instance_id=instance_id,
+        status=status,
+        trajectory=trajectory,
+        failure=failure,
+    )
+    return rollout.model_dump_json().encode()
+
+
+def page_json(records: Iterable[Record], *, cursor: str, unfinished: int, instance_id: str) -> bytes:
+    """A `RolloutPage` around results that are JSON already. Cursor and instance id need no escaping."""
+    body = b",".join(record.ended_json for record in records)
+    tail = f'],"cursor":"{cursor}","unfinished":{unfinished},"instance_id":"{instance_id}"}}'
+    return b'{"rollouts":[' + body + tail.encode()
+
+
+# Pure: which requests of a batch are new, and which were accepted before: the same id, the same rollout.
+
+New = tuple[int, RolloutRequest, Fingerprint]
+
+
+def new_and_known(batch: RolloutBatch, find: Callable[[str], Record | None]) -> tuple[list[New], list[str]]:
+    """New requests with their place in the batch and their fingerprint, and the ids of those seen before.
+
+    Args:
+        batch: as it came.
+        find: the record of a rollout that is held.
+
+    Raises:
+        Conflict: an id is taken by another body.
+    """
+    new: dict[str, New] = {}
+    known: list[str] = []
+    for index, request in enumerate(batch.rollouts):
+        fingerprint, rollout_id = fingerprint_of(request), request.rollout_id
+        record = find(rollout_id)
+        earlier = record.fingerprint if record else new[rollout_id][2] if rollout_id in new else None
+        if earlier is None:
+            new[rollout_id] = (index, request, fingerprint)
+        elif earlier == fingerprint:
+            known.append(rollout_id)
+        else:
+            raise Conflict(
+                f"rollout {rollout_id!r} was accepted with another body",
+                where=f"rollouts.{index}.rollout_id",
+                hint="a new rollout needs a new id",
+            )
+    return list(new.values()), known
+
+
+def fingerprint_of(request: RolloutRequest) -> Fingerprint:
+    """Of the whole request but the key, which pydantic masks: a retry may carry a fresh one."""
+    text = request.model_dump_json().encode()
+    return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))
+
+
+# How a rollout that ended is told: a line of log (the runner binds its ids), and the `Rollout` as JSON.
+
+log = structlog.get_logger("task_app")
+
+
+def finished(record: Record, trajectory: Trajectory, instance_id: str) -> bytes:
+    record.reason = trajectory.stop_reason.value
+    record.decisions, record.env_steps = len(trajectory.steps), trajectory.env_steps
+    log.info(
+        "rollout_finished",
+        stop_reason=trajectory.stop_reason.value,
+        decisions=len(trajectory.steps),
+        outcome=trajectory.outcome_reward,
+    )
+    return rollout_json(record, instance_id, "finished", trajectory=trajectory)
+
+
+def failed(record: Record, exc: TaskAppError, instance_id: str) -> bytes:
+    done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
+    log.warning("rollout_failed", code=exc.code, detail=exc.detail, decisions=done)
+    failure = RolloutFailure(code=exc.code, detail=encodable(exc.detail), decisions_done=done)
+    return _failure(record, "failed", failure, instance_id)
+
+
+def broken(record: Record, instance_id: str) -> bytes:
+    """A fault of this service, whose log says which."""
+    failure = RolloutFailure(code="internal_error", detail="an error inside the task app; see its log")
+    return _failure(record, "failed", failure, instance_id)
+
+
+def cancelled(record: Record, detail: str, instance_id: str, *, decisions_done: int = 0) -> bytes:
+    failure = RolloutFailure(code="cancelled", detail=detail, decisions_done=decisions_done)
+    return _failure(record, "cancelled", failure, instance_id)
+
+
+def _failure(record: Record, status: RolloutStatus, failure: RolloutFailure, instance_id: str) -> bytes:
+    record.reason = failure.code
+    return rollout_json(record, instance_id, status, failure=failure)

@@ -1,0 +1,253 @@
+"""Live environments and policies behind ids: bounded in number, forgotten when idle, one caller at a time."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from shared_schemas.messages import Message
+from shared_schemas.rewards import StepRewards, decision_rewards
+from shared_schemas.rollouts import EnvSpec, PolicySpec
+from shared_schemas.trajectory import StepMetadata
+from task_app.episode.decisions import NO_METADATA, step_metadata
+from task_app.errors import EpisodeOver, boundary
+from task_app.protocols import (
+    PAST_DECISIONS_SHOWN,
+    AgentPolicy,
+    DecisionOutcome,
+    Environment,
+    Observation,
+    PastDecision,
+    ToolRequest,
+    steps_quickly,
+)
+from task_app.sessions.registry import SessionLock
+from task_app.sessions.switches import agreed_step_rewards
+from task_app.threads import Threads, in_thread
+
+# The last decisions of a session, for people who watch it; nothing else reads them.
+
+SHOWN = 12
+
+
+class RecentDecision(NamedTuple):
+    """What was done and earned. Of the observations only the counters are kept: sessions should be small."""
+
+    turn: int
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    env_rewards: tuple[float, ...]
+    executed: tuple[str, ...]
+    invalid_reason: str | None
+
+    def achieved(self) -> tuple[tuple[str, bool], ...]:
+        """(achievement, whether for the first time in the episode) of each whose counter rose."""
+        delta = decision_rewards(self.before, self.after, turn=self.turn)
+        return tuple((name, name in delta.unique) for name in delta.all)
+
+
+Recent = deque[RecentDecision]
+
+
+def no_decisions() -> Recent:
+    return deque(maxlen=SHOWN)
+
+
+def decision(turn: int, before: Observation, outcome: DecisionOutcome) -> RecentDecision:
+    return RecentDecision(
+        turn=turn,
+        before=before.achievements_counts,
+        after=outcome.observation.achievements_counts,
+        env_rewards=outcome.env_rewards,
+        executed=outcome.executed_actions,
+        invalid_reason=outcome.invalid_reason,
+    )
+
+
+T = TypeVar("T")
+
+
+class Journal(Protocol):
+    """Where a session is written down; called with its lock held (task_app.sessions.journal).
+
+    On return what was done survives the process. Where it cannot be written, a request without an
+    Idempotency-Key is told so by JournalFailed; one with a key is by task_app.sessions.idempotency.
+    """
+
+    def ready(self, session: "EnvironmentSession | PolicySession") -> None:
+        """Before anything happens: what happened before is written; raises JournalFailed."""
+
+    def reset(self, session: "EnvironmentSession") -> None:
+        """The environment has been reset."""
+
+    def stepped(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None:
+        """The environment has taken a decision."""
+
+    def decided(self, session: "PolicySession") -> None:
+        """The policy has decided."""
+
+    def remove(self) -> None:
+        """The session has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class EnvironmentSession:
+    """One environment that a client steps itself.
+
+    `lock` is held for a whole reset or step, and a cancelled request cuts neither short. Resets run in a
+    thread, and so do steps unless the environment promises that they are quick.
+    `switches` are those found so far, by who named them: the environment's request, then the ids of the
+    policies bound to it. They agree, or the later request was refused. `spec` is what the environment was
+    built from, without the switches: a snapshot names it, and an equal environment is built from it.
+    """
+
+    environment: Environment
+    spec: EnvSpec
+    switches: dict[str, StepRewards] = field(default_factory=dict)
+    seed: int = 0
+    step_idx: int = 0
+    turn: int = 0
+    over: bool = False
+    metadata: StepMetadata = NO_METADATA
+    past: deque[PastDecision] = field(default_factory=lambda: deque(maxlen=PAST_DECISIONS_SHOWN))
+    rl_run_id: str | None = None
+    lock: SessionLock = field(default_factory=SessionLock)
+    threads: Threads | None = None
+    journal: Journal | None = None
+    # The event loop alone would let a task be collected.
+    _under_way: set[asyncio.Task[Any]] = field(default_factory=set)
+    on_decision: Callable[[int], None] = lambda env_steps: None
+    recent: Recent = field(default_factory=no_decisions)
+    observation: Observation = field(init=False)
+
+    @property
+    def step_rewards(self) -> StepRewards:
+        return agreed_step_rewards(self.switches)
+
+    @property
+    def steps_at_once(self) -> bool:
+        """Nobody holds it, and a step takes microseconds: `take` needs no lock before the next await."""
+        return steps_quickly(self.environment) and not self.lock.locked()
+
+    async def reset(self, seed: int) -> Observation:
+        """Start the world of `seed`; counters and history begin anew.
+
+        Raises:
+            SessionBusy: an earlier request did not end in time.
+        """
+        return await self._whole(self._reset(seed))
+
+    async def step(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
+        """Carry out one decision; the observation before it, and what came of it.
+
+        Raises:
+            EpisodeOver: the episode has ended.
+            SessionBusy: an earlier request did not end in time.
+        """
+        if not steps_quickly(self.environment):
+            return await self._whole(self._step_in_thread(requests))
+        async with self.lock:
+            return self.take(requests)
+
+    def take(
+        self, requests: Sequence[ToolRequest], *, invalid_reason: str | None = None
+    ) -> tuple[Observation, DecisionOutcome]:
+        """A decision, for a caller that holds the lock, or that saw `steps_at_once` and awaits nothing."""
+        self._write_ready()
+        before = self.observation
+        with boundary("environment.step"):
+            outcome = self.environment.step(requests, invalid_reason=invalid_reason)
+        return self._stepped(before, requests, outcome)
+
+    async def _reset(self, seed: int) -> Observation:
+        async with self.lock:
+            self._write_ready()
+            with boundary("environment.reset"):
+                self.observation = await in_thread(
+                    self.threads, "environment.reset", self.environment.reset, seed
+                )
+            self.seed, self.step_idx, self.turn, self.metadata = seed, 0, 0, NO_METADATA
+            self.over = False
+            self.past.clear()
+            self.recent.clear()
+            if self.journal is not None:
+                self.journal.reset(self)
+            return self.observation
+
+    async def _step_in_thread(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
+        async with self.lock:
+            self._write_ready()
+            before = self.observation
+            with boundary("environment.step"):
+                outcome = await in_thread(self.threads, "environment.step", self.environment.step, requests)
+            return self._stepped(before, requests, outcome)
+
+    def _stepped(
+        self, before: Observation, requests: Sequence[ToolRequest], outcome: DecisionOutcome
+    ) -> tuple[Observation, DecisionOutcome]:
+        self.turn += 1
+        self.step_idx += len(outcome.env_rewards)
+        self.metadata = step_metadata(
+            before.achievements_counts,
+            outcome.observation.achievements_counts,
+            turn=self.turn,
+            step_rewards=self.step_rewards,
+        )
+        self.observation = outcome.observation
+        self.over = outcome.terminated or outcome.truncated
+        self.past.append(PastDecision(tool_calls=tuple(requests), outcome=outcome))
+        self.on_decision(len(outcome.env_rewards))
+        self.recent.append(decision(self.turn, before, outcome))
+        if self.journal is not None:
+            self.journal.stepped(self, requests)
+        return before, outcome
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it to the end, also when the caller is cancelled: a thread cannot be."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, also when nobody waits for it any more
+
+    def _write_ready(self) -> None:
+        if self.journal is not None:
+            self.journal.ready(self)
+
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages of the next decision.
+
+        Raises:
+            EpisodeOver: there is none; a model need not be asked.
+        """
+        if self.over:
+            raise EpisodeOver("the episode has ended; no further decision is possible")
+        with boundary("environment.messages"):
+            return self.environment.messages(self.observation, tuple(self.past))
+
+
+@dataclass(slots=True, eq=False)
+class PolicySession:
+    """One policy. Bound, it reads the environment session's observation; else the caller brings one.
+
+    `environment` was never reset: it only words prompts and names tools for an unbound policy; `env` is what
+    it was built from. `spec` is what the policy was built from, its key too, which no snapshot holds: after a
+    restart it is lost. `switches` are those that it brings to the environment that it is bound to.
+    """
+
+    policy: AgentPolicy
+    spec: PolicySpec
+    bound_env_id: str | None = None
+    environment: Environment | None = None
+    env: EnvSpec | None = None
+    turn: int = 0
+    rl_run_id: str | None = None
+    switches: StepRewards | None = None
+    lock: SessionLock = field(default_factory=SessionLock)
+    journal: Journal | None = None
+    key_lost: bool = False

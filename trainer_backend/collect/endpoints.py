@@ -1,0 +1,142 @@
+"""Somebody else's OpenAI-compatible server: its address, and its key, which only the environment holds."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import SecretStr
+
+from shared_schemas.urls import PORTS, is_loopback
+from trainer_backend.collect.plan import Inference
+from trainer_backend.errors import JobError
+from trainer_backend.job.addresses import http_parts
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.rollout_table import WarmupTable
+
+OPENAI_HOST = "api.openai.com"
+OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_LONGEST_KEY = 500  # shared_schemas.rollouts.InferenceKey
+
+
+def endpoint(
+    model: str | None,
+    url: str | None,
+    key_variable: str | None,
+    environ: Mapping[str, str] = os.environ,
+) -> Inference:
+    """The model that `turnwise eval --model --inference-url --api-key-env` names.
+
+    Args:
+        model: its name at the server.
+        url: the server's base URL.
+        key_variable: environment variable that holds the key. Absent, OPENAI_API_KEY goes to api.openai.com
+            over https, and nowhere else: a key must not reach a host that it is not for.
+
+    Raises:
+        JobError: one of the flags is missing or wrong, or the variable holds no key.
+    """
+    if not model or not url:
+        given, missing = ("--model", "--inference-url") if model else ("--inference-url", "--model")
+        if not model and not url:
+            given = "--api-key-env"
+            missing = "--model and --inference-url"
+        raise JobError(f"{given} needs {missing}: a model's name, and the server that answers for it")
+    parts = _split(url, where="--inference-url")
+    if key_variable is not None:
+        return Inference(url, model, key_from(key_variable, where="--api-key-env", environ=environ))
+    if parts.hostname == OPENAI_HOST and parts.scheme == "https":
+        return Inference(url, model, key_from(OPENAI_KEY_VARIABLE, where="--api-key-env", environ=environ))
+    return Inference(url, model, None)
+
+
+def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.environ) -> SecretStr:
+    """The key that an environment variable holds.
+
+    Args:
+        variable: its name, in capitals.
+        where: begins the error: the flag or TOML key that names the variable.
+
+    Raises:
+        JobError: no name of a variable (not repeated: it may be a key that was pasted), or no key in it.
+    """
+    if not VARIABLE.fullmatch(variable):
+        raise JobError(
+            f"{where} takes the name of an environment variable, in capitals, such as {OPENAI_KEY_VARIABLE}; "
+            "what was given is none, and is not repeated here in case it is the key itself"
+        )
+    key = environ.get(variable, "").strip()
+    if not key:
+        raise JobError(f"{where}: the environment variable {variable} is not set, or empty")
+    if not (key.isascii() and key.isprintable() and len(key) <= _LONGEST_KEY):
+        raise JobError(
+            f"{where}: the environment variable {variable} holds no key: a key is at most {_LONGEST_KEY} "
+            "printable ASCII characters on one line"
+        )
+    return SecretStr(key)
+
+
+def warmup_key(table: WarmupTable | None) -> SecretStr | None:
+    """The key of the server that the warm-up's teacher asks, if the job names a variable for it.
+
+    Raises:
+        JobError: the variable holds no key.
+    """
+    if table is None or table.api_key_env is None:
+        return None
+    return key_from(table.api_key_env, where="warmup.api_key_env")
+
+
+def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -> list[str]:
+    """Hosts that the task app of the job's own must be allowed to call: those that the user has named.
+
+    Args:
+        warmup: may name a server.
+        player: the model that plays, if it is one of somebody else's.
+
+    Raises:
+        JobError: a URL is none.
+    """
+    hosts = [inference_host(player.url, where="--inference-url")] if player else []
+    url = warmup.policy_config.get("inference_url") if warmup else None
+    if isinstance(url, str):
+        hosts.append(inference_host(url, where="warmup.policy_config.inference_url"))
+    return hosts
+
+
+def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
+    """Hosts that the job's own gateway calls.
+
+    Raises:
+        JobError: a URL is none.
+    """
+    return [
+        inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
+        for table in tables
+        if table.inference_url is not None
+    ]
+
+
+def inference_host(url: str, *, where: str) -> str:
+    """`host:port` of an inference URL, as a task app's allow-list has it.
+
+    Raises:
+        JobError: not an http or https URL with a host, or one with a user name or password in it.
+    """
+    parts = _split(url, where=where)
+    host = parts.hostname or ""
+    return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"
+
+
+def sends_key_in_the_open(url: str, *, keyed: bool) -> bool:
+    """Whether a key for this URL would travel unencrypted to another machine."""
+    parts = urlsplit(url)
+    return keyed and parts.scheme == "http" and not is_loopback(parts.hostname or "")
+
+
+def _split(url: str, *, where: str) -> SplitResult:
+    try:
+        return http_parts(url)
+    except ValueError as error:
+        raise JobError(f"{where} {error}") from error

@@ -1,0 +1,317 @@
+"""Stops 7, 9 and 10 of the route: finished rollouts -> segments, r_t and advantages.
+
+Pure: a stored rollout file gives the same numbers anywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.metrics import finished_trajectories
+from trainer_backend.core.advantages.branch import Branches
+from trainer_backend.core.advantages.episodes import (
+    AdvantageConfig,
+    Advantages,
+    EpisodeRewards,
+    EstimatorPlug,
+)
+from trainer_backend.core.advantages.gae import foretold
+from trainer_backend.core.advantages.spread import flat_groups
+from trainer_backend.core.critic import ByToken, CriticTargets, OfEpisode, firsts, targets_of
+from trainer_backend.core.kl_reward import ScoredTokens
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.core.segments import Segment
+from trainer_backend.core.statistics import decision_metrics
+from trainer_backend.credit.rewards import Earned, Policies, Rewards, kl_metrics
+from trainer_backend.errors import AdvantageError, place
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import AlgorithmTable
+from trainer_backend.plugins import estimator
+from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.rundir.rollout_files import Credit
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of rollouts after they were played, for estimators that ask; by rollout id.
+
+    Attributes:
+        values: of a critic; they are stored with the credit.
+        after: V of the state after the last decision of episodes that a limit cut short; None: none was read.
+        branches: what was played on from an episode's decisions; None: nobody did.
+        scored: what policy and reference say of its tokens, and of its branches'.
+    """
+
+    values: Mapping[str, OfEpisode] = field(default_factory=dict)
+    after: Mapping[str, float] | None = None
+    branches: Mapping[str, Branches] | None = None
+    scored: Mapping[str, ScoredTokens] = field(default_factory=dict)
+
+
+NOTHING = Measured()
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """Stops 7, 9 and 10 for a batch of episodes: what the update needs, and what the logs say.
+
+    Attributes:
+        episodes: those to be trained: all of them, or without `flat` where the job skips it.
+        credits: of every episode, in the order given.
+        flat: ids of the groups whose advantages are all 0 (core.flat_groups), by what was earned: what is
+            paid for KL differs a little between any two episodes, and is no spread of theirs.
+    """
+
+    episodes: list[CreditedEpisode]
+    credits: list[Credit]
+    metrics: dict[str, float]
+    flat: list[str]
+
+
+def _flat(rollouts: Sequence[Rollout], found: "_Estimated") -> list[str]:
+    """By the groups as they were played, whichever of their episodes were compared with each other."""
+    advantages = [item.flat if isinstance(item, ByToken) else item for item in found.trained]
+    played = zip(found.episodes, rollouts, strict=True)
+    return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimated:
+    """Stops 9 and 10; all lists in the order of the rollouts.
+
+    Attributes:
+        policies: who sampled each.
+        trained: what the update is given of each episode, by decision or by token.
+        targets: of the critic; None without one.
+    """
+
+    trajectories: list[Trajectory]
+    policies: list[str]
+    earned: list[Earned]
+    episodes: list[EpisodeRewards]
+    advantages: Advantages
+    trained: Sequence[OfEpisode]
+    targets: list[CriticTargets | None]
+
+    def credits(self, gamma: float) -> list[Credit]:
+        return [self._credit(index, gamma) for index in range(len(self.episodes))]
+
+    def of_the_actor(self, gamma: float) -> dict[str, float]:
+        """What the actor's samples earned, absent where there are none; and what the estimator met in all."""
+        own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
+        met = self.advantages.diagnostics
+        if not own:
+            return met
+        if self.episodes[0].values_T:
+            met = met | foretold([self.episodes[index] for index in own], gamma)
+        paid = [self.earned[index].paid_T for index in own]
+        return decision_metrics([self.trajectories[index] for index in own], paid) | met
+
+    def _credit(self, index: int, gamma: float) -> Credit:
+        """What is stored with the episode of that index; with a critic, returns are its targets."""
+        episode, advantages, targets = self.episodes[index], self.advantages, self.targets[index]
+        discounted_T = discounted_returns(episode.rewards_T, gamma)
+        return Credit(
+            episode.rewards_T,
+            advantages.per_episode[index],
+            discounted_T if targets is None else firsts(targets.returns),
+            {name: values[index] for name, values in advantages.parts.items()},
+            episode.state_keys_T,
+            branch_returns_T=episode.branch_returns_T,
+            token_advantages=advantages.per_token[index] if advantages.per_token else None,
+            token_values=episode.token_values,
+            value_after=episode.value_after,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CreditAssignment:
+    """How a job credits decisions: who sampled them, what they earned, what its estimator makes of that.
+
+    Attributes:
+        skips_flat_groups: groups whose advantages are all 0 are not trained.
+    """
+
+    algorithm: AlgorithmTable
+    policies: Policies
+    rewards: Rewards
+    skips_flat_groups: bool = False
+
+    @classmethod
+    def of(cls, job: JobConfig) -> Self:
+        policies = Policies(job.job.name, job.fixed_policies, job.rollout.temperature)
+        rewards = Rewards(job.training, job.max_decisions)
+        return cls(job.algorithm, policies, rewards, job.training.skip_flat_groups)
+
+    @property
+    def estimator(self) -> EstimatorPlug:
+        return estimator(self.algorithm.advantage)
+
+    def credit(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> Credited:
+        """Segments, r_t and advantages of finished rollouts. Pure: a stored file gives the same anywhere.
+
+        Args:
+            rollouts: finished ones.
+            measured: what the job's estimator needs beside them.
+
+        Raises:
+            CreditError: what an episode lacks, or has broken, by the name of its rollout.
+        """
+        found = self._estimate(rollouts, measured)
+        played = found
+        if self.rewards.pays_kl:
+            played = replace(self, rewards=self.rewards.without_kl())._estimate(rollouts, measured)
+        flat = _flat(rollouts, played)
+        skipped = set(flat) if self.skips_flat_groups else set()
+        columns = zip(rollouts, found.policies, found.trained, found.targets, strict=True)
+        episodes = [
+            CreditedEpisode(rollout.rollout_id, self.policies.segments_by(rollout), given, critic, policy)
+            for rollout, policy, given, critic in columns
+            if rollout.group_id not in skipped
+        ]
+        metrics = {
+            **found.of_the_actor(self.algorithm.gamma),
+            **kl_metrics(found.earned),
+            "group/flat": float(len(flat)),
+        }
+        return Credited(episodes, found.credits(self.algorithm.gamma), metrics, flat)
+
+    def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
+        """The credits of `credit` alone, without what only an update and its logs need; else the same."""
+        return self._estimate(rollouts, measured).credits(self.algorithm.gamma)
+
+    def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
+        """Stop 7 for those that finished.
+
+        Raises:
+            SegmentError: see `segments_by`.
+        """
+        return {
+            item.rollout_id: self.policies.segments_by(item)
+            for item in rollouts
+            if item.trajectory is not None
+        }
+
+    def final_views(self, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
+        """The state in which a limit left an episode, for each that was cut short and asked for it.
+
+        Raises:
+            SegmentError: see `segments_by`.
+        """
+        found = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
+        return {name: view for name, view in found.items() if view is not None}
+
+    def _estimate(self, rollouts: Sequence[Rollout], measured: Measured) -> _Estimated:
+        trajectories = finished_trajectories(rollouts, "credit")
+        policies = [self.policies.policy_by(rollout) for rollout in rollouts]
+        earned = [self.rewards.earned_by(rollout, measured.scored) for rollout in rollouts]
+        episodes = [
+            self._rewarded(rollout, item, found.rewards_T, measured)
+            for rollout, item, found in zip(rollouts, trajectories, earned, strict=True)
+        ]
+        advantages = self.estimator.compute(episodes, advantage_config(self.algorithm))
+        trained: Sequence[OfEpisode] = advantages.per_token or advantages.per_episode
+        targets = [
+            targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
+            for episode, item in zip(episodes, trained, strict=True)
+        ]
+        return _Estimated(trajectories, policies, earned, episodes, advantages, trained, targets)
+
+    def _compared_with(self, rollout: Rollout) -> str:
+        """The key of the episodes that it is compared with: its group, or those of its policy in there."""
+        policy = self.policies.policy_by(rollout)
+        alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
+        return f"{rollout.group_id}/{policy}" if alone else rollout.group_id
+
+    def _rewarded(
+        self, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], measured: Measured
+    ) -> EpisodeRewards:
+        """An episode as the job's estimator sees it."""
+        plug, name = self.estimator, rollout.rollout_id
+        values = measured.values.get(name, ())
+        by_token = values if plug.needs_values == "token" and isinstance(values, ByToken) else None
+        branched = plug.needs_branches and measured.branches is not None
+        by_outcome = self.algorithm.episode_score == "outcome" and "episode_score" in plug.takes
+        return EpisodeRewards(
+            name,
+            self._compared_with(rollout),
+            rewards_T,
+            state_keys_T=_state_keys(self.algorithm.state_hashing_function, trajectory, name)
+            if plug.needs_state_keys
+            else (),
+            values_T=firsts(values) if plug.needs_values else (),
+            token_values=by_token,
+            branch_returns_T=self._branch_returns(trajectory, measured, name) if branched else (),
+            final_score=trajectory.outcome_reward if by_outcome else None,
+            truncated=trajectory.cut_short,
+            value_after=self._value_after(rollout, trajectory, measured),
+        )
+
+    def _value_after(self, rollout: Rollout, trajectory: Trajectory, measured: Measured) -> float | None:
+        """V of the state that a limit left the episode in, where the job's estimator goes on with it.
+
+        Raises:
+            AdvantageError: it was never looked at.
+        """
+        goes_on = "bootstrap_truncated" in self.estimator.takes
+        if not (self.algorithm.bootstrap_truncated and goes_on and trajectory.cut_short):
+            return None
+        if measured.after is None:
+            raise AdvantageError(
+                "no value of the state after its last decision, which algorithm.bootstrap_truncated needs",
+                where=place(rollout.rollout_id),
+                hint="They are asked for and stored while a run trains with that key.",
+            )
+        return measured.after.get(rollout.rollout_id)
+
+    def _branch_returns(self, parent: Trajectory, measured: Measured, rollout_id: str) -> list[list[float]]:
+        """[T] the discounted return of each branch from before a decision."""
+        of_episode = (measured.branches or {}).get(rollout_id, {})
+        return [
+            [
+                self._return_from(step.turn, rollout, measured.scored)
+                for rollout in of_episode.get(step.turn, ())
+            ]
+            for step in parent.steps
+        ]
+
+    def _return_from(self, turn: int, branch: Rollout, scored: Mapping[str, ScoredTokens]) -> float:
+        """G of a branch, which counts its decisions anew: its horizon is what was left of the parent's."""
+        earned = self.rewards.earned_by(branch, scored, decisions_done=turn - 1)
+        return discounted_returns(earned.rewards_T, self.algorithm.gamma)[0]
+
+
+def advantage_config(table: AlgorithmTable) -> AdvantageConfig:
+    """The keys of [algorithm], for estimators."""
+    return AdvantageConfig(
+        gamma=table.gamma,
+        gae_lambda=table.gae_lambda,
+        gae_token_lambda=table.gae_token_lambda,
+        bootstrap_truncated=table.bootstrap_truncated,
+        omega=table.omega,
+        step_advantage_w=table.step_advantage_w,
+        default_step_reward=table.default_step_reward,
+        fnorm=table.fnorm,
+        episode_baseline=table.episode_baseline,
+        context_depth=table.context_depth,
+        context_alpha=table.context_alpha,
+    )
+
+
+def _state_keys(name: str, trajectory: Trajectory, rollout_id: str) -> list[str]:
+    """[T] the key of each decision's state, under the name that the job gives."""
+    keys = []
+    for step in trajectory.steps:
+        key = step.observation_data.state_keys.get(name)
+        if key is None:
+            stored = ", ".join(sorted(step.observation_data.state_keys)) or "none"
+            raise AdvantageError(
+                f"no state key {name!r}; stored: {stored}",
+                where=place(rollout_id, step.turn),
+                hint="They are made while an episode is played (rollout.state_keys).",
+            )
+        keys.append(key)
+    return keys

@@ -1,0 +1,226 @@
+"""`turnwise inspect`: one episode, decision by decision: what it saw, did and earned, and its credit."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import StepData, Trajectory, UserReward
+from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
+from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.pages.episode_view import (
+    did,
+    last_seen,
+    last_words,
+    news,
+    parts_earned,
+    user_told,
+    whole_prompts,
+)
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import read_decisions, read_rollout, rollout_ids
+
+_CREDIT = (
+    ("r_t", "reward"),
+    ("return", "return_to_go"),
+    ("V", "value"),
+    ("A_E", "episode_advantage"),
+    ("A_S", "step_advantage"),
+    ("advantage", "advantage"),
+)
+_KEY_SHOWN = 10
+
+
+def find_rollout(runs: Sequence[RunDirectory], rollout_id: str) -> tuple[Rollout, list[dict[str, Any]]]:
+    """The stored rollout of that id, or of the only one that ends with it, and its row's decisions.
+
+    Raises:
+        RunDirectoryError: there is none, or several.
+    """
+    found = [
+        (path, known)
+        for run in runs
+        for path in sorted((run.path / "rollouts").glob("*.parquet"))
+        for known in rollout_ids(path)
+        if known == rollout_id or known.endswith(rollout_id)
+    ]
+    exact = [item for item in found if item[1] == rollout_id]
+    chosen = exact or found
+    if len(chosen) != 1:
+        looked = ", ".join(str(run.path) for run in runs) or "runs/"
+        some = f"; such as {', '.join(known for _, known in chosen[:3])}" if chosen else ""
+        raise RunDirectoryError(f"{len(chosen) or 'no'} stored rollouts are {rollout_id!r} in {looked}{some}")
+    path, known = chosen[0]
+    return read_rollout(path, known), read_decisions(path, known)
+
+
+def episode_view(
+    rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool = False
+) -> Group:
+    """All of an episode for a terminal.
+
+    Args:
+        credits: the columns of each decision, as they are stored; empty where no credit was given.
+        full: the whole prompt of each decision, not only what is new in it.
+        tokens: where its tokens stand in the segments that it was trained on.
+
+    Raises:
+        SegmentError: `tokens` of an episode that was played without token ids, or greedily.
+    """
+    return Group(*_parts(rollout, credits, full=full, tokens=tokens))
+
+
+def _parts(
+    rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool
+) -> Iterator[RenderableType]:
+    yield Text(f"{rollout.rollout_id}  group {rollout.group_id}, sibling {rollout.sibling}", style="bold")
+    episode = rollout.trajectory
+    if episode is None:
+        cause = f"{rollout.failure.code}: {rollout.failure.detail}" if rollout.failure else ""
+        yield Text(f"{rollout.status}; {cause}")
+        return
+    yield Text(
+        f"{episode.env_name}, seed {episode.seed}; {episode.policy_name} {episode.model}; outcome "
+        f"{episode.outcome_reward:g} ({episode.outcome_definition}); ended by {episode.stop_reason}"
+    )
+    earned = [step.metadata.decision_rewards for step in episode.steps if step.metadata.decision_rewards]
+    if earned:
+        unique, every = sum(one.unique_delta for one in earned), sum(one.ach_delta for one in earned)
+        yield Text(f"achievements over its decisions: unique {unique}, all {every}")
+    if episode.user_reward is not None:
+        yield Text(_judged(episode.user_reward))
+    for warning in episode.warnings:
+        yield Text(f"warning: {warning}")
+    seen = _seen(episode, full=full)
+    lines = _token_lines(rollout.rollout_id, episode, full=full) if tokens else {}
+    if tokens and episode.full_history:
+        yield Text(_context(episode))
+    for step, shown in zip(episode.steps, seen, strict=True):
+        yield ""
+        yield Text(f"decision {step.turn}", style="bold")
+        yield Text(shown, style="dim")
+        yield Text(f"did     {_done(step)}")
+        yield Text(f"earned  {_earned(step)}")
+        for told in user_told(step):
+            yield Text(f"answer  {told}")
+        if tokens:
+            yield Text("\n".join(lines[step.turn]))
+        if step.turn <= len(credits):
+            yield _credit(credits[step.turn - 1])
+    if rest := last_words(episode):
+        yield Text("\n".join(["", "after the last decision", *rest]), style="dim")
+
+
+def _judged(said: UserReward) -> str:
+    reason = f": {said.result.reason}" if said.result.reason else ""
+    return (
+        f"judged by {said.reward_function}{reason}; by its environment "
+        f"{said.environment_outcome_reward:g} ({said.environment_outcome_definition})"
+    )
+
+
+def _seen(episode: Trajectory, *, full: bool) -> list[str]:
+    """[T] what each decision saw: its whole prompt, or what is new in it."""
+    if full:
+        return ["\n".join(lines) for lines in whole_prompts(episode)]
+    if episode.full_history:
+        return ["\n".join(news(step)) for step in episode.steps]
+    return [last_seen(step) for step in episode.steps]
+
+
+def _context(episode: Trajectory) -> str:
+    """What source 3 keeps of a conversation, by its names."""
+    ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
+    count = len(episode.full_history)
+    return (
+        f"full_history  {count} messages (msg_id_counter {count}); deleted_msg_ids  {ids}; "
+        f"had_delete_operation  {str(episode.had_delete_operation).lower()}"
+    )
+
+
+def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
+    """By turn, what the loop went through and where its tokens stand, by the names of source 3.
+
+    Raises:
+        SegmentError: the episode was played without token ids, or greedily.
+    """
+    segments = segments_of(episode.steps, rollout_id=rollout_id)
+    views = {view.turn: view for view in emission_views(segments)}
+    found, snapshots, before = {}, 0, 0
+    for step in episode.steps:
+        found[step.turn] = [f"states  {' '.join(step.states)}"]
+        view = views.get(step.turn)
+        if view is None:
+            found[step.turn].append("tokens  none sampled")
+            continue
+        if view.segment > before and step.observation_data.changed:
+            closed = _snapshot(view.segment - 1, segments[view.segment - 1])
+            found[step.turn].append(f"trajectory_snapshots[{snapshots}]  {closed}")
+            snapshots += 1
+        before = view.segment
+        found[step.turn] += _view_lines(view, full=full)
+    return found
+
+
+def _snapshot(number: int, segment: Segment) -> str:
+    """What an edit closed: the tokens before its first answer, and those from there on."""
+    first = segment.sampled_positions[0]
+    trained = ", ".join(f"{start} to {end}" for _, start, end in assistant_turn_boundaries(segment))
+    return (
+        f"segment {number + 1}: prompt_ids 0 to {first}, response_ids {first} to {len(segment)}, "
+        f"response_mask 1 from {trained}"
+    )
+
+
+def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
+    """`t` is the index of both published lists; positions are those of the segment."""
+    t = view.turn - 1
+    prompt, answer = (" ".join(map(str, ids)) for ids in (view.prompt_ids, view.answer_ids))
+    return [
+        f"emission_views[{t}]  segment {view.segment + 1}: prompt_ids 0 to {view.start}",
+        f"assistant_turn_boundaries[{t}]  {view.start} to {view.end}: response_mask 1",
+        *([f"prompt_ids  {prompt}"] if full else []),
+        f"response_ids  {answer}",
+    ]
+
+
+def _done(step: StepData) -> str:
+    invalid = step.step_info.invalid_reason
+    executed = " ".join(step.step_info.executed_actions)
+    return (
+        did(step) + (f"  ->  {executed}" if executed else "") + (f"  (refused: {invalid})" if invalid else "")
+    )
+
+
+def _earned(step: StepData) -> str:
+    parts = [f"env {sum(step.env_rewards or ()):+g}"]
+    rewards = step.metadata.decision_rewards
+    if rewards is not None:
+        names = f" ({', '.join(rewards.unique)})" if rewards.unique else ""
+        parts.append(f"unique {rewards.unique_delta}{names}, all {rewards.ach_delta}")
+    return "; ".join([*parts, *parts_earned(step)])
+
+
+def _credit(columns: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    known = [(title, columns[name]) for title, name in _CREDIT if columns.get(name) is not None]
+    for title, _ in known:
+        table.add_column(title, justify="right")
+    cells = [f"{value:+.3f}" for _, value in known]
+    if columns.get("token_logprobs"):
+        table.add_column("nats to reference", justify="right")
+        own, reference = columns["token_logprobs"], columns["token_reference_logprobs"]
+        cells.append(f"{math.fsum(own) - math.fsum(reference):+.3f}")
+    if columns.get("branch_returns"):
+        table.add_column("branches")
+        cells.append(" ".join(f"{value:+.3f}" for value in columns["branch_returns"]))
+    if columns.get("state_key"):
+        table.add_column("state")
+        cells.append(columns["state_key"][:_KEY_SHOWN])
+    table.add_row(*cells)
+    return table

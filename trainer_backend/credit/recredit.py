@@ -1,0 +1,308 @@
+"""The stored rollouts of a run through every estimator, without new rollouts."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import StepMetadata
+from trainer_backend.core.advantages.branch import by_parent
+from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
+from trainer_backend.core.statistics import step_deltas
+from trainer_backend.credit.credit import NOTHING, CreditAssignment, Measured
+from trainer_backend.errors import AdvantageError, RewardError, RunDirectoryError
+from trainer_backend.pages.page import saved_page
+from trainer_backend.pages.panels import Panel
+from trainer_backend.pages.series import Chart, Curve
+from trainer_backend.plugins import ESTIMATORS, estimator
+from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.layout import RunDirectory, open_run
+from trainer_backend.rundir.rollout_files import (
+    Credit,
+    finished_rows,
+    read_rollouts,
+    read_scored,
+    read_values,
+    read_values_after,
+    write_rollouts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recredited:
+    """What estimators made of the same decisions.
+
+    Attributes:
+        rollouts: those that finished, iteration after iteration.
+        credits: by estimator, in the order of the rollouts.
+        refused: estimators that could not be computed, with the reason.
+    """
+
+    rollouts: list[Rollout]
+    credits: Mapping[str, list[Credit]]
+    refused: Mapping[str, str]
+
+    def advantages(self, name: str) -> list[float]:
+        """[decisions] of all rollouts."""
+        return list(chain.from_iterable(credit.advantages_T for credit in self.credits[name]))
+
+
+def stored_files(run: RunDirectory, wanted: Sequence[int]) -> list[Path]:
+    """The rollout files of the iterations wanted, or of all, in order.
+
+    Raises:
+        RunDirectoryError: there is no such file.
+    """
+    files = {int(path.stem.removeprefix("iteration_")): path for path in run.iteration_files()}
+    missing = [str(number) for number in wanted if number not in files]
+    if missing or not files:
+        stored = ", ".join(map(str, sorted(files))) or "none"
+        asked = f"iteration {', '.join(missing)}" if missing else "any iteration"
+        raise RunDirectoryError(f"{run.path}: no rollouts of {asked}; stored: {stored}")
+    return [files[number] for number in sorted(set(wanted) or files)]
+
+
+def stored_iterations(run: RunDirectory, wanted: Sequence[int]) -> list[list[Rollout]]:
+    """The finished rollouts of each stored iteration, or of those wanted, in order.
+
+    Raises:
+        RunDirectoryError: no such file, or nothing in them was finished.
+    """
+    read = [read_rollouts(path) for path in stored_files(run, wanted)]
+    finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in read]
+    if not any(finished):
+        raise RunDirectoryError(f"{run.path}: none of the stored rollouts was finished")
+    return [rollouts for rollouts in finished if rollouts]
+
+
+def stored_measured(run: RunDirectory, wanted: Sequence[int]) -> list[Measured]:
+    """What was measured in each of `stored_iterations`: by a critic, by branches, by a reference.
+
+    Raises:
+        RunDirectoryError: as `stored_files`.
+    """
+    files = stored_files(run, wanted)
+    return [_measured(path) for path in files if finished_rows(path, ["rollout_id"])]
+
+
+def _measured(path: Path) -> Measured:
+    """Of one iteration. A file of branches may be empty: no episode reached a decision that was chosen."""
+    beside = path.with_name(path.name.replace("iteration_", "branches_"))
+    if not beside.exists():
+        return Measured(read_values(path), read_values_after(path), None, read_scored(path))
+    branches = by_parent(with_records(item) for item in read_rollouts(beside))
+    scored = {**read_scored(path), **read_scored(beside)}
+    return Measured(read_values(path), read_values_after(path), branches, scored)
+
+
+def recredited(
+    credit: CreditAssignment,
+    iterations: Sequence[Sequence[Rollout]],
+    names: Sequence[str],
+    measured: Sequence[Measured] = (),
+) -> Recredited:
+    """Every iteration through every estimator, with the rewards and the keys of [algorithm] that the job has.
+
+    Groups are those of their iteration. An estimator whose inputs were not stored is refused by name.
+    `measured` is that of `stored_measured`; empty: nothing was.
+
+    Raises:
+        RewardError: r_t cannot be built from what is stored.
+    """
+    beside = measured or [NOTHING] * len(iterations)
+    iterations = [[with_records(rollout) for rollout in rollouts] for rollouts in iterations]
+    for rollouts, of_them in zip(iterations, beside, strict=True):
+        for rollout in rollouts:
+            credit.rewards.earned_by(rollout, of_them.scored)  # what fails here fails for every estimator
+    credits: dict[str, list[Credit]] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        with_it = replace(credit, algorithm=credit.algorithm.model_copy(update={"advantage": name}))
+        try:
+            credits[name] = [
+                item
+                for rollouts, of_them in zip(iterations, beside, strict=True)
+                for item in with_it.credits(rollouts, of_them)
+            ]
+        except (AdvantageError, RewardError) as error:  # the rewards of its branches
+            refused[name] = str(error)
+    return Recredited(list(chain.from_iterable(iterations)), credits, refused)
+
+
+def with_records(rollout: Rollout) -> Rollout:
+    """The rollout with `decision_rewards` made from its counters where it was played without them.
+
+    So a run whose rewards were off can be credited by decisions. An environment without achievements has no
+    counters, and its rollouts stay as they are.
+    """
+    episode = rollout.trajectory
+    if episode is None or not episode.achievements_counts:
+        return rollout
+    steps = tuple(
+        step
+        if step.metadata.decision_rewards is not None or step.next_observation is None
+        else step.model_copy(update={"metadata": StepMetadata(decision_rewards=step_deltas(step))})
+        for step in episode.steps
+    )
+    return rollout.model_copy(update={"trajectory": episode.model_copy(update={"steps": steps})})
+
+
+# `turnwise recredit` for a terminal: what estimators gave, and how they agree.
+#
+# "Same sign" is the share of decisions where two agree, among those where neither is 0.
+
+Agreement = Callable[[Sequence[float], Sequence[float]], float | None]
+
+
+def recredit_tables(found: Recredited, cosines: Mapping[tuple[str, str], float] | None = None) -> Group:
+    """Tables of spread, correlation, sign agreement and, where there are some, cosines of gradients."""
+    advantages = {name: found.advantages(name) for name in found.credits}
+    parts: list[Table | Text | str] = []
+    if advantages:
+        decisions = len(next(iter(advantages.values())))
+        parts += [Text(f"{len(found.rollouts)} episodes, {decisions} decisions"), _spreads(advantages), ""]
+        parts += [_pairs("correlation", advantages, correlation), ""]
+        parts += [_pairs("same sign", advantages, sign_agreement)]
+    if cosines:
+        parts += ["", _table("cosine of gradients", list(advantages), lambda a, b: cosines.get((a, b)))]
+    parts += [Text(f"{name}: {reason}", style="yellow") for name, reason in found.refused.items()]
+    return Group(*parts)
+
+
+def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("advantages", "mean", "variance", "share of 0"):
+        table.add_column(column, justify="left" if column == "advantages" else "right")
+    for name, values in advantages.items():
+        spread = spread_of(values)
+        table.add_row(name, f"{spread.mean:+.4f}", f"{spread.std**2:.4f}", f"{spread.zero_frac:.0%}")
+    return table
+
+
+def _pairs(title: str, advantages: Mapping[str, Sequence[float]], of: Agreement) -> Table:
+    return _table(title, list(advantages), lambda a, b: of(advantages[a], advantages[b]))
+
+
+def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | None]) -> Table:
+    """Every pair once: below the diagonal."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title)
+    for name in names[:-1]:
+        table.add_column(name, justify="right")
+    for row, name in enumerate(names):
+        if row:
+            table.add_row(name, *(_number(of(name, other)) for other in names[:row]))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"
+
+
+# What `turnwise recredit` leaves on disk: figures as JSON, advantages as Parquet, one page of charts.
+
+_POINTS = 4_000
+
+
+def write_recredit(
+    found: Recredited, folder: Path, cosines: Mapping[tuple[str, str], float] | None = None
+) -> None:
+    """`figures.json`, `agreement.html`, and NAME.parquet for each estimator: the rollouts with its credit.
+
+    Raises:
+        RunDirectoryError: the disk is full, or refuses.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "figures.json").write_text(json.dumps(figures(found, cosines), indent=1), encoding="utf-8")
+        if len(found.credits) > 1:
+            (folder / "agreement.html").write_bytes(
+                agreement_page({name: found.advantages(name) for name in found.credits})
+            )
+    for name, credits in found.credits.items():
+        write_rollouts(folder / f"{name}.parquet", found.rollouts, credits)
+
+
+def agreement_page(advantages: Mapping[str, Sequence[float]]) -> bytes:
+    """A chart for each estimator but the first: its advantages over the first's, a point a decision."""
+    first, *others = advantages
+    # Evenly spread over the batch: a picture of every decision would be a blot.
+    step = max(1, len(advantages[first]) // _POINTS)
+    charts = []
+    for name in others:
+        points = sorted(zip(advantages[first][::step], advantages[name][::step], strict=True))
+        panel = Panel(
+            name, name, f"Advantage of a decision, over that by {first}.", (), x=first, scatter=True
+        )
+        y_N = tuple(y for _, y in points)
+        charts.append(Chart(panel, tuple(x for x, _ in points), (Curve(name, 0, 0, False, y_N),)))
+    return saved_page("agreement", charts, first=first, panels=[chart.panel for chart in charts])
+
+
+def figures(found: Recredited, cosines: Mapping[tuple[str, str], float] | None = None) -> dict[str, object]:
+    """All numbers of the tables."""
+    advantages = {name: found.advantages(name) for name in found.credits}
+    pairs = list(combinations(advantages, 2))
+    return {
+        "episodes": len(found.rollouts),
+        "estimators": {
+            name: {
+                "mean": spread_of(values).mean,
+                "variance": spread_of(values).std ** 2,
+                "zero_frac": spread_of(values).zero_frac,
+            }
+            for name, values in advantages.items()
+        },
+        "pairs": [
+            {
+                "estimators": [a, b],
+                "correlation": correlation(advantages[a], advantages[b]),
+                "sign_agreement": sign_agreement(advantages[a], advantages[b]),
+                "gradient_cosine": (cosines or {}).get((b, a)),
+            }
+            for a, b in pairs
+        ],
+        "refused": dict(found.refused),
+    }
+
+
+# `turnwise recredit`: from a run directory to tables and files.
+
+
+def recredit_run(
+    path: Path,
+    names: Sequence[str],
+    iterations: Sequence[int],
+    checkpoint: Path | None,
+    out: Path | None,
+    overrides: Sequence[str],
+) -> tuple[Group, Path]:
+    """Tables, and the folder that was written.
+
+    Raises:
+        JobError: an unknown estimator, or an override that does not fit.
+        RunDirectoryError: no run, nothing stored, or a disk that refuses.
+        RewardError: r_t cannot be built from what is stored.
+    """
+    run = open_run(path)
+    job = run.changed_job(overrides).config
+    for name in names:
+        estimator(name)
+    stored = stored_iterations(run, iterations)
+    found = recredited(
+        CreditAssignment.of(job), stored, names or list(ESTIMATORS), stored_measured(run, iterations)
+    )
+    cosines = None
+    if checkpoint is not None:
+        from trainer_backend.learner.gradients import gradient_cosines  # torch
+
+        cosines = gradient_cosines(job, found.rollouts, found.credits, checkpoint)
+    folder = out or run.path / "recredit"
+    write_recredit(found, folder, cosines)
+    return recredit_tables(found, cosines), folder

@@ -1,0 +1,208 @@
+"""Stop 9 of the route, as a job sets it: r_t of a finished rollout, in which nothing is lost. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shared_schemas.rollouts import Rollout
+from trainer_backend.core.guards import refuse_lost_reward
+from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
+from trainer_backend.core.policies import ACTOR, policy_in
+from trainer_backend.core.rewards import RewardConfig, reward_vector
+from trainer_backend.core.segments import CONTEXT, Segment, segments_of
+from trainer_backend.errors import RewardError, SegmentError, place
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.training_table import TrainingTable
+
+
+@dataclass(frozen=True, slots=True)
+class Earned:
+    """What the decisions of an episode earned.
+
+    Attributes:
+        paid_T: [T] what the reward mode gives.
+        kl_T: [T] what they pay for their KL to the reference; empty where the job does not ask for it.
+        kl_nats: for each decision, the estimate of that KL at each of its tokens; likewise.
+    """
+
+    paid_T: Sequence[float]
+    kl_T: Sequence[float] = ()
+    kl_nats: Sequence[Sequence[float]] = ()
+
+    @property
+    def rewards_T(self) -> Sequence[float]:
+        """[T] r_t, what estimators see."""
+        if not self.kl_T:
+            return self.paid_T
+        return [paid + kl for paid, kl in zip(self.paid_T, self.kl_T, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """How a job rewards decisions.
+
+    Attributes:
+        table: [training], with the step-reward switches and what is paid for KL.
+        max_decisions: that an episode may take.
+    """
+
+    table: TrainingTable
+    max_decisions: int
+
+    @property
+    def pays_kl(self) -> bool:
+        return self.table.kl_reward_coef > 0
+
+    def without_kl(self) -> "Rewards":
+        """The same rewards, with nothing paid for KL."""
+        return replace(self, table=self.table.model_copy(update={"kl_reward_coef": 0.0}))
+
+    @property
+    def config(self) -> RewardConfig:
+        """The step-reward switches of [training], for `core.rewards`."""
+        table = self.table
+        return RewardConfig(
+            enabled=table.step_rewards_enabled,
+            mode=table.step_rewards_mode,
+            kind=table.event_rewards_kind,
+            beta=table.step_rewards_beta,
+            indicator_lambda=table.step_rewards_indicator_lambda,
+            horizon=table.step_rewards_horizon,
+            max_decisions=self.max_decisions,
+        )
+
+    def earned_by(
+        self, rollout: Rollout, scored: Mapping[str, ScoredTokens], *, decisions_done: int = 0
+    ) -> Earned:
+        """r_t of a finished rollout.
+
+        Args:
+            scored: by rollout id, what policy and reference say of its tokens; read where the job has
+                `training.kl_reward_coef`.
+            decisions_done: how many its episode had before it was played on from there; they are off the
+                horizon.
+
+        Raises:
+            RewardError: see `reward_vector`, `refuse_lost_reward`; log-probs that it needs are not there.
+        """
+        episode, config = rollout.trajectory, self.config
+        assert episode is not None, "only finished rollouts earned anything"
+        if decisions_done and config.max_decisions is not None:
+            config = replace(config, max_decisions=config.max_decisions - decisions_done)
+        name = rollout.rollout_id
+        paid_T = reward_vector(
+            episode.steps, outcome_reward=episode.outcome_reward, config=config, rollout_id=name
+        )
+        earned = self._with_kl(paid_T, scored.get(name), rollout_id=name)
+        refuse_lost_reward(episode, earned.rewards_T, config, rollout_id=name, kl_T=earned.kl_T)
+        return earned
+
+    def _with_kl(self, paid_T: Sequence[float], scored: ScoredTokens | None, *, rollout_id: str) -> Earned:
+        training = self.table
+        if training.kl_reward_coef == 0:
+            return Earned(paid_T)
+        if scored is None:
+            raise RewardError(
+                "no log-probs of policy and reference, "
+                f"which training.kl_reward_coef = {training.kl_reward_coef} needs",
+                where=place(rollout_id),
+                hint="They are stored where rollouts were collected with that key; 0 leaves the KL out.",
+            )
+        if len(scored.policy_T) != len(paid_T):
+            told = f"log-probs of {len(scored.policy_T)} decisions, but it has {len(paid_T)}"
+            raise RewardError(told, where=place(rollout_id))
+        nats = kl_estimates(scored, training.kl_reward_kind, rollout_id=rollout_id)
+        return Earned(paid_T, kl_rewards(nats, training.kl_reward_coef), nats)
+
+
+def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:
+    """Of a batch: KL in nats, mean a token; what it cost, mean an episode. Nothing where it costs nothing."""
+    nats = [value for item in episodes for row in item.kl_nats for value in row]
+    if not nats:
+        return {}
+    paid = math.fsum(math.fsum(item.kl_T) for item in episodes)
+    return {"kl/reference": math.fsum(nats) / len(nats), "reward/kl": paid / len(episodes)}
+
+
+# Which policy of a job sampled a rollout, and the token sequences that it is trained on. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The policies that sample the rollouts of a job.
+
+    Attributes:
+        job_name: their models are called after it.
+        fixed: those that are never trained.
+        temperature: the actor's.
+    """
+
+    job_name: str
+    fixed: tuple[RolloutOnlyTable, ...]
+    temperature: float
+
+    def of_name(self, name: str) -> RolloutOnlyTable:
+        """A fixed policy; KeyError where there is none of that name."""
+        return {table.name: table for table in self.fixed}[name]
+
+    def policy_by(self, rollout: Rollout) -> str:
+        """ACTOR, or the name of the fixed policy that sampled it, as its trajectory tells.
+
+        Raises:
+            SegmentError: a policy that the job does not have. As the actor's own its samples would be
+                trained on without weights, and nothing would tell.
+        """
+        model = None if rollout.trajectory is None else rollout.trajectory.model
+        policy = policy_in(self.job_name, model)
+        known = [ACTOR, *(table.name for table in self.fixed)]
+        if policy not in known:
+            raise SegmentError(
+                f"sampled by {policy!r} (model {model!r}); the policies of this job are {', '.join(known)}",
+                where=place(rollout.rollout_id),
+                hint="Was [rollout_only] taken out of the job, or its name changed?",
+            )
+        return policy
+
+    def segments_by(self, rollout: Rollout) -> list[Segment]:
+        """Stop 7 for a finished rollout; none for another.
+
+        What a fixed policy sampled is scored at the actor's temperature: the policy that is trained is
+        softmax(logits / rollout.temperature), whoever sampled at whichever other (DESIGN.md 4.9).
+
+        Raises:
+            SegmentError: see `policy_by` and `segments_of`.
+        """
+        if rollout.trajectory is None:
+            return []
+        own = None if self.policy_by(rollout) == ACTOR else self.temperature
+        return segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
+
+    def final_view_by(self, rollout: Rollout) -> Segment | None:
+        """The prompt after the last decision of an episode that a limit cut short, where there is one.
+
+        One token stands behind it that belongs to no decision and is never trained: a critic reads the value
+        of a state where the first token after it is predicted, and here that is this one.
+
+        Raises:
+            SegmentError: see `segments_by`.
+        """
+        episode = rollout.trajectory
+        if episode is None or episode.final_view is None:
+            return None
+        last = episode.steps[-1]
+        after = last.model_copy(update={"turn": last.turn + 1, "policy_logprobs": episode.final_view})
+        whole = segments_of([*episode.steps, after], rollout_id=rollout.rollout_id)[-1]
+        start = whole.decision.index(last.turn)
+        end = start + 1
+        return replace(
+            whole,
+            token_ids=whole.token_ids[:end],
+            decision=(CONTEXT,) * start + (0,),
+            logprobs=(0.0,) * start + whole.logprobs[start:end],
+            versions=(CONTEXT,) * start + whole.versions[start:end],
+            temperatures=(1.0,) * end,
+        )
+
+    def by_actor(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Those that the policy in training sampled: what its own curves are made of."""
+        return [rollout for rollout in rollouts if self.policy_by(rollout) == ACTOR]

@@ -1,0 +1,484 @@
+"""What the tables of a mixture must say together, and what cannot go with one. Pure."""
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shared_schemas.base import did_you_mean
+from shared_schemas.state_keys import state_keys_of
+from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
+from trainer_backend.core.allocation import Weighted
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.job.addresses import http_parts
+from trainer_backend.job.layers import Places
+from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import HUB_NAME
+from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.plugins import LOSSES, READS, aggregation, allocation, estimator, not_read, policy_loss
+from trainer_backend.rundir.checkpoint_paths import model_in
+
+Finding = tuple[str, str]  # a key, and a sentence about it
+_SCHEDULE = "rollout_allocation_schedule"
+_WEIGHTS = [key for key in RolloutOnlyTable.model_fields if key.startswith("behaviour_weight_")]
+
+
+def mixture_findings(config: JobConfig) -> Iterator[Finding]:
+    """Key and sentence for everything about fixed policies that would not do what it says."""
+    yield from _names(config)
+    schedule, active = config.rollout_allocation_schedule, config.fixed_policies
+    if schedule is not None and not active:
+        yield _SCHEDULE, f"[{_SCHEDULE}] has nobody to choose but the actor: {_not_active(config)}"
+    if active and schedule is None:
+        told = f"[rollout_only] {active[0].name!r} is active, and nothing says how often it samples; write"
+        yield "rollout_only", f'{told} [{_SCHEDULE}] with type = "constant" and alpha = 0.5, for one half'
+    if schedule is not None:
+        yield from _keys_of_the_type(schedule)
+        yield from _selection(schedule, active)
+    for table in active:
+        yield from _address(table)
+        yield from _what_it_samples(config, table)
+    yield from _what_cannot_be_mixed(config)
+
+
+def _names(config: JobConfig) -> Iterator[Finding]:
+    twice = [
+        name for name, count in Counter(table.name for table in config.rollout_only).items() if count > 1
+    ]
+    if twice:
+        told = "; give each [[rollout_only]] a 'name' of its own"
+        yield "rollout_only", f"two fixed policies are called {twice[0]!r}{told}"
+
+
+def _not_active(config: JobConfig) -> str:
+    if not config.rollout_only:
+        return "there is no [rollout_only]"
+    return "[rollout_only] is active only when model_path, or inference_url, is set"
+
+
+def _keys_of_the_type(table: AllocationTable) -> Iterator[Finding]:
+    for key in sorted(allocation(table.type).needs):
+        if getattr(table, key) in (None, ()):
+            yield f"{_SCHEDULE}.{key}", f"{_SCHEDULE}.{key} is required with type = {table.type!r}"
+    yield from _bounds(table)
+
+
+def _bounds(table: AllocationTable) -> Iterator[Finding]:
+    """That agree with each other; and adaptive learns from both, so it must begin with a chance of both."""
+    first, low, high = table.alpha_0, table.min_alpha, table.max_alpha
+    if table.type == "adaptive":
+        low, high = (MIN_ALPHA if low is None else low), (MAX_ALPHA if high is None else high)
+    if low is not None and high is not None and low > high:
+        yield f"{_SCHEDULE}.min_alpha", f"{_SCHEDULE}.min_alpha ({low:g}) is above max_alpha ({high:g})"
+    elif first is not None and high is not None and first > high:
+        yield f"{_SCHEDULE}.alpha_0", f"{_SCHEDULE}.alpha_0 ({first:g}) is above max_alpha ({high:g})"
+    if table.type != "adaptive":
+        return
+    if first is not None and low is not None and 0.0 < first < low:
+        yield f"{_SCHEDULE}.alpha_0", f"{_SCHEDULE}.alpha_0 ({first:g}) is below min_alpha ({low:g})"
+    if first in (0.0, 1.0):
+        told = "adaptive compares the two, so it must begin with both: above 0 and below 1"
+        yield f"{_SCHEDULE}.alpha_0", f"{_SCHEDULE}.alpha_0 is {first:g}; {told}"
+
+
+def _selection(table: AllocationTable, active: tuple[RolloutOnlyTable, ...]) -> Iterator[Finding]:
+    if table.selection == "weights":
+        return
+    if len(active) == 1:
+        told = f"{_SCHEDULE}.selection = {table.selection!r} chooses among several fixed policies"
+        yield f"{_SCHEDULE}.selection", f"{told}, and there is one, {active[0].name!r}"
+    weighed = [item.name for item in active if item.weight != RolloutOnlyTable.model_fields["weight"].default]
+    if weighed:
+        told = f"[rollout_only] {weighed[0]!r}: weight is not read with {_SCHEDULE}.selection = 'reward'"
+        yield "rollout_only.weight", told
+
+
+def _address(table: RolloutOnlyTable) -> Iterator[Finding]:
+    """Read with the job, before it is stored or told: a password in it would be too."""
+    if table.inference_url is None:
+        return
+    try:
+        http_parts(table.inference_url)
+    except ValueError as error:
+        yield "rollout_only", f"[rollout_only] {table.name!r}: inference_url {error}"
+
+
+def _what_it_samples(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Finding]:
+    where, sampling = f"[rollout_only] {table.name!r}", config.sampling_of(table)
+    if sampling.is_truncated and not config.rollout.allow_truncated_sampling:
+        yield (
+            "rollout_only",
+            f"{where}: top_p < 1 or top_k > 0 gives log-probs on a part of the vocabulary, and the actor's "
+            "on all of it; set rollout.allow_truncated_sampling = true to accept that",
+        )
+    if table.is_remote and table.logprobs != "processed" and (
+        sampling.is_truncated or sampling.temperature != 1.0
+    ):  # fmt: skip
+        yield (
+            "rollout_only",
+            f"{where}: raw log-probs are not of what was sampled from at temperature "
+            f"{sampling.temperature:g}, top_p {sampling.top_p:g} and top_k {sampling.top_k}: sample at 1, 1 "
+            'and 0, or have the server return those it sampled with and set logprobs = "processed"',
+        )
+    if table.is_remote and config.model.preset is not None and not any(
+        other.model_path is not None for other in config.fixed_policies
+    ):  # fmt: skip
+        yield (
+            "rollout_only",
+            f"{where} answers at a server, and model.preset = {config.model.preset!r} has no tokenizer to "
+            "share with it; name the actor's model with model.path or model.name",
+        )
+    yield from _unread(config, table)
+
+
+def _unread(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Finding]:
+    where, training = f"[rollout_only] {table.name!r}", config.training
+    mode = table.behaviour_weight_mode or training.behaviour_weight_mode
+    weights = [key for key in _WEIGHTS if getattr(table, key) is not None]
+    if weights and table.objective == "single_ratio" and not table.train_value_head:
+        told = "whose policy loss has the ratio to the fixed policy inside the clip, and no weight"
+        yield "rollout_only", f"{where}: {weights[0]} is not read by objective = 'single_ratio', {told}"
+    elif table.behaviour_weight_floor and mode != "mask":
+        yield (
+            "rollout_only",
+            f"{where}: behaviour_weight_floor is not read by behaviour_weight_mode = {mode!r}",
+        )
+    if table.objective == "single_ratio" and not policy_loss(config.algorithm.loss).clips:
+        others = ", ".join(name for name, plug in LOSSES.items() if plug.clips)
+        yield (
+            "rollout_only",
+            f"{where}: objective = 'single_ratio' weighs its samples by the ratio in the loss, and "
+            f"algorithm.loss = {config.algorithm.loss!r} has none: they would count as the actor's own; use "
+            f"objective = 'decoupled' or 'reinforce', or one of the losses {others}",
+        )
+    plug, advantage = estimator(config.algorithm.advantage), config.algorithm.advantage
+    if table.train_value_head and not plug.needs_values:
+        told = f"needs a critic, which algorithm.advantage = {advantage!r} has not"
+        yield "rollout_only", f"{where}: train_value_head {told}"
+    if table.baseline == "per_policy" and not plug.compares_siblings:
+        told = f"is not read by algorithm.advantage = {advantage!r}, which compares no siblings"
+        yield "rollout_only", f"{where}: baseline = 'per_policy' {told}"
+
+
+def _what_cannot_be_mixed(config: JobConfig) -> Iterator[Finding]:
+    if not config.fixed_policies:
+        return
+    plug, name = estimator(config.algorithm.advantage), config.algorithm.advantage
+    if plug.needs_branches:
+        yield (
+            "algorithm.advantage",
+            f"algorithm.advantage = {name!r} measures what the actor would earn from a decision on, and "
+            "[rollout_only] has others play; use another estimator",
+        )
+    if config.training.kl_reward_coef > 0:
+        yield (
+            "training.kl_reward_coef",
+            "training.kl_reward_coef makes the actor pay for the KL of its own samples, and those of "
+            "[rollout_only] are not drawn from it; kl_coef, in the loss, goes with both",
+        )
+
+
+# What a valid job may still have got wrong. Pure.
+
+
+def advice(config: JobConfig) -> list[str]:
+    """A sentence for everything that a person should be told of before it costs an hour."""
+    training = config.training
+    found = []
+    if training.step_rewards_beta > 0 and training.step_rewards_horizon == "realised":
+        found.append(
+            "training.step_rewards_beta with the realised length looks into the future; "
+            'step_rewards_horizon = "max_decisions" makes it causal'
+        )
+    if not training.step_rewards_enabled and training.step_rewards_mode != "off":
+        found.append(
+            f"training.step_rewards_mode is {training.step_rewards_mode!r}, but step_rewards_enabled is "
+            "false: only the outcome is rewarded"
+        )
+    mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
+    by_outcome = config.algorithm.episode_score == "outcome"
+    if config.rollout.reward_function is not None and mode != "off" and not by_outcome:
+        found.append(
+            f"rollout.reward_function with training.step_rewards_mode = {mode!r}: its base_reward is added "
+            "to each decision, and its score is told but trains nothing; with an estimator that has episode "
+            "scores, algorithm.episode_score = 'outcome' trains on both"
+        )
+    plug, name = estimator(config.algorithm.advantage), config.algorithm.advantage
+    if training.group_size == 1 and not plug.needs_values and not plug.needs_branches:
+        found.append("training.group_size is 1: group-relative advantages are all 0, nothing will be learned")
+    if plug.needs_branches and config.rollout.max_turns == 1 and training.group_size > 1:
+        found.append(
+            f"rollout.max_turns is 1: algorithm.advantage = {name!r} asks for no branches from a first "
+            "decision, whose branches are its siblings, so every decision is compared as in 'stepwise'"
+        )
+    found += _of_the_kl(config)
+    if training.refill_rounds:
+        found.append(
+            "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
+            "is learned from is chosen by its outcome, a named bias (docs/credit.md)"
+        )
+    if by_outcome and not plug.needs_state_keys:
+        found.append(
+            f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
+            "alone: what decisions earn beside the outcome (step rewards, penalties, KL) trains nothing"
+        )
+    found += _unlike_the_paper(config)
+    found += _of_a_mixture(config)
+    usual, fall = TrainingTable.model_fields["learning_rate_final"].default, training.learning_rate_schedule
+    unread = not_read("training.learning_rate_schedule", fall)
+    if "training.learning_rate_final" in unread and training.learning_rate_final != usual:
+        found.append(
+            f"training.learning_rate_final = {training.learning_rate_final} is never reached: with "
+            f'learning_rate_schedule = "{fall}" the rate does not fall'
+        )
+    return found
+
+
+def _of_the_kl(config: JobConfig) -> list[str]:
+    training, name = config.training, config.algorithm.advantage
+    plug = estimator(name)
+    found = []
+    if training.kl_reward_coef and plug.divides_by_std and config.algorithm.fnorm == "std":
+        found.append(
+            f"training.kl_reward_coef with algorithm.advantage = {name!r}, which divides by a standard "
+            "deviation: where siblings earned the same, the KL alone is blown up to advantages of size 1, "
+            "whatever the coefficient; use an estimator that does not divide"
+        )
+    if training.kl_coef and training.kl_reward_coef:
+        found.append(
+            "training.kl_coef and training.kl_reward_coef pull to the same model twice, in the loss and in "
+            "r_t; one of them is enough"
+        )
+    if training.kl_reward_coef and training.kl_reward_kind != "k1":
+        found.append(
+            f"training.kl_reward_kind = {training.kl_reward_kind!r} hardly holds a policy that is near the "
+            'reference: as a reward only "k1" has the gradient of the KL'
+        )
+    return found
+
+
+def _unlike_the_paper(config: JobConfig) -> list[str]:
+    """A loss that bears a paper's name, with values of another: often they stood in the job before it."""
+    name, given = config.algorithm.loss, config.model_dump(include={"algorithm", "training"})
+    values = policy_loss(name).values.items()
+    found = [(key, value, given[key.partition(".")[0]][key.partition(".")[2]]) for key, value in values]
+    other = [f"{key} = {own!r} (there {value!r})" for key, value, own in found if own != value]
+    return (
+        [f"algorithm.loss = {name!r} with other values than its paper's: {', '.join(other)}"] if other else []
+    )
+
+
+def biases(config: JobConfig) -> list[str]:
+    """What turns the expected gradient of the job's first optimizer step away from the policy gradient, each
+    by the key that brings it; empty where nothing does.
+
+    Later steps of an iteration are clipped around the policy that sampled, which is no bias of the credit.
+
+    Source: DESIGN.md 4.6; enumerated in tests/trainer_backend/core/test_unbiased.py.
+    """
+    algorithm, training = config.algorithm, config.training
+    plug = estimator(algorithm.advantage)
+    found = [f"algorithm.advantage = {algorithm.advantage!r} ({plug.bias})"] if plug.bias else []
+    for key in ("gae_lambda", "gae_token_lambda"):
+        if key in plug.takes and getattr(algorithm, key) < 1.0:
+            found.append(f"algorithm.{key} = {getattr(algorithm, key):g} (trusts the critic)")
+    if algorithm.bootstrap_truncated:
+        found.append("algorithm.bootstrap_truncated = true (trusts the critic)")
+    if aggregation(training.aggregation).is_biased:
+        found.append(f"training.aggregation = {training.aggregation!r} (sampled denominators)")
+    if algorithm.gamma < 1.0:
+        found.append(f"algorithm.gamma = {algorithm.gamma:g} (discount)")
+    if training.refill_rounds:
+        found.append(f"training.refill_rounds = {training.refill_rounds} (worlds chosen by their outcome)")
+    if config.sampling_of(None).is_truncated:
+        found.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
+    if config.fixed_policies:
+        found.append("[rollout_only] (truncated weights; docs/mixture.md)")
+    return found
+
+
+def _of_a_mixture(config: JobConfig) -> list[str]:
+    table, active = config.rollout_allocation_schedule, config.fixed_policies
+    found = [
+        f"[rollout_only] {item.name!r} is not active and samples nothing: neither model_path nor "
+        "inference_url is set"
+        for item in config.rollout_only
+        if not item.is_active
+    ]
+    if table is None or not active:
+        return found
+    told = "rollout_allocation_schedule: alpha, the actor's share, is"
+    alphas = _alphas(table, config.training.iterations)
+    if alphas == {1.0}:
+        found.append(f"{told} 1 in every iteration: no policy of [rollout_only] ever samples")
+    if alphas == {0.0}:
+        found.append(
+            f"{told} 0 in every iteration: the actor never samples, so evaluations alone tell how it plays"
+        )
+    alone = [item.name for item in active if item.baseline == "per_policy"]
+    if alone and table.unit != "rollout":
+        found.append(
+            f"[rollout_only] {alone[0]!r}: baseline = 'per_policy' makes no difference where siblings share "
+            f'their policy; rollout_allocation_schedule.unit is {table.unit!r}, and "rollout" mixes them'
+        )
+    return found
+
+
+def _alphas(table: AllocationTable, iterations: int) -> set[float]:
+    """Shares of the actor among which are the lowest and the highest; none where earlier iterations decide.
+
+    Between two of the steps at which policies change places alpha only rises, or stays.
+    """
+    plug = allocation(table.type)
+    if plug.looks_back or not iterations:
+        return set()
+    schedule = plug.schedule(table.given(plug.needs | plug.takes), seed=0, selection=Weighted())
+    switched = {step for step in table.switch_steps if step <= iterations}
+    return {schedule.alpha_at(step) for step in {1, iterations} | switched}
+
+
+# What is set must have an effect: keys that nothing reads, and state keys that nobody makes. Pure.
+
+# Told of (jobfile.advice), or in every job, so that jobs that differ in one name alone can be compared.
+_NEVER_REFUSED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
+
+
+def unknown_state_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Key and sentence for each state key that the environment has not. What a plug-in's has, only its task
+    app knows, which is asked when the run starts."""
+    env_name = config.rollout.env_name
+    known = state_keys_of(env_name)
+    named = [("rollout.state_keys", name) for name in config.rollout.state_keys]
+    named.append(("algorithm.state_hashing_function", config.algorithm.state_hashing_function))
+    for key, name in named:
+        if known is not None and name not in known:
+            yield key, f"{key}: {env_name!r} has no state key {name!r}{did_you_mean(name, known)}"
+
+
+def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Key and sentence for each key that is set to other than its default and that nothing reads."""
+    algorithm, training = config.algorithm, config.training
+    yield from _not_read_with(config)
+    if config.rollout.reward_function is not None and estimator(algorithm.advantage).needs_branches:
+        yield (
+            "rollout.reward_function",
+            "rollout.reward_function judges whole episodes, and algorithm.advantage = "
+            f"{algorithm.advantage!r} compares what is played on from the middle of one",
+        )
+    modes = [table.behaviour_weight_mode for table in config.fixed_policies]
+    if training.behaviour_weight_floor and "mask" not in (training.behaviour_weight_mode, *modes):
+        yield (
+            "training.behaviour_weight_floor",
+            f"training.behaviour_weight_floor is not read by behaviour_weight_mode = "
+            f"{training.behaviour_weight_mode!r}; known to: mask",
+        )
+    for coef, kind in (("kl_coef", "kl_kind"), ("kl_reward_coef", "kl_reward_kind")):
+        if getattr(training, kind) != TrainingTable.model_fields[kind].default and not getattr(
+            training, coef
+        ):
+            yield f"training.{kind}", f"training.{kind} is not read while training.{coef} is 0"
+    mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
+    if algorithm.default_step_reward and mode != "off":
+        yield (
+            "algorithm.default_step_reward",
+            "algorithm.default_step_reward is for decisions without rewards of their own; "
+            f"training.step_rewards_mode is {mode!r}",
+        )
+
+
+def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """The keys of `plugins.READS` that the job's names do not read."""
+    for board in READS:
+        table, _, key_of_name = board.partition(".")
+        if getattr(config, table) is None:
+            continue
+        name = getattr(getattr(config, table), key_of_name)
+        for key, readers in not_read(board, name).items():
+            if key in _NEVER_REFUSED or not _is_set(config, key):
+                continue
+            chosen = f"{key_of_name if table not in ('algorithm', 'training') else board} = {name!r}"
+            told = f"is not read by {chosen}"
+            if key.startswith("training.value_"):
+                told = f"needs a critic, which {chosen} has not"
+            yield key, f"{key} {told}; known to: {', '.join(readers)}"
+
+
+def _is_set(config: JobConfig, dotted: str) -> bool:
+    """Whether the key has another value than its default."""
+    table, _, key = dotted.partition(".")
+    home = getattr(config, table)
+    return bool(getattr(home, key) != type(home).model_fields[key].get_default())
+
+
+# Is there a model in every folder that a job names, and a file at every path? Asked before a run.
+
+
+def refuse_no_model(config: JobConfig, places: Places) -> None:
+    """
+    Raises:
+        JobError: model.path is no folder with a config.json, or model.name is one; rollout_only.model_path is
+            neither such a folder nor a run directory with a checkpoint.
+    """
+    if config.model.path is not None:
+        _refuse_empty(config.model.path, "model.path", places, guess_name=True)
+    name = config.model.name
+    if name is not None and (Path(name) / "config.json").is_file():
+        raise JobError(
+            f"{places.of('model.name')}: model.name is {name!r}, which is a folder here. "
+            "Did you mean model.path?"
+        )
+    for table in config.fixed_policies:
+        if table.model_path is not None:
+            _refuse_no_fixed_model(table.model_path, places)
+
+
+def refuse_no_file(config: JobConfig, places: Places) -> None:
+    """Of the files that the job's own task app reads at its start, seconds later and in its own words.
+
+    Raises:
+        JobError: multi_turn.interaction_config_path or one of services.task_plugins is no file.
+    """
+    interactions = config.multi_turn.interaction_config_path
+    named = [("services.task_plugins", file) for file in config.services.task_plugins]
+    named += [("multi_turn.interaction_config_path", interactions)] if interactions is not None else []
+    for key, file in named:
+        if not file.is_file():
+            meant = _meant(file, Path.is_file)
+            raise JobError(f"{places.of(key)}: {key} is {str(file)!r}, which is no file{meant}")
+
+
+def _refuse_no_fixed_model(folder: Path, places: Places) -> None:
+    key = "rollout_only.model_path"
+    try:
+        found = model_in(folder)
+    except RunDirectoryError as error:
+        raise JobError(f"{places.of(key)}: {key}: {error}") from error
+    _refuse_empty(found, key, places)
+
+
+def _refuse_empty(folder: Path, key: str, places: Places, *, guess_name: bool = False) -> None:
+    place = places.of(key)
+    if not folder.is_dir():
+        meant = _folder_meant(folder, guess_name=guess_name)
+        raise JobError(f"{place}: {key} is {str(folder)!r}, which is no folder{meant}")
+    if not (folder / "config.json").is_file():
+        raise JobError(f"{place}: {key} is {str(folder)!r}, which holds no model: config.json is missing")
+
+
+def _folder_meant(folder: Path, *, guess_name: bool) -> str:
+    """`". Did you mean 'x'?"` for a misspelt last part of a path, or for a name of the hub."""
+    if meant := _meant(folder, Path.is_dir):
+        return meant
+    looks_like_a_name = guess_name and len(folder.parts) == 2 and HUB_NAME.fullmatch(folder.as_posix())
+    return f". Did you mean model.name = {folder.as_posix()!r}?" if looks_like_a_name else ""
+
+
+def _meant(path: Path, kind: Callable[[Path], bool]) -> str:
+    """`". Did you mean 'x'?"` for what is called much like it beside it, and of that kind."""
+    try:
+        beside = [other.name for other in path.parent.iterdir() if kind(other)]
+    except OSError:
+        beside = []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f". Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

@@ -1,0 +1,167 @@
+"""Prints docs/configuration.md, made from the job schema: `python -m trainer_backend.job.docs`.
+
+A house test compares the file with what this prints, so no key is ever missing or told wrongly.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from shared_schemas.state_keys import OF_ENVIRONMENT, OF_EVERY_ENVIRONMENT
+from trainer_backend.core.allocation import AllocationPlug
+from trainer_backend.core.losses import LossPlug
+from trainer_backend.job.load import FOREIGN_TABLES
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.plugins import BOARDS, READS
+
+_HEAD = """\
+# The job TOML
+
+Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edit by hand.
+
+`turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
+An unknown key is an error with a suggestion. `[model]` is required; any other table may be left out, and
+`[warmup]` left out means no warm-up, `[data]` left out that the environment makes its own worlds,
+`[rollout_only]` left out that the actor samples everything; several fixed policies are several
+`[[rollout_only]]`. The task app checks what stands in `env_config` and `policy_config`. The step-reward
+switches (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and `[rollout]`; the
+same key with two different values in one file is an error.
+
+Of several files later ones go over earlier ones, key by key, and `--set` goes over all; a reward switch goes
+over the same one in another of its homes. A relative path (`model.path`, `rollout_only.model_path`,
+`services.task_plugins`, those of `[data]`) is one from the folder of its file where it leads somewhere,
+otherwise one from the working directory, as with `--set`; a run writes it down whole. `job.runs_dir` is
+always one from the working directory.
+"""
+
+
+def configuration_markdown() -> str:
+    """The whole page."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _HEAD
+    for name, field in JobConfig.model_fields.items():
+        yield from _table(name, table_model(field))
+    yield from _what_is_read()
+    yield "## State keys\n"
+    yield "Names for `algorithm.state_hashing_function` and `rollout.state_keys`: which states are the same."
+    yield "A plug-in's environment may have more."
+    yield ""
+    yield "| key | of | two states are the same where these are equal |"
+    yield "|---|---|---|"
+    for env_name, keys in (("every environment", OF_EVERY_ENVIRONMENT), *OF_ENVIRONMENT.items()):
+        for key, told in keys.items():
+            yield f"| `{key}` | {env_name} | {told} |"
+    yield ""
+    yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
+
+
+def _what_is_read() -> Iterator[str]:
+    yield "## What is read with which name\n"
+    yield (
+        "Beside `algorithm.gamma`, which belongs to the task. A key that the chosen name does not read is "
+        "refused where it is set; a clip range and `training.learning_rate_final` may stand in any job."
+    )
+    for board, reads in READS.items():
+        yield f"\n`{board}`:\n"
+        for name, keys in reads.items():
+            told = f": {quoted(sorted(keys))}" if keys else ""
+            yield f"- `{name}`{told}{_more(BOARDS[board][name])}"
+    yield ""
+
+
+def _more(plug: object) -> str:
+    """What else the job should know of a name."""
+    if isinstance(plug, LossPlug) and plug.values:
+        values = ", ".join(f"`{key} = {value}`" for key, value in plug.values.items())
+        return f"; where the job has no value, those of its paper: {values}"
+    if isinstance(plug, AllocationPlug):
+        return f"; required: {quoted(sorted(plug.needs))}"
+    return ""
+
+
+def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
+    yield f"## [{name}]\n"
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, field in model.model_fields.items():
+        cells = (f"`{key}`", _type(f"{name}.{key}", field), _default(field), meaning(field))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def table_model(field: FieldInfo) -> type[BaseModel]:
+    """The table that a field of JobConfig holds."""
+    options = (field.annotation, *get_args(field.annotation))
+    return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))
+
+
+def alternatives(dotted: str, field: FieldInfo) -> list[str]:
+    """The words that a key allows, where it allows only some: names of a plug board, or its own."""
+    if dotted in BOARDS:
+        return list(BOARDS[dotted])
+    if field.annotation is bool:
+        return ["true", "false"]
+    options = [item for item in get_args(field.annotation) if item is not type(None)]
+    if len(options) == 1 and get_origin(options[0]) is Literal:  # ... | None
+        options = list(get_args(options[0]))
+    return options if all(isinstance(item, str) for item in options) else []
+
+
+def quoted(words: Sequence[str]) -> str:
+    """As a list in Markdown."""
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _type(dotted: str, field: FieldInfo) -> str:
+    words = alternatives(dotted, field)
+    if words and field.annotation is not bool:
+        return quoted(words)
+    options = [item for item in get_args(field.annotation) if item is not type(None)]
+    annotation: Any = options[0] if type(None) in get_args(field.annotation) else field.annotation
+    if hasattr(annotation, "__metadata__"):  # Annotated[str, ...] | None is str to a reader
+        annotation = get_args(annotation)[0]
+    if annotation is SecretStr:
+        return "str"
+    return (
+        str(getattr(annotation, "__name__", annotation)) if not get_args(annotation) else _listed(annotation)
+    )
+
+
+def _listed(annotation: Any) -> str:
+    inner = get_args(annotation)[0]
+    origin = str(getattr(annotation, "__origin__", annotation).__name__)
+    bare = get_args(inner)[0] if get_args(inner) else inner  # Annotated[int, ...] is int to a reader
+    return f"list of {bare.__name__}" if origin == "tuple" else "table"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "`{}`"
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return "absent"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return f"`{list(field.default) if isinstance(field.default, tuple) else field.default}`"
+
+
+def meaning(field: FieldInfo) -> str:
+    """What a key is for, with its bounds."""
+    bounds = []
+    for item in field.metadata:
+        for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if getattr(item, attribute, None) is not None:
+                bounds.append(f"{sign} {getattr(item, attribute)}")
+    told = field.description or ""
+    return told + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+if __name__ == "__main__":
+    print(configuration_markdown(), end="")

@@ -1,0 +1,297 @@
+"""From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from shared_schemas.base import did_you_mean
+from trainer_backend.errors import JobError
+from trainer_backend.job.checks import (
+    advice,
+    mixture_findings,
+    refuse_no_file,
+    refuse_no_model,
+    unknown_state_keys,
+    unread_keys,
+)
+from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
+from trainer_backend.sinks import refuse_missing
+
+# Tables that launchers of other backends send along; they say nothing to this one.
+FOREIGN_TABLES = frozenset(
+    {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "policy"}
+)
+
+
+# Findings that are told of one job. Each repeats what is known in its place, and is compared with it.
+MOST_FINDINGS = 20
+_LONGEST_LINE = 4_000
+# Of a key or a value in a finding.
+_LONGEST_NAME, _LONGEST_VALUE = 100, 200
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedJob:
+    """A valid job, and what a person should be told about it."""
+
+    config: JobConfig
+    warnings: tuple[str, ...]
+
+
+def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
+    """Read, override and validate a job.
+
+    Args:
+        paths: a TOML file, or several: later ones go over earlier ones (jobfile.layers.read_layers).
+        overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
+
+    Raises:
+        JobError: unreadable file, bad TOML, unknown key, wrong value, tables that contradict each other.
+    """
+    return _load(paths, overrides)[0]
+
+
+def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
+    """`load_job` for a run that is to begin: the model folder and the files that it names must be there.
+
+    A job that was resolved into a run directory is read with `load_job`: its run has checkpoints of its own,
+    and the folder that it began from may be gone.
+
+    Raises:
+        JobError: as `load_job`, and: model.path or rollout_only.model_path is no folder with a model,
+            model.name is one; a file of interactions or plug-ins is not there; the library of a sink is not
+            installed.
+    """
+    loaded, places = _load(paths, overrides)
+    refuse_no_model(loaded.config, places)
+    refuse_no_file(loaded.config, places)
+    refuse_missing(loaded.config.sinks)
+    return loaded
+
+
+def refuse_what_is_missing(config: JobConfig, *, where: str) -> None:
+    """What `load_new_job` refuses beside what is wrong in the text, for a job that came as a document.
+
+    Raises:
+        JobError: a folder that it names holds no model, a file of interactions or plug-ins is not there, or
+            the library of a sink is not installed.
+    """
+    places = Places([where])
+    refuse_no_model(config, places)
+    refuse_no_file(config, places)
+    refuse_missing(config.sinks)
+
+
+def _load(paths: Path | Sequence[Path], overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
+    """The job, and where each of its keys comes from."""
+    document, places = merge(read_layers([paths] if isinstance(paths, Path) else paths), overrides)
+    anchor(document, Path())
+    return _parse(document, places), places
+
+
+def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = ()) -> LoadedJob:
+    """Validate a parsed TOML document, with overrides as for `load_job`; `where` begins every error."""
+    return _parse(*merge([Layer(where, document)], overrides))
+
+
+def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
+    foreign = sorted(FOREIGN_TABLES & document.keys())
+    tables = {name: value for name, value in document.items() if name not in FOREIGN_TABLES}
+    tables = _with_values_of_the_loss(_gather_reward_switches(tables, places))
+    services = tables.get("services")
+    if isinstance(services, dict) and isinstance(services.get("task_url"), str):
+        tables["services"] = {**services, "task_url": [services["task_url"]]}
+    try:
+        config = JobConfig.model_validate(tables)
+    except ValidationError as error:
+        findings = _explain(error, JobConfig, tables)
+        raise joined_findings(
+            (f"{_place(key, told, places)}: {told}" for key, told in findings), error.error_count()
+        ) from error
+    _refuse_unknown_plugs(config, places)
+    found = [*unread_keys(config), *unknown_state_keys(config), *mixture_findings(config)]
+    if found:
+        raise joined_findings((f"{places.of(key)}: {told}" for key, told in found), len(found))
+    warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
+    return LoadedJob(config, (*warnings, *advice(config)))
+
+
+def joined_findings(lines: Iterable[str], count: int) -> JobError:
+    """One error of the first findings, a line each, and how many more there are.
+
+    Args:
+        count: of all of them; no more lines are made than are told.
+    """
+    told = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
+    if count > len(told):
+        told.append(f"and {count - len(told)} more, which are not told")
+    return JobError("\n".join(told))
+
+
+def dump_job(config: JobConfig) -> str:
+    """The resolved job as TOML, without secrets; `load_job` reads it back to the same config."""
+    tables = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
+    if not config.rollout_only:
+        del tables["rollout_only"]  # an empty list of tables, which a reader would wonder at
+    return tomli_w.dumps(_without_none(tables))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def _refuse_unknown_plugs(config: JobConfig, places: Places) -> None:
+    for key in BOARDS:
+        table, _, field = key.partition(".")
+        name = getattr(getattr(config, table), field, None)  # a table may be absent
+        try:
+            if name is not None:
+                refuse_unknown(key, name)
+        except JobError as error:
+            raise JobError(f"{places.of(key)}: {error}") from error
+
+
+def _place(key: str, sentence: str, places: Places) -> str:
+    if not key:
+        return places.of_sentence(sentence)
+    table, _, name = key.partition(".")
+    if table == "training" and name in REWARD_KEYS:
+        return places.of(*(f"{home}.{name}" for home in REWARD_HOMES))
+    return places.of(key)
+
+
+def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
+    """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
+    result = dict(tables)
+    training = _table_of(result, "training", places)
+    rewards = _table_of(training, "rewards", places, inside="training.")
+    training.pop("rewards", None)
+    rollout = _table_of(result, "rollout", places)
+    homes = {
+        "training": {key: training[key] for key in REWARD_KEYS if key in training},
+        "training.rewards": rewards,
+        "rollout": {key: rollout.pop(key) for key in REWARD_KEYS if key in rollout},
+    }
+    unknown = sorted(homes["training.rewards"].keys() - set(REWARD_KEYS))
+    if unknown:
+        key = f"training.rewards.{unknown[0]}"
+        told = f"{key[:_LONGEST_NAME]} is not a key{did_you_mean(unknown[0], REWARD_KEYS)}"
+        raise JobError(f"{places.of(key)}: {told}")
+    for key in REWARD_KEYS:
+        found = {home: values[key] for home, values in homes.items() if key in values}
+        if len(set(map(repr, found.values()))) > 1:
+            told = ", ".join(f"{home}.{key} = {_shown(value)}" for home, value in found.items())
+            sentence = f"{key} is given twice with different values: {told}"
+            raise JobError(f"{places.of_sentence(sentence)}: {sentence}")
+        if found:
+            training[key] = next(iter(found.values()))
+    if training or "training" in result:
+        result["training"] = training
+    if "rollout" in result:
+        result["rollout"] = rollout
+    return result
+
+
+def _with_values_of_the_loss(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """What the paper of the chosen loss sets, in every key that the job leaves out.
+
+    So the resolved job shows what acts. A table or a name that is wrong is left for validation to refuse.
+    """
+    result, algorithm = dict(tables), tables.get("algorithm")
+    name = algorithm.get("loss") if isinstance(algorithm, dict) else None
+    values = LOSSES[name].values if isinstance(name, str) and name in LOSSES else {}
+    for dotted, value in values.items():
+        table, _, key = dotted.partition(".")
+        home = result.get(table, {})
+        if isinstance(home, dict):
+            result[table] = {key: value, **home}
+    return result
+
+
+def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
+    """A copy of a table, empty where there is none."""
+    found = tables.get(name, {})
+    if not isinstance(found, dict):
+        key = f"{inside}{name}"
+        raise JobError(f"{places.of(key)}: {key} is {_shown(found)}, but it is a table; write [{key}]")
+    return dict(found)
+
+
+def _explain(
+    error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """The key and a sentence for each finding of pydantic, in the words of the TOML file."""
+    for item in error.errors(include_url=False, include_context=True):
+        path = _as_written(item["loc"], document)
+        yield ".".join(path), _explain_one(item, path, model)
+
+
+def _as_written(place: Sequence[int | str], document: Any) -> list[str]:
+    """Without the index of a lone table, which is read as a list of one."""
+    path = []
+    for part in place:
+        if isinstance(part, int) and isinstance(document, dict):
+            continue
+        path.append(str(part))
+        inside = isinstance(document, dict) or (isinstance(document, list) and isinstance(part, int))
+        document = document[part] if inside and (isinstance(part, int) or part in document) else None
+    return path
+
+
+def _explain_one(finding: Any, path: Sequence[str], model: type[BaseModel]) -> str:
+    dotted = ".".join(part[:_LONGEST_NAME] for part in path) or "the job"
+    kind, found = finding["type"], finding["input"]
+    if kind == "extra_forbidden":
+        table = _model_at(model, path[:-1])
+        known = table.model_fields if table else {}
+        return f"{dotted} is not a key{did_you_mean(path[-1], known)}"
+    if kind == "missing":
+        return f"{dotted} is required"
+    if kind == "literal_error":
+        allowed = finding["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        return f"{dotted} is {_shown(found)}{did_you_mean(str(found), allowed)}"
+    message = finding["msg"].removeprefix("Value error, ")
+    if isinstance(found, dict | SecretStr) or _is_secret(model, path):
+        return f"{dotted}: {message}" if path else message
+    return f"{dotted} is {_shown(found)}: {message}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+
+
+def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
+    """Whether the key holds a secret: then even a value of the wrong type is not repeated."""
+    table = _model_at(model, path[:-1])
+    field = table.model_fields.get(path[-1]) if table and path else None
+    return field is not None and (
+        not field.repr or SecretStr in (field.annotation, *get_args(field.annotation))
+    )
+
+
+def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """The model class of a table, by walking the field annotations."""
+    for name in path:
+        if name.isdecimal():  # of a list of tables
+            continue
+        field = model.model_fields.get(name)
+        if field is None:
+            return None
+        options = (field.annotation, *get_args(field.annotation))
+        found = [item for item in options if isinstance(item, type) and issubclass(item, BaseModel)]
+        if not found:
+            return None
+        model = found[0]
+    return model

@@ -1,0 +1,196 @@
+"""The tables of a job TOML. Every key is here or in the tables beside, with its default and its bounds.
+
+`load.load_job` reads a file into `JobConfig`; docs/configuration.md is checked against it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from shared_schemas.rollouts import Seed
+from shared_schemas.trajectory import Sampling
+from trainer_backend.core.seeds import evaluation_worlds
+from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
+from trainer_backend.job.rollout_table import (
+    SET_BY_ROWS,
+    DataTable,
+    MultiTurnTable,
+    RolloutTable,
+    WarmupTable,
+    without_twins,
+)
+from trainer_backend.job.tables import (
+    InferenceTable,
+    ModelTable,
+    RetentionTable,
+    ServicesTable,
+    SinksTable,
+    Table,
+)
+from trainer_backend.job.training_table import AlgorithmTable, LoraTable, TrainingTable
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+
+
+class JobTable(Table):
+    """[job]"""
+
+    name: str = Field(
+        default="job",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",  # a folder's, too: not `..`, not hidden, no flag
+        max_length=60,
+        description="first part of `model`, and of the run directory's name",
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="every world, sampling and shuffle seed follows from it"
+    )
+    runs_dir: Path = Field(default=Path("runs"), description="where run directories are made")
+
+
+class EvaluationTable(Table):
+    """[evaluation]"""
+
+    every_n_iters: int = Field(
+        default=10, ge=1, description="iterations between evaluations; also at both ends"
+    )
+    instances: int = Field(
+        default=128,
+        ge=1,
+        le=1_000_000,
+        description="held-out worlds, or rows of [data], never used in training",
+    )
+    seeds: tuple[Seed, ...] = Field(
+        default=(), description="explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"
+    )
+    temperature: float | None = Field(
+        default=None, ge=0, description="of sampling; 0 is greedy; absent: that of [rollout]"
+    )
+
+    @field_validator("seeds")
+    @classmethod
+    def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        return without_twins(seeds, "counts once in a mean")
+
+
+class JobConfig(Table):
+    """A whole job. A table that is absent has its defaults; [warmup] absent means no warm-up, [lora] absent
+    that all weights are trained, [data] absent that the environment makes its own worlds."""
+
+    job: JobTable = JobTable()
+    services: ServicesTable = ServicesTable()
+    model: ModelTable
+    inference: InferenceTable = InferenceTable()
+    rollout: RolloutTable = RolloutTable()
+    rollout_only: tuple[RolloutOnlyTable, ...] = Field(default=(), max_length=32)
+    rollout_allocation_schedule: AllocationTable | None = None
+    data: DataTable | None = None
+    multi_turn: MultiTurnTable = MultiTurnTable()
+    training: TrainingTable = TrainingTable()
+    lora: LoraTable | None = None
+    algorithm: AlgorithmTable = AlgorithmTable()
+    warmup: WarmupTable | None = None
+    evaluation: EvaluationTable = EvaluationTable()
+    sinks: SinksTable = SinksTable()
+    retention: RetentionTable = RetentionTable()
+
+    @property
+    def evaluation_temperature(self) -> float:
+        """What held-out worlds are played at; 0 is greedy."""
+        own = self.evaluation.temperature
+        return self.rollout.temperature if own is None else own
+
+    @property
+    def fixed_policies(self) -> tuple[RolloutOnlyTable, ...]:
+        """Those of [rollout_only] that name a model, in their order; empty in most jobs."""
+        return tuple(table for table in self.rollout_only if table.is_active)
+
+    def fixed(self, name: str) -> RolloutOnlyTable:
+        """The active fixed policy of that name; KeyError where there is none."""
+        return {table.name: table for table in self.fixed_policies}[name]
+
+    def sampling_of(self, table: RolloutOnlyTable | None) -> Sampling:
+        """How training rollouts are drawn: by the actor (None), or by a fixed policy, which inherits."""
+        own = {} if table is None else table.model_dump(include=set(_SAMPLING), exclude_none=True)
+        rollout = self.rollout
+        inherited = {key: getattr(rollout, key) for key in _SAMPLING}
+        return Sampling(max_tokens=rollout.max_tokens, **(inherited | own))
+
+    @field_validator("rollout_only", mode="before")
+    @classmethod
+    def _one_table_is_a_list_of_one(cls, found: Any) -> Any:
+        return [found] if isinstance(found, dict) else found
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> "JobConfig":
+        if self.rollout.episodes_per_batch % self.training.group_size:
+            raise ValueError(
+                f"rollout.episodes_per_batch ({self.rollout.episodes_per_batch}) must be a multiple of "
+                f"training.group_size ({self.training.group_size})"
+            )
+        if self.rollout.max_tokens >= self.inference.max_model_len:
+            raise ValueError(
+                f"rollout.max_tokens ({self.rollout.max_tokens}) must be below inference.max_model_len "
+                f"({self.inference.max_model_len}): prompt and response share it"
+            )
+        if self.multi_turn.enable and self.rollout.max_tokens >= self.multi_turn.max_model_length:
+            raise ValueError(
+                f"rollout.max_tokens ({self.rollout.max_tokens}) must be below multi_turn.max_model_length "
+                f"({self.multi_turn.max_model_length}): prompt and response share it"
+            )
+        self._refuse_worlds_that_meet()
+        self._refuse_worlds_beside_rows()
+        self._refuse_interactions_for_others()
+        if self.training.refill_rounds and not self.training.skip_flat_groups:
+            raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
+        if self.sampling_of(None).is_truncated and not self.rollout.allow_truncated_sampling:
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
+                "count; set rollout.allow_truncated_sampling = true to accept that"
+            )
+        return self
+
+    def _refuse_worlds_that_meet(self) -> None:
+        if not self.rollout.seeds:
+            return  # new worlds keep away from the held-out ones by themselves
+        explicit = self.evaluation.seeds
+        held_out = set(explicit) if explicit else evaluation_worlds(self.evaluation.instances)
+        seen = sorted(seed for seed in self.rollout.seeds if seed in held_out)
+        if seen:
+            raise ValueError(
+                f"rollout.seeds and the worlds of the evaluation share {seen[0]}: what was trained on is not "
+                "held out; take it from one of the two"
+            )
+
+    @property
+    def max_decisions(self) -> int:
+        """Decisions that an episode may take, by whichever limit is lower."""
+        return min(self.rollout.max_turns, self.multi_turn.max_assistant_turns or self.rollout.max_turns)
+
+    @property
+    def planned_tokens(self) -> int:
+        """What `training.aggregation = "constant"` divides an iteration by: the same whatever is sampled."""
+        budget = self.max_decisions * self.rollout.max_tokens
+        most = min(budget, self.multi_turn.max_episode_tokens or budget)
+        return self.rollout.episodes_per_batch * (self.training.constant_tokens or most)
+
+    def _refuse_interactions_for_others(self) -> None:
+        if self.data is not None and self.data.interaction is not None and not self.multi_turn.enable:
+            raise ValueError(
+                f"data.interaction is {self.data.interaction!r}, who answers in conversations, and "
+                "multi_turn.enable is false"
+            )
+        if self.services.task_url and self.multi_turn.interaction_config_path is not None:
+            raise ValueError(
+                "multi_turn.interaction_config_path is for the task app that the job starts itself, and "
+                "services.task_url names others: start those with `turnwise task-app --interactions FILE`"
+            )
+
+    def _refuse_worlds_beside_rows(self) -> None:
+        given = {"rollout.seeds": self.rollout.seeds, "evaluation.seeds": self.evaluation.seeds}
+        for key, seeds in given.items():
+            if seeds and self.data is not None:
+                raise ValueError(f"{key} names worlds, and [data] the rows that are played in their place")
+        for key in SET_BY_ROWS if self.data is not None else ():
+            if key in self.rollout.env_config:
+                raise ValueError(f"rollout.env_config.{key} is that of each row of [data]; leave it out")

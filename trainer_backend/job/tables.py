@@ -1,0 +1,230 @@
+"""[model] of a job: which model is trained, and how it is spoken to."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from shared_schemas.base import Body
+from trainer_backend.job.addresses import fault_in
+
+# What every table of a job is.
+
+
+class Table(Body):
+    """A table of the job; no number in it may be infinite or NaN."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+# One or two parts; a path would begin with / or . or ~ or have more of them.
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
+
+
+class ModelTable(Table):
+    """[model]"""
+
+    preset: str | None = Field(default=None, description="a small model built from its config")
+    path: Path | None = Field(default=None, description="a local Hugging Face folder")
+    name: str | None = Field(
+        default=None,
+        description="a model of the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or of its cache",
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="of `name`: a branch, tag or commit; absent: main"
+    )
+    tool_call_format: str | None = Field(
+        default=None, description="how the model writes tool calls; absent: what its chat template shows"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the chat template, such as `enable_thinking = false`"
+    )
+    vocab_size: int = Field(
+        default=1024,
+        ge=300,
+        le=65536,
+        description="of the tokenizer that a preset trains on the job's prompts",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        default="auto", description="where it is trained and served; auto takes cuda, then mps, then cpu"
+    )
+
+    @property
+    def source(self) -> str:
+        """What it is called where a person reads it: the preset, the folder, or the name and its revision."""
+        name = f"{self.name} at {self.revision}" if self.revision else self.name
+        return str(self.preset or self.path or name)
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_hub_name(cls, name: str | None) -> str | None:
+        if name is not None and not HUB_NAME.fullmatch(name):
+            raise ValueError(
+                "a model of the hub is named as 'Qwen/Qwen3-0.6B' is; for a folder, did you mean model.path?"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelTable":
+        given = [key for key in ("preset", "path", "name") if getattr(self, key) is not None]
+        if len(given) != 1:
+            found = f", found {' and '.join(given)}" if given else ""
+            raise ValueError(f"exactly one of 'preset', 'path' and 'name' must be given{found}")
+        if self.revision is not None and self.name is None:
+            raise ValueError("'revision' is of a model of the hub; it needs 'name'")
+        if self.preset is not None and (self.tool_call_format or self.chat_template_kwargs):
+            raise ValueError(
+                "'preset' has its own chat template and tool-call format; 'tool_call_format' and "
+                "'chat_template_kwargs' are for 'path' and 'name'"
+            )
+        return self
+
+
+# [services] of a job TOML: the task apps that are asked, and the gateway that they ask back.
+
+
+class ServicesTable(Table):
+    """[services]"""
+
+    # No repr: a user name and password may stand in it by mistake, which no error may repeat.
+    task_url: tuple[str, ...] = Field(
+        default=(),
+        max_length=256,
+        repr=False,
+        description="task apps, one URL or a list; `dns+http://name:port` is all addresses of a name "
+        "(docs/operations.md); absent: the job starts one of its own",
+    )
+    task_api_key: SecretStr | None = Field(
+        default=None,
+        description="their key; absent: the environment variable ENVIRONMENT_API_KEY, or the file that "
+        "ENVIRONMENT_API_KEY_FILE names",
+    )
+    task_plugins: tuple[Path, ...] = Field(
+        default=(),
+        max_length=64,
+        description="Python files with environments or policies of your own, for the task app that the job "
+        "starts (docs/plugins.md)",
+    )
+    gateway_host: str = Field(
+        default="127.0.0.1", description="address that the job's own gateway listens on"
+    )
+    gateway_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
+    request_timeout_s: float = Field(default=60.0, gt=0, description="of one control request to a task app")
+    iteration_timeout_s: float = Field(default=1800.0, gt=0, description="of collecting one iteration")
+    task_app_wait_s: float = Field(
+        default=60.0,
+        ge=0,
+        le=86_400,
+        description="how long to wait for a task app of task_url to come back when none answers any more",
+    )
+
+    @field_validator("task_url")
+    @classmethod
+    def _each_address_once(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if fault := fault_in(url):
+                raise ValueError(f"task_url {fault}")
+        twice = [url for url, count in Counter(url.rstrip("/") for url in urls).items() if count > 1]
+        if twice:
+            raise ValueError(f"task_url names {twice[0]} twice, and each task app is asked once")
+        return urls
+
+    @model_validator(mode="after")
+    def _plugins_are_for_our_own(self) -> "ServicesTable":
+        if self.task_url and self.task_plugins:
+            raise ValueError(
+                "task_plugins are for the task app that the job starts itself, and task_url names others: "
+                "start those with `turnwise task-app --plugins FILE`"
+            )
+        return self
+
+
+# [inference] of a job TOML: how what is asked of the policy is answered.
+
+
+class InferenceTable(Table):
+    """[inference]"""
+
+    threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
+    max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded together")
+    max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
+    kept_prefixes: int | None = Field(
+        default=None,
+        ge=0,
+        le=4096,
+        description="ended prompts + responses whose keys and values stay for prompts that begin like them; "
+        "absent: as many as max_running; 0: every prompt is computed anew",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="one request at a time whatever max_running says, and nothing kept of ended ones: "
+        "slower, and on a CPU a run that was killed and resumed has bit for bit an unbroken one's weights",
+    )
+
+    @property
+    def slots(self) -> int:
+        """Requests decoded together: what else is in a batch changes the last bits of a number."""
+        return 1 if self.deterministic else self.max_running
+
+    @property
+    def kept(self) -> int:
+        """Ended prompts + responses that stay: which of them are there depends on what ended when."""
+        if self.deterministic:
+            return 0
+        return self.max_running if self.kept_prefixes is None else self.kept_prefixes
+
+
+# [sinks] of a job TOML: where metrics go beside metrics.jsonl.
+
+
+class WandbTable(Table):
+    """sinks.wandb"""
+
+    project: str = Field(min_length=1, description="that the run appears in")
+    entity: str | None = Field(default=None, description="user or team; absent: the default one")
+    name: str | None = Field(default=None, description="of the run; absent: that of its directory")
+    mode: Literal["online", "offline"] | None = Field(
+        default=None, description="absent: as WANDB_MODE says, else online"
+    )
+
+
+class SinksTable(Table):
+    """[sinks]"""
+
+    tensorboard: bool = Field(
+        default=False,
+        description="event files in RUN/tensorboard; needs `pip install 'turnwise[tensorboard]'`",
+    )
+    wandb: WandbTable | None = Field(
+        default=None,
+        description='`{ project = "…" }`, also `entity`, `name`, `mode` (online, offline); needs '
+        "`pip install 'turnwise[wandb]'`",
+    )
+
+
+# [retention] of a job TOML: how long what a run has stored is kept.
+
+
+class RetentionTable(Table):
+    """[retention]: read by `turnwise trainer`, which indexes runs in its database; absent keys keep all."""
+
+    decisions_iterations: int | None = Field(
+        default=None,
+        ge=1,
+        description="the database keeps single decisions of the newest so many iterations; rollouts, metrics "
+        "and the run directory keep all",
+    )
+    decisions_days: float | None = Field(
+        default=None,
+        gt=0,
+        description="the same by age, in days since their file was written; looked at when the run has news "
+        "and when the service starts",
+    )
+    rollout_files_iterations: int | None = Field(
+        default=None,
+        ge=1,
+        description="the run directory keeps the rollout files of the newest so many iterations and those of "
+        "evaluations; older ones are deleted, and leave the database with it",
+    )

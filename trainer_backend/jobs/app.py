@@ -1,0 +1,166 @@
+"""The trainer service as FastAPI: routes, the gate before them, what lives as long as the service."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import Any
+
+import structlog
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service_kit.gate import Gate, SessionDoor
+from service_kit.observed import Observed
+from service_kit.problems import (
+    describe,
+    install_problem_handlers,
+    problem_response,
+    problem_responses,
+    unforeseen,
+)
+from shared_schemas.base import did_you_mean
+from trainer_backend.errors import ApiError, TrainerError
+from trainer_backend.jobs import control, events, launcher, login, routes, run_routes
+from trainer_backend.jobs.login import LOGIN
+from trainer_backend.jobs.service import Service
+from trainer_backend.jobs.slots import ended
+
+log = structlog.get_logger("trainer")
+
+# What needs no key: whether the service lives, and what its log-in page is made of.
+OPEN_PATHS = frozenset({"/health", LOGIN})
+# The statuses of errors that a route may answer with.
+ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
+_STREAM = "/jobs/{job_id}/events"
+_THREADS = 24
+
+
+class TrainerApp(FastAPI):
+    """FastAPI behind its guards: as its own middleware they would stand inside it."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        self.front: ASGIApp = super().__call__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.front(scope, receive, send)
+
+
+def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerApp:
+    """Build the app. Nothing runs before its lifespan starts.
+
+    Args:
+        pages: of the dashboard (dashboard.pages.router); they are no part of the API's description.
+    """
+    app = TrainerApp(
+        title="Turnwise trainer",
+        version=version("turnwise"),
+        docs_url=None,
+        redoc_url=None,
+        responses=problem_responses(ERRORS),
+        lifespan=_lifespan,
+    )
+    app.state.service = service
+    for router in (
+        routes.router,
+        control.router,
+        run_routes.router,
+        events.router,
+        launcher.router,
+        routes.info_router,
+        login.router,
+        *pages,
+    ):
+        app.include_router(router)
+    install_problem_handlers(app)
+    app.add_exception_handler(TrainerError, _logged)
+    app.add_exception_handler(RequestValidationError, _validation)
+    describe(app, open_paths=OPEN_PATHS)
+    app.front = _guarded(app.front, service)
+    return app
+
+
+def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
+    """What stands before the routes; the last one is the first one met."""
+    settings, keys = service.settings, service.keys
+    door = SessionDoor(keys, service.sessions, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN)
+    app = Gate(
+        app,
+        door=door,
+        max_body_bytes=settings.max_body_bytes,
+        max_body_s=settings.max_body_s,
+        unreadable=ApiError,
+    )
+    app = ServerErrorMiddleware(app, handler=unforeseen)
+    return Observed(app, requests=service.requests, keys=keys, streams=[_STREAM])
+
+
+async def _logged(request: Request, error: Exception) -> Response:
+    """The reply to an error of our tree; what the service cannot do stands in the log too."""
+    assert isinstance(error, TrainerError)
+    if error.status >= 500:
+        log.warning("request_failed", method=request.method, path=request.url.path, detail=str(error))
+    return problem_response(error)
+
+
+async def _validation(request: Request, error: Exception) -> Response:
+    """The first finding of a query, a header or a path that is not as it is documented."""
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+    place, *path = (str(part) for part in first["loc"])
+    name = ".".join(path) or place
+    if first["type"] == "extra_forbidden":
+        known = first.get("ctx", {}).get("known", ())
+        detail = f"{name[:80]!r} is not known here{did_you_mean(path[-1][:80], known) if known else ''}"
+    else:
+        detail = f"{name}: {first['msg']}"
+    return problem_response(ApiError(detail, where=f"{place} {name}" if path else place))
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """The supervisor and the watcher run as long as the service; then jobs are stopped in order."""
+    service: Service = app.state.service
+    async with _threads(service), _working(service):
+        yield
+
+
+@asynccontextmanager
+async def _working(service: Service) -> AsyncIterator[None]:
+    working = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
+    if service.supervisor is not None:
+        working.append(asyncio.ensure_future(service.supervisor.run()))
+    try:
+        yield
+    finally:
+        service.news.close()
+        if service.supervisor is not None:
+            await service.supervisor.close()
+        for task in working:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+@asynccontextmanager
+async def _threads(service: Service) -> AsyncIterator[None]:
+    """For requests; and at the end nobody works with the store any more, which is closed then.
+
+    More than asyncio would take on a small machine: a database that hangs holds a thread for each question.
+    """
+    loop = asyncio.get_running_loop()
+    threads = [ThreadPoolExecutor(_THREADS, "trainer"), *service.watcher.threads]
+    if service.supervisor is not None:
+        threads += service.supervisor.threads
+    loop.set_default_executor(threads[0])
+    try:
+        yield
+    finally:
+        loop.set_default_executor(ThreadPoolExecutor())
+        await ended(threads, at_most_s=service.settings.store_s)

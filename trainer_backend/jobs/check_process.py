@@ -1,0 +1,208 @@
+"""Where posted jobs are read: each in a process of its own, which ends where that takes too long or too much.
+
+`python -m trainer_backend.jobs.check_process` is a server without threads that has imported what reads a job.
+It forks for each one: that costs milliseconds, and whatever a job has taken is given back with its process.
+"""
+
+import asyncio
+import gc
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, ParamSpec, TypeVar
+
+import psutil
+
+from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
+from trainer_backend.jobs.processes import WITHHELD
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+# For the server to import, and for a process to die; one that waits for a disk that hangs is left alone.
+_IMPORT_S, _DYING_S = 120.0, 2.0
+# What came of a call; `ended` comes with the exit code of its process, negative for a signal.
+_READY, _RETURNED, _RAISED, _NO_MEMORY, _ENDED = "ready", "returned", "raised", "no memory", "ended"
+_STDERR = 2
+# Threads of a library would not live on in a fork.
+_ALONE = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class CheckProcess:
+    """Calls that read what somebody has sent: one at a time, in the order in which they come.
+
+    Args:
+        at_most_s: for a call.
+        at_most_bytes: of memory that a call may take.
+        at_most: calls that are under way or wait for their turn.
+    """
+
+    def __init__(self, *, at_most_s: float = 5.0, at_most_bytes: int = 512 << 20, at_most: int = 64) -> None:
+        self._at_most_s, self._at_most_bytes, self._at_most = at_most_s, at_most_bytes, at_most
+        self._under_way = 0
+        self._server: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, "checks")
+
+    def start(self) -> None:
+        """Start the server, so that the first call does not wait for its imports."""
+        self._thread.submit(self._connected)
+
+    async def ask(
+        self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Result:
+        """What a function of a module returns; function, arguments and result are pickled.
+
+        Raises:
+            TrainerError: what the function raised.
+            CheckEnded: it took too long, or too much memory, or its process was killed.
+            TooManyChecks: enough of them wait.
+        """
+        if self._under_way >= self._at_most:
+            raise TooManyChecks(
+                f"{self._under_way} jobs wait to be checked, the most that this service takes"
+            )
+        request = pickle.dumps((partial(call, *arguments, **named), self._at_most_s, self._at_most_bytes))
+        self._under_way += 1
+        try:
+            loop = asyncio.get_running_loop()
+            kind, result = await loop.run_in_executor(self._thread, self._exchange, request)
+        finally:
+            self._under_way -= 1
+        if kind == _RAISED:
+            raise result
+        if kind != _RETURNED:
+            raise self._error(kind, result)
+        answer: Result = result
+        return answer
+
+    def close(self) -> None:
+        """End the server; a call that is under way is lost."""
+        self._closed = True
+        if self._server is not None:
+            self._server.kill()
+        self._thread.shutdown(cancel_futures=True)
+        self._end()
+
+    def _error(self, kind: str, exit_code: int) -> Exception:
+        if kind == _NO_MEMORY:
+            most = f"{self._at_most_bytes >> 20} MiB of memory"
+            return CheckEnded(f"checking the job needed more than {most}, and was ended")
+        if exit_code == -signal.SIGALRM:
+            return CheckEnded(f"checking the job took longer than {self._at_most_s:g} s, and was ended")
+        if exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            return CheckEnded(f"checking the job was ended by {name}, which may be for want of memory")
+        return RuntimeError(f"the process that checks a job ended with exit code {exit_code}; see stderr")
+
+    def _exchange(self, request: bytes) -> tuple[str, Any]:
+        """On the thread."""
+        connection = self._connected()
+        try:
+            connection.send_bytes(request)
+            # A process ends itself, unless a disk holds it: then it is left to that, with its server.
+            if connection.poll(self._at_most_s + _DYING_S):
+                return _message(connection)
+            exit_code = -signal.SIGALRM
+        except (OSError, EOFError):  # somebody has killed the server
+            exit_code = -signal.SIGKILL
+        self._end()
+        if not self._closed:
+            self.start()
+        return _ENDED, exit_code
+
+    def _connected(self) -> Connection:
+        """To a server that has imported what it needs.
+
+        Raises:
+            OSError, EOFError: it cannot be started; stderr says why.
+        """
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = socket.socketpair()
+        connection = Connection(ours.detach())
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
+                env={name: value for name, value in os.environ.items() if name not in WITHHELD} | _ALONE,
+                start_new_session=True,  # Ctrl-C is for the service, which then ends it
+            )
+        self._connection = connection
+        try:
+            if not connection.poll(_IMPORT_S):
+                self._server.kill()
+            _message(connection)
+        except (OSError, EOFError):
+            self._end()
+            raise
+        return connection
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+        self._connection = self._server = None
+
+
+def _message(connection: Connection) -> tuple[str, Any]:
+    message: tuple[str, Any] = pickle.loads(connection.recv_bytes())
+    return message
+
+
+def serve(connection: Connection) -> None:
+    """Fork for each request until the other end is closed."""
+    connection.send_bytes(pickle.dumps((_READY, None)))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            _answer(connection, request)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            connection.send_bytes(pickle.dumps((_ENDED, os.waitstatus_to_exitcode(status))))
+
+
+def _answer(connection: Connection, request: bytes) -> None:
+    call, at_most_s, at_most_bytes = pickle.loads(request)
+    signal.setitimer(signal.ITIMER_REAL, at_most_s)  # ends this process, also while a library holds the GIL
+    most, hard = psutil.Process().memory_info().vms + at_most_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        answer: tuple[str, Any] = (_RETURNED, call())
+    except TrainerError as error:
+        answer = (_RAISED, error)
+    except MemoryError:
+        answer = (_NO_MEMORY, 0)
+    message = pickle.dumps(answer)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # half an answer would be none
+    connection.send_bytes(message)
+
+
+def main(descriptor: str) -> None:
+    import trainer_backend.jobs.posted  # noqa: F401  # for all forks
+
+    gc.freeze()  # a collection in a fork would copy the pages of all that was imported
+    serve(Connection(int(descriptor)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,159 @@
+"""GET /jobs/{job_id}/events: what happens to a job while it happens, as server-sent events.
+
+    metrics   a row of metrics.jsonl that is new           {"kind", "iteration", "row"}
+    log       a line that the run has told                 {"time", "text"}
+    state     the job, whenever it or its progress changed (as GET /jobs/{job_id})
+    store     the database does not answer; what happens meanwhile follows when it does
+    end       nothing follows: the job has ended
+
+`metrics` and `log` carry an id that says how far the reader has come; sent back as Last-Event-ID, which
+browsers do by themselves, the stream goes on from there.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from pydantic import BaseModel, Field
+from starlette.responses import StreamingResponse
+
+from shared_schemas.base import Body
+from trainer_backend.errors import ApiError, TooManyStreams
+from trainer_backend.jobs.run_routes import Piece, next_piece
+from trainer_backend.jobs.service import Service, job_named, service_of
+from trainer_backend.jobs.views import JobView, job_view
+from trainer_backend.rundir.state import LOG_FILE
+from trainer_backend.store import jobs, reads
+from trainer_backend.store.database import StoreUnavailable, UnknownJob
+from trainer_backend.store.rows import ENDED
+
+router = APIRouter(tags=["runs"])
+
+_MOST_ROWS = 200
+# What every database, and every file, can be asked for.
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a reader has come: the number of the last metrics row, the byte after the last log line."""
+
+    row: int = 0
+    byte: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.row}.{self.byte}"
+
+    @classmethod
+    def read(cls, text: str) -> "Place":
+        """
+        Raises:
+            ApiError: it is no id of ours.
+        """
+        row, _, byte = text.partition(".")
+        if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (row, byte)):
+            raise ApiError(f"{text[:40]!r} is no event id of this service", where="header Last-Event-ID")
+        return cls(int(row), int(byte))
+
+
+class EventsQuery(Body):
+    after: str | None = Field(
+        default=None, max_length=40, description="an event id, as Last-Event-ID; absent: from the beginning"
+    )
+
+
+@router.get(
+    "/jobs/{job_id}/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def events(
+    request: Request,
+    job_id: str,
+    query: Annotated[EventsQuery, Query()],
+    last_event_id: Annotated[str | None, Header(max_length=40)] = None,
+) -> StreamingResponse:
+    """Server-sent events: `metrics`, `log`, `state`, `store`, `end`; comments while all is quiet."""
+    service = service_of(request)
+    place = Place.read(last_event_id or query.after or "0.0")
+    job = await job_named(service, job_id)
+    if service.streams >= service.settings.max_streams:
+        raise TooManyStreams(f"{service.streams} event streams are open, the most that this service holds")
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(
+        _counted(service, _stream(service, job.id, place)), media_type="text/event-stream", headers=headers
+    )
+
+
+async def _counted(service: Service, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    service.streams += 1
+    try:
+        async for event in stream:
+            yield event
+    finally:
+        service.streams -= 1
+
+
+async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[bytes]:
+    told: JobView | None = None
+    while not service.news.closed:
+        seen = service.news.seen(job_id)  # first: what comes while we read is then not missed
+        try:
+            found = await service.ask(_look, service, job_id, place)
+        except UnknownJob:
+            yield _event("end", {"state": "deleted"})
+            return
+        except StoreUnavailable as error:
+            yield _event("store", error.problem())
+            await service.news.wait(job_id, seen, at_most_s=service.settings.heartbeat_s)
+            continue
+        for event in found.events(place):
+            yield event
+        place = found.place
+        if found.more:
+            continue
+        if found.job != told:
+            told = found.job
+            yield _event("state", told)
+        if found.job.state in ENDED:
+            yield _event("end", {"state": found.job.state})
+            return
+        if not await service.news.wait(job_id, seen, at_most_s=service.settings.heartbeat_s):
+            yield b": still here\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is new since a place."""
+
+    job: JobView
+    rows: tuple[Any, ...]
+    log: Piece
+    place: Place
+
+    @property
+    def more(self) -> bool:
+        return len(self.rows) == _MOST_ROWS or self.log.more
+
+    def events(self, before: Place) -> Iterator[bytes]:
+        for row in self.rows:
+            data = {"kind": row.kind, "iteration": row.iteration, "row": dict(row.row)}
+            yield _event("metrics", data, Place(row.number, before.byte))
+        for line, end in self.log.told():
+            yield _event("log", {"time": line.time, "text": line.text}, Place(self.place.row, end))
+
+
+def _look(service: Service, job_id: str, place: Place) -> _Found:
+    job = jobs.get(service.store, job_id)  # first: when it has ended, all else is there
+    rows = reads.metric_lines(service.store, job_id, after=place.row, limit=_MOST_ROWS)
+    log = next_piece(Path(job.run_dir, LOG_FILE), place.byte) if job.run_dir else Piece()
+    return _Found(job_view(job), rows, log, Place(rows[-1].number if rows else place.row, log.end))
+
+
+def _event(name: str, data: BaseModel | dict[str, Any], place: Place | None = None) -> bytes:
+    text = data.model_dump_json() if isinstance(data, BaseModel) else json.dumps(data)
+    identity = f"id: {place}\n" if place is not None else ""
+    return f"event: {name}\n{identity}data: {text}\n\n".encode()

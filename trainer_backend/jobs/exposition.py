@@ -1,0 +1,222 @@
+"""The service's counts, and the last figures of the jobs that run, in Prometheus' words."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from starlette.responses import Response
+
+from service_kit.observed import metrics_response
+from trainer_backend.jobs.service import Service
+from trainer_backend.store import jobs, reads
+from trainer_backend.store.database import StoreUnavailable, UnknownJob
+from trainer_backend.store.rows import ACTIVE, ENDED, JobRow, JobState
+from trainer_backend.store.sync_lines import numbers_of
+
+_PREFIX = "turnwise_trainer"
+_KINDS = ("iteration", "evaluation")
+_MOST_JOBS = 200
+# So that who asks every minute sees the last iteration of a job, and its last evaluation.
+_SHOWN_ON = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What the store says now; `up` is False, and all else empty, where it does not answer.
+
+    Attributes:
+        rows: of the jobs that run, or ended just now, their last row of each kind.
+    """
+
+    up: bool
+    counts: Mapping[str, int]
+    rows: tuple[tuple[JobRow, Mapping[str, Mapping[str, Any]]], ...]
+
+
+def page(service: Service, *, version: str, accept: str) -> Response:
+    """All metrics, in the text format that `accept` (the request's header) asks for. Call it on a thread."""
+    stored = _stored(service)
+    return metrics_response(lambda: _everything(service, stored, version), accept=accept)
+
+
+def _stored(service: Service) -> _Stored:
+    store, home = service.store, service.data.home
+    try:
+        counts = jobs.counts(store, home)
+        running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
+        ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
+        since = store.clock() - _SHOWN_ON
+        shown = (*running, *(job for job in ended if job.ended is not None and job.ended >= since))
+        rows = tuple((job, _last_rows(service, job)) for job in shown)
+    except StoreUnavailable:
+        return _Stored(False, {}, ())
+    return _Stored(True, counts, rows)
+
+
+def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
+    try:
+        found = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
+    except UnknownJob:  # deleted meanwhile
+        return {}
+    return {kind: {"iteration": line.iteration, **line.row} for kind, line in found.items()}
+
+
+def _everything(service: Service, stored: _Stored, version: str) -> Iterator[Metric]:
+    yield InfoMetricFamily(_PREFIX, "Which trainer this is.", {"version": version, "home": service.data.home})
+    yield from _now(service, stored)
+    yield from _so_far(service)
+    yield from _of_runs(stored)
+
+
+def _now(service: Service, stored: _Stored) -> Iterator[Metric]:
+    yield _gauge("store_up", "1 while the database answers.", float(stored.up))
+    if stored.up:
+        family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
+        for state in get_args(JobState):
+            family.add_metric([state], stored.counts.get(state, 0))
+        yield family
+    slots = service.supervisor.slots.values() if service.supervisor is not None else ()
+    running = sum(slot.process is not None for slot in slots)
+    yield _gauge("processes", "Processes of jobs that run.", running)
+    yield _gauge("event_streams", "Event streams that are open.", service.streams)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{_PREFIX}_{name}", text, value)
+
+
+def _so_far(service: Service) -> Iterator[Metric]:
+    looked = service.watcher.looked
+    figures: dict[str, tuple[str, float]] = {
+        "syncs": ("Run directories that were brought into the store.", looked.syncs),
+        "sync_seconds": ("Seconds that this took.", looked.sync_s),
+        "sync_failures": ("Run directories that could not be read.", looked.failures),
+    }
+    if service.supervisor is not None:
+        done = service.supervisor.figures
+        figures |= {
+            "job_starts": ("Processes of jobs that were started.", done.started),
+            "job_restarts": ("Crashed jobs that were started again.", done.restarts),
+            "job_kills": ("Processes that were killed because they did not stop in time.", done.killed),
+            "job_faults": ("Times that a job met an error of the service.", done.faults),
+            "store_failures": ("Rounds that the store did not answer.", done.store_failures),
+        }
+    for name, (text, value) in figures.items():
+        yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
+    yield service.requests.answered_family(f"{_PREFIX}_http_requests")
+    seconds = CounterMetricFamily(
+        f"{_PREFIX}_http_request_seconds", "Seconds until answers ended; streams left out.", labels=["route"]
+    )
+    for route, histogram in service.requests.latency.items():
+        seconds.add_metric([route], histogram.sum_s)
+    yield seconds
+
+
+def _of_runs(stored: _Stored) -> Iterator[Metric]:
+    """Every number of the last rows, as turnwise_trainer_ROOM_WHAT, and under the names that people know."""
+    families = _Families()
+    for job, rows in stored.rows:
+        for kind, row in rows.items():
+            for name, value in numbers_of(row):
+                if "/" in name:
+                    text = f"{name} of the last row."
+                    families.add(f"{_PREFIX}_{_plain(name)}", text, value, job, kind=kind)
+        for known, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
+            for name, ours, value in _as_known(known, rows.get(kind, {})):
+                families.add(name, f"{ours} of the last row.", value, job)
+    yield from families.all.values()
+
+
+class _Families:
+    """Gauges by name. Prometheus keeps one of two samples with one name and the same labels."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, GaugeMetricFamily] = {}
+        self._taken: set[tuple[str, ...]] = set()
+
+    def add(self, name: str, text: str, value: float, job: JobRow, **more: str) -> None:
+        labels = {"job_id": job.id, "run": job.name, **more}
+        while (name, *labels.values()) in self._taken:  # of policies `a-b` and `a_b`, say
+            name += "_"
+        self._taken.add((name, *labels.values()))
+        family = self.all.setdefault(name, GaugeMetricFamily(name, text, labels=tuple(labels)))
+        family.add_metric(tuple(labels.values()), value)
+
+
+def _as_known(known: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Name there, name here and value; a `*` at the end of both stands for what is like it."""
+    numbers = dict(numbers_of(row)) | {name: row[name] for name in ("iteration",) if name in row}
+    for name, ours in known.items():
+        if not ours.endswith("*"):
+            found = {name: ours}
+        else:
+            begin = ours[:-1]
+            likes = [one for one in numbers if one.startswith(begin)]
+            found = {name[:-1] + _plain(one.removeprefix(begin)): one for one in likes}
+        yield from ((there, here, numbers[here]) for there, here in found.items() if here in numbers)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)
+
+
+# Names under which other systems publish what we measure, for dashboards that ask for those. Data alone.
+#
+# Each is a number of the last row of a run, by its own name in docs/metrics.md; a `*` stands for whatever
+# is
+# there. What is not the same thing there and here is not in this table.
+
+# verl's names (prior art: verl HEAD), `/` written as `_`.
+OF_ITERATIONS: Mapping[str, str] = {
+    "critic_score_mean": "episode/outcome_reward",
+    "critic_rewards_mean": "reward/mean",
+    "critic_vf_explained_var": "value/explained_variance",
+    "critic_vf_loss": "value/loss",
+    "critic_values_mean": "value/mean",
+    "actor_pg_loss": "loss/policy",
+    "actor_entropy": "loss/entropy",
+    "actor_kl_loss": "loss/kl",
+    "actor_ppo_kl": "loss/approx_kl",
+    "actor_grad_norm": "optim/grad_norm",
+    "actor_lr": "optim/lr",
+    "actor_reward_kl_penalty": "kl/reference",
+    "num_turns_mean": "episode/decisions",
+    "timing_s_gen": "time/collect_s",
+    "timing_s_update_actor": "time/update_s",
+    "timing_s_update_weights": "time/publish_s",
+    "timing_s_save_checkpoint": "time/checkpoint_s",
+    "training_global_step": "iteration",
+    # Of source 4.
+    "rollout_policy_choice": "rollout/policy_choice",
+    "rollout_using_actor": "rollout/using_actor",
+    "rollout_using_fixed": "rollout/using_fixed",
+    "actor_importance_sampling": "actor/importance_sampling",
+    "actor_importance_weight_mean": "actor/importance_weight_mean",
+    "actor_importance_weight_std": "actor/importance_weight_std",
+    "actor_importance_weight_min": "actor/importance_weight_min",
+    "actor_importance_weight_max": "actor/importance_weight_max",
+    # prime-rl's and others' (prior art: peers, section 4).
+    "entropy_mean": "loss/entropy",
+    "importance_ratio_mean": "loss/ratio_mean",
+    "importance_ratio_min": "loss/ratio_min",
+    "importance_ratio_max": "loss/ratio_max",
+    "off_policy_mean": "policy/staleness_mean",
+    "off_policy_max": "policy/staleness_max",
+    "stop_*": "stop/*",
+    "optim_lr": "optim/lr",
+    "optim_grad_norm": "optim/grad_norm",
+    "errored_rollouts": "rollout/failed",
+    "decision_count": "decision/count",
+    "decision_nonzero_frac": "decision/nonzero_frac",
+    "decision_unique_sum": "decision/unique_sum",
+    "decision_ach_sum": "decision/ach_sum",
+    "gigpo_anchor_groups": "anchors/groups",
+    "gigpo_singleton_frac": "anchors/singleton_frac",
+}
+OF_EVALUATIONS: Mapping[str, str] = {
+    "val_core_reward_mean": "eval/outcome_reward",
+    "timing_s_testing": "time/evaluate_s",
+}

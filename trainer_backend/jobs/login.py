@@ -1,0 +1,61 @@
+"""The log-in page: the key once, then a cookie that no script can read.
+
+A link from elsewhere brings it (SameSite=lax), and only reads; what changes something has to come from a page
+of ours (service_kit.gate), whatever it brings.
+"""
+
+import math
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Form, Query, Request
+from starlette.responses import RedirectResponse, Response
+
+from service_kit.keys import COOKIE, SESSION_S
+from trainer_backend.jobs.service import service_of
+from trainer_backend.pages.page import page
+
+router = APIRouter(include_in_schema=False)
+LOGIN = "/login"
+_LONGEST = 2000
+_WRONG = "That is not the key of this service."
+_TOO_MANY = "Too many wrong keys came from here. Try again in {wait_s} s."
+
+
+@router.get(LOGIN)
+async def ask(request: Request, next: Annotated[str, Query(max_length=_LONGEST)] = "/") -> Response:
+    """The form; nobody has to fill it in where there is no key."""
+    if not service_of(request).keys.configured:
+        return RedirectResponse(own_path(next), 303)
+    return page("login", next=own_path(next), refused="")
+
+
+@router.post(LOGIN)
+async def log_in(
+    request: Request,
+    key: Annotated[str, Form(max_length=_LONGEST)],
+    next: Annotated[str, Form(max_length=_LONGEST)] = "/",
+) -> Response:
+    """A session for the right key; after some wrong ones nobody looks at the next for a while."""
+    keys, guesses = service_of(request).keys, service_of(request).guesses
+    address = request.client.host if request.client is not None else ""
+    if wait_s := math.ceil(guesses.wait_s(address)):
+        answer = page("login", status=429, next=own_path(next), refused=_TOO_MANY.format(wait_s=wait_s))
+        answer.headers["Retry-After"] = str(wait_s)
+        return answer
+    if not keys.opens(key):
+        guesses.count(address)
+        return page("login", status=401, next=own_path(next), refused=_WRONG)
+    response = RedirectResponse(own_path(next), 303)
+    response.set_cookie(
+        COOKIE, service_of(request).sessions.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",
+        secure=request.url.scheme == "https",
+    )  # fmt: skip
+    return response
+
+
+def own_path(path: str) -> str:
+    """Where to go on: a path of this service, and never another host's (`//host`, `/\\host`)."""
+    parts = urlsplit(path)
+    plain = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+    return path if plain and not parts.netloc and not parts.scheme else "/"

@@ -1,0 +1,88 @@
+"""The process of a job: started on its run directory, told to stop, waited for."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from service_kit.children import Child
+from service_kit.keys import TRAINER_KEY
+from trainer_backend.rundir.state import ERROR, RunState, read_state
+from trainer_backend.store.rows import JobRow
+
+PROCESS_LOG = "process.log"
+_LAST_BYTES = 8192
+# The service's own secrets, which no job needs.
+WITHHELD = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
+Command = Callable[[Path], Sequence[str]]
+
+
+def job_command(run_dir: Path) -> Sequence[str]:
+    """What is started for a job."""
+    return (sys.executable, "-m", "trainer_backend.terminal.job_process", str(run_dir))
+
+
+class JobProcess(Child):
+    """The process of a job.
+
+    Attributes:
+        told: a signal to stop was sent.
+        late: it had to be killed after that.
+    """
+
+    told = late = False
+
+    def stop(self, grace_s: float) -> None:
+        """Ask it to save what is finished, and to end; once. After that time it is killed, by a clock of its
+        own: whoever asked may be waiting for a store that hangs."""
+        if not self.told:
+            self.told = True
+            self.signal(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(grace_s, self._kill_late)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def _kill_late(self) -> None:
+        if self.exit_code is None:
+            self.late = True
+            self.kill()
+
+
+async def start_process(
+    run_dir: Path, *, command: Command = job_command, environ: Mapping[str, str] = os.environ
+) -> JobProcess:
+    """Start the process of a job. It lives as long as this one at most.
+
+    Raises:
+        OSError: it cannot be started, or its log not be written.
+    """
+    with (run_dir / PROCESS_LOG).open("ab") as log:
+        return await JobProcess.start(
+            command(run_dir),
+            stdout=log,
+            stderr=log,
+            env={name: value for name, value in environ.items() if name not in WITHHELD},
+        )
+
+
+def last_words(job: JobRow, process: JobProcess) -> tuple[RunState | None, str | None]:
+    """What this process wrote last of its run, not what one before it did; and the error that it printed at
+    its end (job_process.py). None: it did not."""
+    folder = None if job.run_dir is None else Path(job.run_dir)
+    if folder is None:
+        return None, None
+    state = read_state(folder)
+    return state if state is not None and state.pid == process.pid else None, _printed_error(folder)
+
+
+def _printed_error(folder: Path) -> str | None:
+    try:
+        with (folder / PROCESS_LOG).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return None
+    return lines[-1].removeprefix(ERROR) if lines and lines[-1].startswith(ERROR) else None

@@ -1,0 +1,204 @@
+"""Jobs: post one, check one, list them, look at one, delete one."""
+
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import Field
+from starlette.responses import PlainTextResponse
+
+from shared_schemas.base import Body
+from trainer_backend.jobs.data_dir import forget_job
+from trainer_backend.jobs.exposition import page
+from trainer_backend.jobs.posted import Checked, PostedJob, checked
+from trainer_backend.jobs.service import job_named, refuse_foreign, service_of
+from trainer_backend.jobs.submitting import resolution, submission_of, submit
+from trainer_backend.jobs.views import JobList, JobView, job_view, list_view
+from trainer_backend.store import jobs
+from trainer_backend.store.rows import JobState
+
+router = APIRouter(tags=["jobs"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[\x21-\x7e]+$",
+        description="your name for this request: sent again, it is answered again and makes no second job",
+    ),
+]
+
+
+class Created(JobView):
+    """The job, and what may still be wrong with it."""
+
+    warnings: tuple[str, ...] = ()
+
+
+class Resolved(Body):
+    """What a job would be: every default filled in."""
+
+    toml: str
+    warnings: tuple[str, ...]
+
+
+class CreateQuery(Body):
+    dry_run: bool = Field(default=False, description="check and resolve it only")
+
+
+class ListQuery(Body):
+    state: tuple[JobState, ...] = Field(default=(), description="only those; may be repeated")
+    cursor: str | None = Field(default=None, max_length=20, description="`next_cursor` of the page before")
+    limit: int = Field(default=50, ge=1, le=200)
+
+
+class DeleteQuery(Body):
+    files: bool = Field(default=False, description="delete its run directory too")
+
+
+def job_body(*, as_json: bool) -> dict[str, Any]:
+    """How OpenAPI describes a body that is read by hand."""
+    text = {"schema": {"type": "string"}, "example": '[model]\npreset = "tiny-0.3m"\n'}
+    content: dict[str, Any] = {"application/toml": text, "text/plain": text}
+    if as_json:
+        content["application/json"] = {"schema": PostedJob.model_json_schema()}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post(
+    "/jobs",
+    status_code=201,
+    response_model=Created,
+    responses={200: {"model": Resolved | Created, "description": "A dry run, or the same request again"}},
+    openapi_extra=job_body(as_json=True),
+)
+async def create_job(
+    request: Request,
+    response: Response,
+    query: Annotated[CreateQuery, Query()],
+    idempotency_key: IdempotencyKey = None,
+) -> Any:
+    """Post a job: its TOML, or JSON with its tables. In its turn it is trained, in a process of its own."""
+    service = service_of(request)
+    sent = submission_of(await request.body(), request.headers.get("content-type", ""))
+    if query.dry_run:
+        found = await resolution(service, sent)
+        answer = Resolved(toml=found.toml, warnings=found.warnings)
+        return Response(answer.model_dump_json(), media_type="application/json")
+    job, made, warnings = await submit(service, sent, idempotency_key)
+    if not made:
+        response.status_code = 200
+        response.headers["Idempotency-Replayed"] = "true"
+    response.headers["Location"] = f"/jobs/{job.id}"
+    view = await service.ask(job_view, job)
+    return Created(**dict(view), warnings=warnings)
+
+
+@router.post("/jobs/check", openapi_extra=job_body(as_json=False))
+async def check_job(request: Request) -> Checked:
+    """What is wrong with a job's TOML, or doubtful, each finding with its line; nothing is stored."""
+    service = service_of(request)
+    return await service.checks.ask(checked, await request.body(), service.settings.bounds)
+
+
+@router.get("/jobs")
+async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> JobList:
+    """Jobs, newest first, those of `turnwise train` too (`origin` cli)."""
+    service = service_of(request)
+    page = await service.ask(
+        jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
+    )
+    return await service.ask(list_view, page.items, page.cursor)
+
+
+@router.get("/jobs/{job_id}")
+async def show_job(request: Request, job_id: str) -> JobView:
+    """One job: by its id, the first 6 characters or more of it, or a name that no other has."""
+    service = service_of(request)
+    return await service.ask(job_view, await job_named(service, job_id))
+
+
+@router.get(
+    "/jobs/{job_id}/config",
+    response_class=Response,
+    responses={200: {"content": {"application/toml": {"schema": {"type": "string"}}}}},
+)
+async def show_config(request: Request, job_id: str) -> Response:
+    """The job's TOML with every default filled in; it can be posted again."""
+    job = await job_named(service_of(request), job_id)
+    return Response(job.config, media_type="application/toml")
+
+
+@router.delete("/jobs/{job_id}", status_code=204, response_class=Response)
+async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery, Query()]) -> None:
+    """Forget an ended or paused job of this service. Its files stay, unless `files` says otherwise, and are
+    not shown."""
+    service = service_of(request)
+    job = await job_named(service, job_id)
+    refuse_foreign(service, job)
+    try:
+        await service.ask(forget_job, service.store, service.data, job, files=query.files)
+    finally:  # also where nobody waits any longer for what goes on
+        service.sweeper.wake()
+    service.changed(job.id)
+
+
+# Whether the service lives, and what it is.
+
+info_router = APIRouter(tags=["service"])
+
+SERVICE = "turnwise-trainer"
+
+
+class Health(Body):
+    """`store`: whether the database answered when it was last asked. Jobs go on without it."""
+
+    status: Literal["ok"] = "ok"
+    service: str = SERVICE
+    store: Literal["up", "away"]
+
+
+@info_router.get("/health")
+async def health(request: Request) -> Health:
+    """Alive; needs no key."""
+    return Health(store="up" if service_of(request).watcher.looked.store_up else "away")
+
+
+@info_router.get("/info")
+async def info(request: Request) -> dict[str, Any]:
+    """What the service runs, and what a posted job may name."""
+    service = service_of(request)
+    bounds, rules = service.settings.bounds, service.settings.rules
+    return {
+        "service": {"name": SERVICE, "version": version("turnwise"), "home": service.data.home},
+        "store": service.store.shown,
+        "data_dir": str(service.data.path),
+        "runs_jobs": service.supervisor is not None,
+        "limits": {
+            "max_jobs": rules.max_jobs,
+            "restarts": rules.restarts,
+            "stop_grace_s": rules.grace_s,
+            "max_body_bytes": service.settings.max_body_bytes,
+            "max_streams": service.settings.max_streams,
+        },
+        "posted_jobs": {
+            "roots": [*map(str, bounds.roots), str(bounds.data_dir)],
+            "task_urls": sorted(bounds.task_urls),
+            "inference_hosts": sorted(bounds.inference_hosts),
+            "key_variables": sorted(bounds.key_variables),
+            "models": list(bounds.models),
+            "gateway_host": bounds.gateway_host,
+        },
+    }
+
+
+# GET /metrics, for Prometheus.
+
+
+@info_router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Counts of the service, and the last figures of the jobs that run, in the text format of Prometheus."""
+    service = service_of(request)
+    accept = request.headers.get("accept", "")
+    return await service.ask(page, service, version=request.app.version, accept=accept)

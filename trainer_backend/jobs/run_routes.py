@@ -1,0 +1,163 @@
+"""What came of a job's run so far: its curves, its log."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+
+from shared_schemas.base import Body
+from trainer_backend.jobs.processes import PROCESS_LOG
+from trainer_backend.jobs.service import job_named, service_of
+from trainer_backend.rundir.files import object_of
+from trainer_backend.rundir.state import LOG_FILE, LogLine, line_of
+from trainer_backend.store import reads
+from trainer_backend.store.rows import JobRow
+
+router = APIRouter(tags=["runs"])
+
+_FILES = {"run": LOG_FILE, "process": PROCESS_LOG, "task_app": "task_app.log"}
+
+
+class Curve(Body):
+    """A metric over iterations; of one that was thinned, means of stretches with their bounds."""
+
+    iterations: tuple[int, ...]
+    values: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+class Metrics(Body):
+    job_id: str
+    kind: str
+    series: dict[str, Curve]
+
+
+class MetricsQuery(Body):
+    names: tuple[str, ...] = Field(
+        default=(), max_length=200, description="`time/*`: all that begin so; may be repeated; absent: all"
+    )
+    kind: str = Field(default="iteration", max_length=40, description="of rows: iteration, evaluation …")
+    points: int = Field(default=300, ge=2, le=5000, description="at most so many a curve")
+
+
+class Line(Body):
+    """`time` is UTC; empty where the file has none."""
+
+    time: str
+    text: str
+
+
+class Log(Body):
+    """`next_offset` is given to the next request: only what is new comes then."""
+
+    lines: tuple[Line, ...]
+    next_offset: int
+
+
+class LogQuery(Body):
+    part: Literal["run", "process", "task_app"] = Field(
+        default="run", description="what the run told; all that its process, or its own task app, printed"
+    )
+    offset: int = Field(default=0, ge=0, le=2**53, description="`next_offset` of the answer before")
+    tail: int = Field(default=1000, ge=1, le=10_000, description="the last so many lines of what is new")
+
+
+@router.get("/jobs/{job_id}/metrics")
+async def metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, Query()]) -> Metrics:
+    """Curves of a run, by metric name; docs/metrics.md says what each means."""
+    service = service_of(request)
+    job = await job_named(service, job_id)
+    names = query.names or await service.ask(reads.metric_names, service.store, job.id, query.kind)
+    found = await service.ask(
+        reads.series, service.store, [job.id], names, kind=query.kind, points=query.points
+    )
+    series = {
+        name: Curve(iterations=one.iterations_N, values=one.values_N, low=one.low_N, high=one.high_N)
+        for name, one in found[job.id].items()
+    }
+    return Metrics(job_id=job.id, kind=query.kind, series=series)
+
+
+@router.get("/jobs/{job_id}/log")
+async def log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
+    """What a run has told, line by line; of a long log the last megabyte."""
+    service = service_of(request)
+    return await service.ask(_log, await job_named(service, job_id), query)
+
+
+def _log(job: JobRow, query: LogQuery) -> Log:
+    if job.run_dir is None:
+        return Log(lines=(), next_offset=0)
+    piece = last_piece(Path(job.run_dir, _FILES[query.part]), query.offset)
+    if query.part == "run":
+        lines = [Line(time=line.time, text=line.text) for line, _ in piece.told()]
+    else:
+        lines = [Line(time="", text=text) for text in piece.texts()]
+    return Log(lines=tuple(lines[-query.tail :]), next_offset=piece.end)
+
+
+# Log files as they are handed out: a megabyte at a time at most, and of each line where it ends.
+
+MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Whole lines of a file, oldest first.
+
+    Attributes:
+        lines: without their line ends.
+        ends: of each line the byte after it: from there on is all that came later.
+        end: where the next piece begins.
+        more: whether there is a next one already.
+    """
+
+    lines: tuple[bytes, ...] = ()
+    ends: tuple[int, ...] = ()
+    end: int = 0
+    more: bool = False
+
+    def texts(self) -> list[str]:
+        """Of a file that anything may have been printed to."""
+        return [part for line in self.lines for part in line.decode("utf-8", "replace").splitlines() or [""]]
+
+    def told(self) -> Iterator[tuple[LogLine, int]]:
+        """Of run.log: what each line says, and where it ends; what is no line of ours is left out."""
+        for line, end in zip(self.lines, self.ends, strict=True):
+            if (row := object_of(line)) is not None:
+                yield line_of(row), end
+
+
+def next_piece(path: Path, offset: int) -> Piece:
+    """The first lines from a byte on; a file that is shorter was written anew, and begins anew."""
+    return _piece(path, offset, last=False)
+
+
+def last_piece(path: Path, offset: int) -> Piece:
+    """The last lines of those from a byte on."""
+    return _piece(path, offset, last=True)
+
+
+def _piece(path: Path, offset: int, *, last: bool) -> Piece:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            begin = offset if offset <= size else 0
+            skips = last and size - begin > MOST_BYTES
+            file.seek(size - MOST_BYTES - 1 if skips else begin)
+            if skips:
+                file.readline()  # the end of a line that began before
+            begin = file.tell()
+            data = file.read(MOST_BYTES)
+            if b"\n" not in data:
+                data += file.readline()
+    except FileNotFoundError:
+        return Piece()
+    lines = data.split(b"\n")[:-1]
+    ends = tuple(accumulate((len(line) + 1 for line in lines), initial=begin))
+    return Piece(tuple(lines), ends[1:], ends[-1], begin + len(data) < size)

@@ -1,0 +1,126 @@
+"""`turnwise trainer`: uvicorn around the app, from the operator's settings to a stop in order."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import structlog
+
+from service_kit.children import READY
+from service_kit.connections import ConnectionBounds
+from service_kit.keys import TRAINER_KEY, Keys, LoginSessions
+from service_kit.logs import configure_logs_from
+from service_kit.server import Listener, Server
+from trainer_backend.jobs.app import TrainerApp, create_app
+from trainer_backend.jobs.check_process import CheckProcess
+from trainer_backend.jobs.data_dir import Sweeper, open_data_dir
+from trainer_backend.jobs.processes import Command, job_command
+from trainer_backend.jobs.service import Service
+from trainer_backend.jobs.settings import Settings
+from trainer_backend.jobs.supervisor import Supervisor
+from trainer_backend.jobs.watcher import News, Watcher
+from trainer_backend.store.database import open_store
+
+log = structlog.get_logger("trainer")
+
+# For a thread that was told to end.
+_LAST_S = 1.0
+
+
+def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Command = job_command) -> None:
+    """Serve until somebody stops it.
+
+    Args:
+        say: is given a line for the person who started it.
+        command: what is started for a job.
+
+    Raises:
+        StoreError: the database does not answer, or is none of ours.
+        RunDirectoryError: the data directory cannot be used.
+        PortTaken: the port is in use.
+    """
+    configure_logs_from()
+    flags = settings.flags
+    # The port first: a taken one must not touch the store of the service that has it.
+    with (
+        Listener(flags.host, flags.port) as listener,
+        closing(CheckProcess()) as checks,
+        open_service(settings, checks, command=command) as service,
+    ):
+        checks.start()
+        server = server_of(app_of(service), ready=lambda: say(f"{READY}{listener.url}"))
+        say(f"store: {service.store.shown}; runs: {service.data.path}")
+        server.run_on(listener, exit_with_parent=flags.exit_with_parent)
+    _leave_what_hangs()
+
+
+def _leave_what_hangs() -> None:
+    """End this process, where a thread hangs in a database or a disk: the interpreter would wait for it."""
+    working = [one for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
+    for one in working:
+        one.join(_LAST_S)
+    hanging = [one.name for one in working if one.is_alive()]
+    if hanging:
+        log.warning("threads_left", threads=hanging)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+@contextmanager
+def open_service(
+    settings: Settings, checks: CheckProcess, *, command: Command = job_command
+) -> Iterator[Service]:
+    """What the routes work with; nothing of it runs yet."""
+    with open_data_dir(settings.bounds.data_dir, runs_jobs=settings.rules.max_jobs > 0) as data:
+        store = open_store(settings.database_url)
+        try:
+            news = News()
+            answer_s, rules = settings.store_s, settings.rules
+            watcher = Watcher(store, data, news, tidies=rules.max_jobs > 0, answer_s=answer_s)
+            supervisor = (
+                Supervisor(store, data, news, watcher, rules, command=command, answer_s=answer_s)
+                if rules.max_jobs
+                else None
+            )
+            key = settings.api_key
+            keys = Keys([] if key is None else [key], variable=TRAINER_KEY)
+            sessions = LoginSessions(key)
+            yield Service(
+                settings, store, data, news, watcher, Sweeper(data), checks, supervisor, keys, sessions
+            )
+        finally:
+            store.close()
+
+
+def app_of(service: Service) -> TrainerApp:
+    """The whole application: the API, and the dashboard over it."""
+    from trainer_backend.jobs.submitting import dashboard_of
+    from trainer_backend.pages.app import router
+
+    app = create_app(service, pages=[router])
+    app.state.dashboard = dashboard_of(service)
+    return app
+
+
+def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
+    """A server that ends open event streams when it stops; a second signal kills jobs that are stopping."""
+    service: Service = app.state.service
+    settings, supervisor = service.settings, service.supervisor
+
+    async def end_streams(orphaned: bool) -> None:
+        # uvicorn waits for requests that are under way before it ends the app.
+        service.news.close()
+
+    def kill_jobs() -> None:
+        if supervisor is not None:
+            supervisor.end_at_once()
+
+    bounds = ConnectionBounds(
+        max_connections=settings.max_connections,
+        max_header_s=settings.max_header_s,
+        max_body_s=settings.max_body_s,
+    )
+    return Server(app, bounds, ready=ready, stopping=end_streams, insisted=kill_jobs)

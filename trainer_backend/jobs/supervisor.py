@@ -1,0 +1,344 @@
+"""The supervisor: as many jobs at a time as were allowed, each in its process, until it has ended.
+
+It goes in rounds: what the store says of the jobs, and what is true of their processes, are compared and
+brought together. So it does not matter in which order things happen, what a round did not finish is done by
+the next, and after a restart of the service the first round finds everything as a later one would.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import structlog
+
+from trainer_backend.errors import TrainerError
+from trainer_backend.jobs.data_dir import DataDir
+from trainer_backend.jobs.processes import Command, JobProcess, job_command, last_words, start_process
+from trainer_backend.jobs.settings import Rules
+from trainer_backend.jobs.slots import ANSWER_S, Figures, Line, Slot
+from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
+from trainer_backend.jobs.watcher import News, Watcher
+from trainer_backend.rundir.lock import holder, refuse_taken
+from trainer_backend.rundir.state import FAILED, is_final
+from trainer_backend.store import jobs
+from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob
+from trainer_backend.store.jobs import Changes
+from trainer_backend.store.rows import ACTIVE, JobRow, JobState
+
+log = structlog.get_logger("trainer")
+
+# For a killed process to be gone; one that waits for a disk that hangs is not.
+_DYING_S = 10.0
+
+
+class Supervisor:
+    """Of one event loop: `run` it as a task, `close` it at the end.
+
+    Args:
+        answer_s: for the store and the disk to answer; after that a round is given up, and tried again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        data: DataDir,
+        news: News,
+        watcher: Watcher,
+        rules: Rules,
+        *,
+        command: Command = job_command,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self._data, self._watcher, self._rules, self._command = data, watcher, rules, command
+        self._line = Line("supervisor", store.shown, answer_s)
+        self._last_syncs = Line("last-sync", store.shown, answer_s)
+        self._books = Books(store, data.home, news, rules, self._line)
+        self._wake = asyncio.Event()
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._grace_s = rules.grace_s
+        self._between_rounds = asyncio.Lock()
+        self.slots: dict[str, Slot] = {}
+        self.figures = Figures()
+
+    @property
+    def threads(self) -> tuple[ThreadPoolExecutor, ...]:
+        """What has to have ended before the store is closed."""
+        return self._line.thread, self._last_syncs.thread
+
+    def wake(self) -> None:
+        """Something was asked for: look now."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Go round until it is closed. A database that is away costs rounds, and no job."""
+        while not self._closing:
+            self._wake.clear()
+            try:
+                async with self._between_rounds:
+                    await self._round()
+            except StoreUnavailable as error:
+                self.figures.store_failures += 1
+                log.warning("store_away", detail=str(error))
+            except Exception:
+                log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._rules.round_s):
+                    await self._wake.wait()
+
+    async def close(self) -> None:
+        """Stop every process in order; the jobs stay as they are: the next service goes on with them."""
+        self._closing = True
+        self.wake()
+        self._stop_all()  # first: a round that waits for a store that hangs must not cost them their time
+        async with self._between_rounds:  # cut short, a round could leave a process that nobody knows of
+            self._stop_all()
+            ends = [asyncio.ensure_future(process.ended()) for process in self._processes()]
+            if ends:
+                await asyncio.wait(ends, timeout=self._rules.grace_s + _DYING_S)
+            try:
+                await self._settle_all()
+            except StoreUnavailable as error:
+                log.warning("store_away", detail=str(error))
+
+    def end_at_once(self) -> None:
+        """Kill every process, saved or not, also those that are being stopped; `close` then has no wait."""
+        self._closing, self._grace_s = True, 0.0
+        for process in self._processes():
+            process.kill()
+
+    def _processes(self) -> list[JobProcess]:
+        return [slot.process for slot in self.slots.values() if slot.process is not None]
+
+    def _stop_all(self) -> None:
+        for process in self._processes():
+            process.stop(self._grace_s)
+
+    async def _round(self) -> None:
+        await self._settle_all()
+        for row in await self._books.jobs_in("pausing", "cancelling"):
+            await self._boundary(row.id, self._bring_to_its_end(row))
+        for row in await self._books.jobs_in("running"):
+            await self._boundary(row.id, self._keep_running(row))
+        while len(self.slots) < self._rules.max_jobs and not self._closing:
+            claimed = await self._books.claim()
+            if claimed is None:
+                break
+            await self._boundary(claimed.id, self._start(claimed, Slot(counted=True)))
+
+    async def _settle_all(self) -> None:
+        for job_id, slot in list(self.slots.items()):
+            if slot.process is not None and slot.process.exit_code is not None:
+                await self._boundary(job_id, self._settle(job_id, slot, slot.process))
+
+    async def _boundary(self, job_id: str, work: Coroutine[None, None, None]) -> None:
+        """Do what is to be done for one job: what goes wrong with it, unforeseen, holds up no other."""
+        try:
+            await work
+        except StoreUnavailable:
+            raise
+        except UnknownJob:  # deleted from the store by somebody else
+            self._let_go(job_id)
+        except Exception as error:
+            log.exception("job_fault", job=job_id)
+            self.figures.faults += 1
+            slot = self.slots.get(job_id)
+            if slot is None or not slot.lives:
+                await self._give_up(job_id, error)
+
+    async def _give_up(self, job_id: str, error: Exception) -> None:
+        told = f"{type(error).__name__} in the service; its log has more (job_fault)"
+        try:
+            await self._fail(job_id, "crashed", told)
+        except StoreUnavailable:
+            raise
+        except Exception:
+            log.exception("job_fault", job=job_id)
+
+    def _let_go(self, job_id: str) -> None:
+        """Free the slot of a job that is gone; that of one that still has a process once this has ended."""
+        slot = self.slots.get(job_id)
+        if slot is not None and slot.process is not None and slot.lives:
+            slot.process.stop(self._grace_s)
+        else:
+            self.slots.pop(job_id, None)
+
+    async def _bring_to_its_end(self, row: JobRow) -> None:
+        slot = self.slots.get(row.id)
+        if slot is None or slot.process is None:  # it crashed, or the service was killed, before it had ended
+            self.slots.pop(row.id, None)
+            await self._books.end_without_process(row.id)
+        else:
+            slot.process.stop(self._grace_s)
+
+    async def _keep_running(self, row: JobRow) -> None:
+        slot = self.slots.get(row.id)
+        if self._closing:
+            return
+        if slot is not None and (slot.process is not None or self._now() < slot.not_before_s):
+            return
+        if slot is not None or len(self.slots) < self._rules.max_jobs:
+            await self._start(row, slot or Slot())
+        else:  # fewer may run at a time than before the restart of the service
+            await self._books.change(
+                row.id, lambda job: {"state": "queued"} if job.state == "running" else None
+            )
+
+    async def _start(self, row: JobRow, slot: Slot) -> None:
+        """Start the process of a running job."""
+        self.slots[row.id] = slot
+        try:
+            run = await self._line.ask(self._data.run_of, row)
+            found = await self._line.ask(holder, run.path)
+            if found is not None and slot.may_wait(self._now(), self._rules.held_s):
+                told = f"{run.path} is being trained by {found}; waiting for it to end"
+                await self._books.change(row.id, lambda job: None if job.detail == told else _waiting(told))
+                return
+            await self._line.ask(refuse_taken, run.path)
+            slot.process = await start_process(run.path, command=self._command)
+        except StoreUnavailable:
+            raise
+        except (TrainerError, OSError) as error:
+            await self._not_started(row.id, slot, error)
+            return
+        self.figures.started += 1
+        log.info("job_started", job=row.id, name=row.name, pid=slot.process.pid, run=str(run.path))
+        self._watch_end(slot.process)
+        changes: Changes = {"run_id": run.run_id, "code": None, "detail": None}
+        if not slot.counted:
+            changes["attempt"] = row.attempt + 1
+        slot.counted, slot.held_until_s, slot.ending = False, math.inf, None
+        await self._books.change(row.id, lambda job: changes)
+
+    async def _not_started(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
+        """A job that cannot be started has failed; where the machine refused, it crashed: that may pass."""
+        code = error.code if isinstance(error, TrainerError) else "not_started"
+        log.warning("job_not_started", job=job_id, code=code, detail=str(error))
+        if isinstance(error, TrainerError) and is_final(error):
+            await self._fail(job_id, code, str(error))
+        else:
+            slot.ending = None  # of the process before, which is written down
+            await self._write_down(job_id, slot, slot.ended(FAILED, None, str(error), code))
+
+    def _watch_end(self, process: JobProcess) -> None:
+        async def wait() -> None:
+            await process.ended()
+            self.figures.killed += process.late
+            self._wake.set()
+
+        task = asyncio.ensure_future(wait())
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _settle(self, job_id: str, slot: Slot, process: JobProcess) -> None:
+        """Write down what became of a job whose process has ended; its slot is free then, or waits."""
+        exit_code = await process.ended()
+        row = await self._books.job(job_id)
+        ending = slot.ended(exit_code, *await self._line.ask(last_words, row, process))
+        # First: whoever sees that it has ended then finds all that it did.
+        try:
+            await self._last_syncs.ask(self._watcher.sync, row)
+        except StoreUnavailable as error:  # or a run so large that this takes longer: the watcher goes on
+            log.warning("sync_late", job=job_id, detail=str(error))
+        settled = await self._write_down(job_id, slot, ending)
+        log.info("job_ended", job=job_id, exit_code=exit_code, state=settled.state, detail=settled.detail)
+
+    async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> JobRow:
+        """The job afterwards; its slot is free, or waits for the next start."""
+        settled, restart_in_s = await self._books.settle(job_id, ending, closing=self._closing)
+        if restart_in_s is None:
+            self.slots.pop(job_id)
+        else:
+            self.figures.restarts += 1
+            slot.wait_for_restart(self._now() + restart_in_s)
+        return settled
+
+    async def _fail(self, job_id: str, code: str, told: str) -> None:
+        await self._books.fail(job_id, code, told)
+        self.slots.pop(job_id, None)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _waiting(told: str) -> Changes:
+    return {"code": "waiting", "detail": told}
+
+
+# The store as a supervisor needs it: whose turn it is, and what becomes of jobs. Each question has a
+# deadline, and whoever waits for news of a job is told of each change.
+
+_MOST_ACTIVE = 1000
+
+
+class Books:
+    """Of the jobs of one home.
+
+    Raises (every method):
+        StoreUnavailable: the store did not answer in time; what was asked for may be done later all the same.
+        UnknownJob: somebody else has deleted the job.
+    """
+
+    def __init__(self, store: Store, home: str, news: News, rules: Rules, line: Line) -> None:
+        self._store, self._home, self._news, self._rules, self._line = store, home, news, rules, line
+
+    async def jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
+        """Oldest first."""
+        page = await self._line.ask(
+            jobs.find, self._store, states=states, home=self._home, origin="api", limit=_MOST_ACTIVE
+        )
+        return page.items[::-1]
+
+    async def job(self, job_id: str) -> JobRow:
+        return await self._line.ask(jobs.get, self._store, job_id)
+
+    async def claim(self) -> JobRow | None:
+        """The next job, which is running from now on; None: none waits."""
+        claimed = await self._line.ask(jobs.claim, self._store, self._home)
+        if claimed is not None:
+            self._news.tell(claimed.id)
+        return claimed
+
+    async def change(self, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
+        """The job afterwards."""
+        row = await self._line.ask(jobs.change, self._store, job_id, decide)
+        self._news.tell(job_id)
+        return row
+
+    async def end_without_process(self, job_id: str) -> None:
+        """It was to end, and there is nothing to wait for."""
+        await self.change(job_id, lambda job: without_process(job, self._store.clock()))
+
+    async def fail(self, job_id: str, code: str, told: str) -> None:
+        def decide(job: JobRow) -> Changes:
+            return {"state": "failed", "ended": self._store.clock(), "code": code, "detail": told}
+
+        await self.change(job_id, decide)
+
+    async def settle(self, job_id: str, ending: Ending, *, closing: bool) -> tuple[JobRow, float | None]:
+        """Bring a job to what its process, or the attempt to start one, has come to.
+
+        Args:
+            closing: the service stops, and with it its jobs.
+
+        Returns:
+            The job afterwards, and how long to wait before it is started again; None: not at all.
+        """
+        outcome = Outcome({})
+
+        def decide(job: JobRow) -> Changes | None:
+            nonlocal outcome
+            if job.state not in ACTIVE:  # written down already, by a change whose answer was late
+                return None
+            if closing and stays(job, ending.exit_code):
+                return None
+            rules, now = self._rules, self._store.clock()
+            outcome = outcome_of(
+                job, ending, restarts=rules.restarts, first_wait_s=rules.first_wait_s, now=now
+            )
+            return outcome.changes
+
+        row = await self.change(job_id, decide)
+        return row, outcome.restart_in_s

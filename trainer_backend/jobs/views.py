@@ -1,0 +1,84 @@
+"""What the API tells of a job: its row in the store, and how far its run is by its run directory."""
+
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import Field
+
+from shared_schemas.base import Body
+from trainer_backend.rundir.state import FINAL, read_state
+from trainer_backend.store.rows import ACTIVE, JobRow, JobState, Origin, Wanted, iterations_of
+
+
+class Progress(Body):
+    """What the process of a job wrote last: `state.json` of its run directory.
+
+    `iteration` is the last that is finished, `iterations` how many the job has. `stage` is what is under way,
+    and `done` of `total` how far.
+    """
+
+    state: str
+    iteration: int
+    iterations: int | None
+    stage: str
+    done: int
+    total: int
+    since: str
+
+
+class JobView(Body):
+    """A job. `wanted` is what it was last asked to do, `attempt` how often a process was started for it.
+
+    `code` and `detail` say why it failed, was stopped, or is started again.
+    """
+
+    id: str
+    name: str
+    state: JobState
+    wanted: Wanted
+    origin: Origin
+    tags: dict[str, str]
+    attempt: int
+    created: datetime
+    started: datetime | None
+    ended: datetime | None
+    code: str | None
+    detail: str | None
+    run_dir: str | None
+    run_id: str | None
+    version: int = Field(description="counts changes of the job")
+    progress: Progress | None = None
+
+
+class JobList(Body):
+    """A page of jobs, newest first; `next_cursor` is given to the next request, null: this was the last."""
+
+    jobs: tuple[JobView, ...]
+    next_cursor: str | None
+
+
+def job_view(job: JobRow) -> JobView:
+    """Reads the run directory; call it on a thread."""
+    row = {name: getattr(job, name) for name in JobView.model_fields if name != "progress"}
+    return JobView(**{**row, "tags": dict(job.tags), "progress": _progress(job)})
+
+
+def list_view(jobs: tuple[JobRow, ...], cursor: str | None) -> JobList:
+    """Of jobs that go on, with their progress."""
+    return JobList(jobs=tuple(job_view(job) for job in jobs), next_cursor=cursor)
+
+
+def _progress(job: JobRow) -> Progress | None:
+    state = read_state(Path(job.run_dir)) if job.run_dir is not None else None
+    if state is None:
+        return None
+    told = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
+    return Progress(
+        state=told,
+        iteration=state.iteration,
+        iterations=iterations_of(job.config),
+        stage=state.stage,
+        done=state.done,
+        total=state.total,
+        since=state.since,
+    )

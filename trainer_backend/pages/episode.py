@@ -1,0 +1,189 @@
+"""What the page of an episode reads: its record, its line in the store, its group, its tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.core.emission_views import assistant_turn_boundaries
+from trainer_backend.core.segments import segments_of
+from trainer_backend.errors import RunDirectoryError, SegmentError
+from trainer_backend.pages.episode_view import DecisionLine, DecisionView, decision_lines, decision_view
+from trainer_backend.pages.figures import number, rollout_address, short_id, signed, spaced
+from trainer_backend.pages.page import Dashboard, UnknownTurn
+from trainer_backend.pages.stored import StoredRollout, can_be_drawn
+from trainer_backend.pages.token_view import SegmentView, segment_view, token_advantages
+from trainer_backend.store import jobs, reads_rollouts
+from trainer_backend.store.rows import AnchorRow, JobRow, RolloutRow
+
+_ANCHORS_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """A rollout of the same group."""
+
+    href: str
+    sibling: int
+    outcome: str
+    here: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorLine:
+    """A decision of the group that was made in the same state; `here`: the one that the page shows."""
+
+    row: AnchorRow
+    href: str
+    here: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A rollout with all that its page needs.
+
+    Attributes:
+        consumed: the iteration whose update learned from it; None: none did.
+    """
+
+    job: JobRow
+    run_dir: Path
+    row: RolloutRow
+    stored: StoredRollout
+    siblings: tuple[RolloutRow, ...]
+    consumed: int | None
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        return self.stored.rollout.trajectory
+
+    def lines(self) -> list[DecisionLine]:
+        assert self.trajectory is not None
+        return decision_lines(self.trajectory, self.stored.columns)
+
+    def decision(self, turn: int) -> DecisionView:
+        """
+        Raises:
+            UnknownTurn: it has fewer decisions.
+        """
+        assert self.trajectory is not None
+        if not 1 <= turn <= len(self.trajectory.steps):
+            raise UnknownTurn(
+                f"rollout {self.row.rollout_id} has decisions 1 to {len(self.trajectory.steps)}, not {turn}"
+            )
+        return decision_view(self.trajectory, self.stored.columns, turn)
+
+    def values(self) -> dict[str, Any]:
+        """What its page says of it as a whole."""
+        failure = self.stored.rollout.failure
+        return {
+            "short": short_id(self.row.rollout_id),
+            "group": self.row.group_id,
+            "failed": "" if self.row.status == "finished" else self.row.status,
+            "failure": f"{failure.code}: {failure.detail}" if failure is not None else "",
+            "about": self._about(),
+            "notes": self.trajectory.warnings if self.trajectory is not None else (),
+            "siblings": [
+                Sibling(
+                    rollout_address(self.job.id, one.rollout_id), one.sibling,
+                    number(one.outcome_reward) if one.status == "finished" else one.status,
+                    one.number == self.row.number,
+                )
+                for one in self.siblings
+            ],
+            "drawable": can_be_drawn(self.stored.rollout),
+        }  # fmt: skip
+
+    def _about(self) -> list[tuple[str, str]]:
+        row, episode = self.row, self.trajectory
+        found = [
+            ("stage", f"{row.stage} {row.iteration}" if row.iteration else row.stage),
+            ("policy", row.policy),
+            ("world", "" if row.seed is None else str(row.seed)),
+            ("outcome", "" if episode is None else number(row.outcome_reward)),
+            ("sum of r_t", "" if row.reward is None else signed(row.reward)),
+            ("unique achievements", "" if not row.unique_achievements else str(row.unique_achievements)),
+            ("decisions", str(row.decisions)),
+            ("env steps", "" if row.env_steps is None else str(row.env_steps)),
+            ("ended by", spaced(row.stop_reason or "")),
+            ("learned from by", "" if self.consumed is None else f"iteration {self.consumed}"),
+            ("judged by", "" if episode is None or episode.user_reward is None else _judged(episode)),
+        ]
+        return [(name, value) for name, value in found if value]
+
+
+def episode_of(dashboard: Dashboard, job_id: str, rollout_id: str) -> Episode:
+    """
+    Raises:
+        UnknownJob, UnknownRollout: there is none of that id.
+        RunDirectoryError: its file is gone.
+    """
+    store = dashboard.store
+    job = jobs.get(store, job_id)
+    row = reads_rollouts.rollout(store, job_id, rollout_id)
+    if job.run_dir is None:
+        raise RunDirectoryError(f"job {job_id} has no run directory yet")
+    run_dir = Path(job.run_dir)
+    return Episode(
+        job, run_dir, row, dashboard.rollouts.read(run_dir / row.file, row.rollout_id),
+        reads_rollouts.siblings(store, job_id, row),
+        reads_rollouts.consumed_by(store, job_id, row.rollout_id),
+    )  # fmt: skip
+
+
+def anchor_lines(dashboard: Dashboard, episode: Episode, decision: DecisionView) -> list[AnchorLine]:
+    """Decisions of its group that were made in the state of this one, itself among them."""
+    if not decision.state_key:
+        return []
+    found = reads_rollouts.anchors(
+        dashboard.store, episode.job.id, episode.row, decision.state_key, limit=_ANCHORS_SHOWN
+    )
+    return [
+        AnchorLine(
+            row,
+            rollout_address(episode.job.id, row.rollout_id, row.turn),
+            here=(row.rollout_id, row.turn) == (episode.row.rollout_id, decision.turn),
+        )
+        for row in found
+    ]
+
+
+def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, Any]:
+    """The segment that trains a decision; or why there is none to show."""
+    assert episode.trajectory is not None
+    try:
+        segments = segments_of(episode.trajectory.steps, rollout_id=episode.row.rollout_id)
+    except SegmentError as error:
+        return {"segment": None, "segments": 0, "no_tokens": f"Not to be trained on: {error}"}
+    for index, segment in enumerate(segments):
+        if any(t + 1 == turn for t, _, _ in assistant_turn_boundaries(segment)):
+            return {
+                "segment": _segment(dashboard, episode, segment, index, turn),
+                "segments": len(segments),
+                "no_tokens": "",
+            }
+    return {"segment": None, "segments": len(segments), "no_tokens": "This decision sampled no token."}
+
+
+def _segment(dashboard: Dashboard, episode: Episode, segment: Any, index: int, turn: int) -> SegmentView:
+    rows = token_advantages(episode.stored.columns)
+
+    def advantages(t: int) -> Sequence[float | None]:
+        return rows[t] if t < len(rows) else ()
+
+    return segment_view(
+        segment, index, turn=turn,
+        decode=dashboard.token_texts(episode.run_dir) or (lambda one: f"[{one}]"),
+        advantages=advantages,
+        largest=max((abs(value) for row in rows for value in row), default=0.0),
+    )  # fmt: skip
+
+
+def _judged(episode: Trajectory) -> str:
+    said = episode.user_reward
+    return (
+        ""
+        if said is None
+        else f"{said.reward_function}; by its environment {number(said.environment_outcome_reward)}"
+    )

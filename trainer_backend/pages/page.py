@@ -1,0 +1,261 @@
+"""What the pages work with: one object of the application, made once at its start."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.responses import HTMLResponse
+
+from trainer_backend.errors import TrainerError
+from trainer_backend.pages import figures
+from trainer_backend.pages.series import Chart, table
+from trainer_backend.pages.stored import Frames, Kept, StoredRollouts
+from trainer_backend.pages.token_view import token_texts
+from trainer_backend.store.database import Store
+from trainer_backend.store.rows import JobRow
+
+Action = Literal["pause", "resume", "cancel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong with a job's text, or doubtful; `line` from 1, where it is known."""
+
+    text: str
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found in a job's text; without errors it can start."""
+
+    errors: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+
+
+class Jobs(Protocol):
+    """What pages may do to jobs. The API does it, so that both keep to the same rules."""
+
+    async def check(self, text: str) -> Checked: ...
+
+    async def submit(self, text: str, form: str) -> JobRow:
+        """The job of a form's text.
+
+        Args:
+            form: which form was sent; the same text in the same form, sent again, is the same job.
+
+        Raises:
+            TrainerError: the job is refused.
+        """
+        ...
+
+    async def control(self, job_id: str, action: Action) -> JobRow:
+        """
+        Raises:
+            JobConflict: it makes no sense in the job's state.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """
+    Attributes:
+        jobs: None where this service only shows what is there.
+        clock: of the calendar; UTC.
+        examples: jobs that the form can begin from: names and texts.
+    """
+
+    store: Store
+    jobs: Jobs | None
+    clock: Callable[[], datetime]
+    examples: tuple[tuple[str, str], ...] = ()
+    rollouts: StoredRollouts = field(default_factory=StoredRollouts)
+    frames: Frames = field(default_factory=Frames)
+    _tokenizers: Kept[Callable[[int], str] | None] = field(default_factory=lambda: Kept(4))
+
+    def token_texts(self, run_dir: Path) -> Callable[[int], str] | None:
+        """What token ids of a run say; None where it has no checkpoint with a tokenizer."""
+        folders = sorted((run_dir / "checkpoints").glob("iteration_*"))
+        if not folders:
+            return None
+        return self._tokenizers.get(str(run_dir), lambda: token_texts(folders))
+
+
+def dashboard_of(request: Request) -> Dashboard:
+    """The application's."""
+    found = request.app.state.dashboard
+    assert isinstance(found, Dashboard)
+    return found
+
+
+# From templates to responses and saved files: all is escaped, and a page runs and loads nothing but ours.
+
+ROOT = Path(__file__).parent
+STATIC = ROOT / "static"
+# No inline script, no inline style, nothing from elsewhere: a rollout's text is only ever text.
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
+    """A template of templates/, filled in; all that stands in `values` is escaped."""
+    return HTMLResponse(_render(template, values), status_code=status, headers=dict(HEADERS))
+
+
+def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
+    """The same template as one HTML file that needs no other file, no service and no network.
+
+    Styles, scripts and the values of `charts` stand in it, and its policy allows these scripts alone.
+    """
+    style, uplot, drawing = _assets()
+    policy = (
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
+        f"script-src '{_digest(uplot)}' '{_digest(drawing)}'; base-uri 'none'; form-action 'none'"
+    )
+    # No text of a run can end the element that it stands in.
+    told = json.dumps([chart.as_json() for chart in charts], separators=(",", ":")).replace("<", "\\u003c")
+    saved = {
+        "policy": policy, "style": Markup(style), "uplot": Markup(uplot), "drawing": Markup(drawing),
+        "charts": Markup(told), "tables": {chart.panel.key: (chart, table(chart)) for chart in charts},
+    }  # fmt: skip
+    return _render(template, {"saved": saved} | values)
+
+
+def _render(template: str, values: Mapping[str, Any]) -> bytes:
+    page = _environment().get_template(f"{template}.html.jinja")
+    text = page.render({"here": "", "can_submit": False, "saved": None, **values})
+    # Half a surrogate pair, which a model may well write, has no UTF-8.
+    return text.encode("utf-8", "replace")
+
+
+@cache
+def _assets() -> tuple[str, str, str]:
+    """The styles, uPlot and our own drawing, as they are embedded."""
+    styles = [STATIC / "vendor/uplot/uPlot.min.css", STATIC / "turnwise.css"]
+    scripts = [STATIC / "vendor/uplot/uPlot.iife.min.js", STATIC / "charts.js"]
+    uplot, drawing = (path.read_text(encoding="utf-8") for path in scripts)
+    return "\n".join(path.read_text(encoding="utf-8") for path in styles), uplot, drawing
+
+
+def _digest(text: str) -> str:
+    """As a Content-Security-Policy names an inline script or style."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def static_address(name: str) -> str:
+    """Where a file of static/ is, under the digest of them all: a browser may keep it for good."""
+    return f"/static/{version()}/{name}"
+
+
+@cache
+def version() -> str:
+    """A digest of all static files: another one with every change of any of them."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(path for path in STATIC.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(STATIC).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _environment() -> Environment:
+    # Not select_autoescape: it goes by the file's ending, and .jinja is not one that it escapes.
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FileSystemLoader(ROOT / "templates"),
+    )
+    environment.filters |= {
+        "static": static_address,
+        "ago": figures.ago,
+        "size": figures.size,
+        "spaced": figures.spaced,
+        "signed": figures.signed,
+    }
+    return environment
+
+
+# A route whose errors are pages: what the API answers as problem+json, a person reads as a sentence.
+
+
+class PageRoute(APIRoute):
+    """Every TrainerError of its function becomes a page, with the error's own status."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except TrainerError as error:
+                return problem_page(request, error)
+            except RequestValidationError as error:
+                told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+                return problem_page(request, BadAddress(told))
+
+        return handled
+
+
+def problem_page(request: Request, error: TrainerError) -> Response:
+    """A page that says what is wrong."""
+    return page(
+        "problem",
+        status=error.status,
+        title=error.title,
+        detail=error.detail if error.where is None else f"{error.where}: {error.detail}",
+        hint=error.hint,
+        **frame(request, ""),
+    )
+
+
+def frame(request: Request, here: str) -> dict[str, Any]:
+    """What every page's frame is given; `here` says which part of the site it is."""
+    return {"here": here, "can_submit": dashboard_of(request).jobs is not None}
+
+
+def page_router() -> APIRouter:
+    # Pages are for people: the OpenAPI document holds what programs are to use.
+    return APIRouter(route_class=PageRoute, include_in_schema=False)
+
+
+# What the dashboard raises on purpose; drawn in the tree of trainer_backend/errors.py.
+
+
+class BadAddress(TrainerError):
+    """An address asks for what there cannot be: a number that is none, an order that is unknown."""
+
+    code = "address_invalid"
+    status = 400
+    title = "Address cannot be read"
+
+
+class UnknownTurn(TrainerError):
+    code = "turn_unknown"
+    status = 404
+    title = "No such decision"
+
+
+class OnlyShows(TrainerError):
+    code = "only_shows"
+    status = 403
+    title = "This service begins no jobs"

@@ -1,0 +1,410 @@
+"""The best held-out episode: pictures of what it unlocked, and what each decision saw, did and earned."""
+
+import base64
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.metrics import outcome_interval, outcome_meaning, outcome_name
+from trainer_backend.collect.sources import row_of
+from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, past_of
+from trainer_backend.core.policies import ACTOR, policy_in
+from trainer_backend.core.seeds import evaluation_worlds
+from trainer_backend.core.statistics import Interval, mean_interval
+from trainer_backend.errors import TrainerError
+from trainer_backend.job.load import dump_job
+from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_seen, news
+from trainer_backend.pages.facts import chosen_keys
+from trainer_backend.pages.figures import duration, interval, number, spaced
+from trainer_backend.pages.page import saved_page
+from trainer_backend.pages.panels import Panel
+from trainer_backend.pages.run import POINTS, charts_of, figures_of, panels_for
+from trainer_backend.pages.run_view import RATES, ends_of, head_of
+from trainer_backend.pages.series import Chart, Curve, curves_of
+from trainer_backend.pages.stored import Frame, FrameSource, played_frames
+from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
+from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
+from trainer_backend.rundir.state import read_state, watch
+from trainer_backend.store.jobs import state_of_run
+from trainer_backend.store.rows import JobRow
+from trainer_backend.store.sync_checkpoints import checkpoint_rows
+
+_CLIP = 700
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """A frame of the strip, ready for an <img>."""
+
+    caption: str
+    alt: str
+    uri: str
+
+
+@dataclass(frozen=True, slots=True)
+class Filmstrip:
+    """The best episode of the best evaluation.
+
+    Attributes:
+        headline: which episode it is.
+        lines: its decisions, each with what it saw.
+        shots: empty when no task app drew it.
+        missing: why there are none, where there could be some.
+    """
+
+    headline: str
+    lines: Sequence[tuple[DecisionLine, str]]
+    shots: Sequence[Shot] = ()
+    missing: str = ""
+
+
+def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
+    """None when no evaluation has stored an episode."""
+    best = story.best_evaluation
+    path = story.rollouts_file(f"evaluation_{best['iteration']}") if best else None
+    rollout = best_episode(path) if path else None
+    episode = rollout.trajectory if rollout else None
+    if best is None or rollout is None or episode is None or not episode.steps:
+        return None
+    lines = list(zip(decision_lines(episode, []), _saw(episode), strict=True))
+    row_id, count = row_of(rollout.group_id), len(lines)
+    headline = (
+        f"{f'Row {row_id}' if row_id else f'World {episode.seed}'}, evaluation after iteration "
+        f"{best['iteration']}: {episode.outcome_reward:g} {outcome_name(best)} in {count} "
+        f"decision{'s' * (count > 1)} ({episode.env_steps} env steps); ended by "
+        f"{spaced(episode.stop_reason)}."
+    )
+    if row_id or not episode.achievements_counts:
+        return Filmstrip(headline, lines)
+    earned = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
+    try:
+        taken = frames(story.job, episode, {0, count, *earned})
+    except TrainerError as error:
+        return Filmstrip(headline, lines, missing=f"No pictures: {error}")
+    return Filmstrip(headline, lines, [_shot(frame, earned, last=count) for frame in taken])
+
+
+def _saw(episode: Trajectory) -> list[str]:
+    """Of each decision of a conversation what is new in its prompt; else the last message of its prompt."""
+    talks = bool(episode.full_history)
+    texts = ["\n".join(news(step)) if talks else last_seen(step) for step in episode.steps]
+    return [text if len(text) <= _CLIP else text[: _CLIP - 1] + "…" for text in texts]
+
+
+def _shot(frame: Frame, earned: dict[int, str], *, last: int) -> Shot:
+    said = earned.get(frame.turn, "the end" if frame.turn == last else "the start")
+    uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
+    return Shot(f"{frame.turn}: {said}", f"The game after decision {frame.turn}: {said}.", uri)
+
+
+# `write_report`: the dashboard's page of a run, saved as one HTML file, from the run's files alone.
+
+FILE = "report.html"
+_WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
+
+Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: what the legend says, and values by turn
+
+
+def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
+    """Write report/report.html; a report that was there before is replaced.
+
+    A run that has only begun gets one that says what is missing. Blocks; where an event loop runs, call it
+    on a thread.
+
+    Args:
+        directory: the run.
+        frames: draws the filmstrip; by default a task app does, over HTTP.
+
+    Returns:
+        The HTML file.
+
+    Raises:
+        JobError: job.toml of the run cannot be read.
+        RunDirectoryError: the disk is full, or refuses.
+    """
+    story = read_story(directory)
+    return save(directory.report / FILE, _page(directory, story, frames))
+
+
+def save(path: Path, html: bytes) -> Path:
+    """Write a page, whole or not at all; the folder is made.
+
+    Raises:
+        RunDirectoryError: the disk is full, or refuses.
+    """
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(html)
+        os.replace(aside, path)
+    return path
+
+
+def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
+    curves = curves_of(story.rows, points=POINTS)
+    shown, rest = panels_for(curves, {story.outcome}, runs=1)
+    by_turn = turn_charts(story)
+    charts, others = (charts_of([(story.job.job.name, curves)], panels) for panels in (shown, rest))
+    job = _job_row(directory, story)
+    return saved_page(
+        "run",
+        [*charts, *by_turn, *others],
+        panels=[*shown, *(chart.panel for chart in by_turn)],
+        rest=len(rest),
+        rest_panels=rest,
+        lines=(),
+        checkpoints=checkpoint_rows(directory.checkpoints),
+        head=head_of(
+            job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
+            now=job.created, can_control=False,
+        ),
+        figures=figure_lines(story),
+        film=filmstrip(story, frames),
+        differs=chosen_keys(job),
+        toml=job.config,
+        saved_at=job.created,
+        **figures_of(
+            ends_of(story.iterations),
+            story.evaluations,
+            {name: series for (_, name), series in curves.items() if name.startswith(RATES)},
+        ),
+    )  # fmt: skip
+
+
+def _job_row(directory: RunDirectory, story: Story) -> JobRow:
+    """The run as the store of a service would have it."""
+    state, code, detail = state_of_run(watch(directory.path))
+    return JobRow(
+        number=0, id="", name=story.job.job.name, state=state, wanted="run", config=dump_job(story.job),
+        run_dir=str(directory.path), run_id=directory.run_id, origin="cli", home="", tags={}, attempt=1,
+        created=datetime.now(UTC), started=None, ended=None, code=code, detail=detail, version=0,
+    )  # fmt: skip
+
+
+def turn_charts(story: Story) -> list[Chart]:
+    """What was achieved and paid by decision turn: the first iterations beside the last ones."""
+    windows = _windows(story.by_actor)
+    if not windows:
+        return []
+    rewards = [(label, _rewards(story, rows)) for label, rows in windows]
+    note = "r_t that training used, mean a decision; an episode that ended earlier counts 0."
+    paid = _turn_chart("reward_by_turn", "Reward by decision turn", note, rewards)
+    achieved = _achieved_by_turn(windows)
+    return [_turn_chart("achieved_by_turn", *achieved), paid] if achieved else [paid]
+
+
+def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
+    longest = max(len(values) for _, values in lines)
+    curves = tuple(
+        Curve(label, 0, line, False, (*values, *[None] * (longest - len(values))))
+        for line, (label, values) in enumerate(lines)
+    )
+    return Chart(Panel(key, title, note, (), x="decision turn"), tuple(range(1, longest + 1)), curves)
+
+
+def _windows(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
+    """The first and the last iterations, never overlapping."""
+    size = min(_WINDOW, len(rows) // 2)
+    if size == 0:
+        return [(_span(rows), rows)] if rows else []
+    return [(_span(part), part) for part in (rows[:size], rows[-size:])]
+
+
+def _span(rows: Sequence[Row]) -> str:
+    first, last = rows[0]["iteration"], rows[-1]["iteration"]
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+
+
+def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str, str, Lines] | None:
+    """First unlocks where there are achievements; in dialogues what had been scored by then; else nothing."""
+    rows = [row for _, part in windows for row in part]
+    if all("episode/unique_achievements" in row for row in rows):
+        note = "Achievements unlocked for the first time, mean a decision."
+        return "First unlocks by decision turn", note, _by_turn(windows, "decision/unique_by_turn")
+    if all("interaction/score_by_turn" in row for row in rows):
+        note = "Last score up to each turn, mean an episode."
+        return "Score by decision turn", note, _by_turn(windows, "interaction/score_by_turn")
+    return None
+
+
+def _by_turn(windows: Sequence[tuple[str, Sequence[Row]]], name: str) -> Lines:
+    return [(label, _mean_by_turn([row[name] for row in rows])) for label, rows in windows]
+
+
+def _mean_by_turn(lists: Sequence[Sequence[float]]) -> list[float]:
+    longest = max(map(len, lists))
+    return [sum(values[t] for values in lists if t < len(values)) / len(lists) for t in range(longest)]
+
+
+def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
+    paths = [story.rollouts_file(f"iteration_{row['iteration']}") for row in rows]
+    return reward_by_turn([path for path in paths if path is not None], story.job.job.name)
+
+
+# The figures of a run that no chart shows: differences, totals, what each policy played, failures.
+
+Line = tuple[str, str]
+_STAGES = (
+    ("time/collect_s", "RL: collect"),
+    ("time/update_s", "RL: update"),
+    ("time/credit_s", "RL: credit, store"),
+    ("time/publish_s", "RL: publish"),
+)
+_SHARE, _ANY_REWARD = "rollout/policy_choice", "decision/batch_nonzero"
+
+
+def figure_lines(story: Story) -> list[Line]:
+    """Name and value of each figure; what a run has not is left out."""
+    meaning = outcome_meaning(story.told)
+    return [
+        *([(story.outcome, meaning)] if meaning else []),
+        *_held_out(story),
+        *_training(story),
+        *_warmup(story),
+        *_time(story),
+        *_failures(story),
+    ]
+
+
+def stage_totals(story: Story) -> list[tuple[str, float]]:
+    """Seconds of each stage over the whole run; stages that took none are left out."""
+    warmups = [row for row in (story.teacher, story.warmup) if row is not None]
+    totals = [
+        ("warm-up: collect", sum(row.get("time/collect_s", 0.0) for row in warmups)),
+        ("warm-up: learn", sum(row.get("time/warmup_s", 0.0) for row in warmups)),
+        *((label, sum(row.get(name, 0.0) for row in story.iterations)) for name, label in _STAGES),
+        ("evaluate", story.total(EVALUATE_S)),
+    ]
+    return [(name, value) for name, value in totals if value > 0]
+
+
+def _held_out(story: Story) -> list[Line]:
+    lines = [
+        (
+            f"held-out {story.unit}s after iteration {row['iteration']} ({words})",
+            f"{interval(outcome_interval(row))} {outcome_name(row)}",
+        )
+        for words, row in story.landmarks
+    ]
+    difference = last_minus_first(story)
+    if difference is not None:
+        value = f"{interval(difference, sign='+')}, {difference.count} {story.unit}s"
+        lines.append((f"last minus first, {story.unit} by {story.unit}", value))
+    job = story.job
+    if job.data is None:
+        worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
+        value = f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}"
+    else:
+        value = f"at most {job.evaluation.instances}: {job.data.held_out}"
+    return [*lines, (f"held-out {story.unit}s", f"{value}, temperature {job.evaluation_temperature:g}")]
+
+
+def _training(story: Story) -> list[Line]:
+    lines = []
+    rewarded = [row[_ANY_REWARD] for row in story.by_actor if _ANY_REWARD in row]
+    if rewarded:
+        lines.append(("iterations with any event reward", f"{sum(rewarded) / len(rewarded):.0%}"))
+    rows = [row for row in story.iterations if _SHARE in row]
+    fixed = [table.name for table in story.job.fixed_policies] if rows else []
+    return lines + [
+        (f"training episodes by {policy!r}", _played(rows, policy, story.outcome))
+        for policy in ([ACTOR, *fixed] if fixed else [])
+    ]
+
+
+def _played(rows: Sequence[Row], policy: str, outcome: str) -> str:
+    """Over these iterations, an episode counting once."""
+    past = past_of(rows, [policy])
+    mean = mean_over(past, [policy], of=OUTCOME)
+    if mean is None:
+        return "none"
+    value = f"{sum(item.episodes.get(policy, 0.0) for item in past):.0f}, {mean:.2f} {outcome} on average"
+    counted = mean_over(past, [policy], of=COUNTED)
+    if policy == ACTOR or counted is None:
+        return value
+    return f"{value}; they counted as {counted:.1%} of that many of the actor's"
+
+
+def _warmup(story: Story) -> list[Line]:
+    row = story.teacher
+    if row is None:
+        return []
+    found = outcome_interval(row)
+    policy = story.job.warmup.policy_name if story.job.warmup else "a teacher"
+    value = f"{interval(found)} {outcome_name(row)}, {found.count} episodes"
+    return [(f"imitated in the warm-up: {policy}", value)]
+
+
+def _time(story: Story) -> list[Line]:
+    totals = stage_totals(story)
+    if not totals:
+        return []
+    whole = duration(sum(seconds for _, seconds in totals))
+    return [
+        ("time, all stages", f"{whole} (without start-up and saving)"),
+        *((f"time, {name}", number(seconds, "seconds")) for name, seconds in totals),
+    ]
+
+
+def _failures(story: Story) -> list[Line]:
+    """Failures of the infrastructure by cause; how episodes ended is a chart."""
+    lines = [(f"failed: {code}", str(count)) for code, count in sorted(story.failures.items())]
+    lost, finished = (int(story.total(f"rollout/{end}")) for end in ("failed", "finished"))
+    return [*lines, ("rollouts lost for good", f"{lost} of {lost + finished}")]
+
+
+# What the report reads from a run's Parquet files: flat columns, and the one episode that it shows.
+
+
+def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
+    """[T] mean r_t of each decision turn over the actor's episodes; one that ended earlier counts 0."""
+    sums: defaultdict[int, float] = defaultdict(float)
+    episodes = 0
+    for path in paths:
+        for row in finished_rows(path, ["decisions", "model"]):
+            if policy_in(job_name, row["model"]) != ACTOR:
+                continue  # what a fixed policy played stands in no curve of the actor
+            episodes += 1
+            for decision in row["decisions"]:
+                sums[decision["turn"]] += decision["reward"] or 0.0
+    return [sums[turn] / episodes for turn in range(1, max(sums, default=0) + 1)]
+
+
+def paired_difference(first: Path, other: Path) -> Interval | None:
+    """Mean of (other - first) in outcomes, world by world, over the worlds that both played."""
+    before, after = _outcome_by_world(first), _outcome_by_world(other)
+    shared = [world for world in before if world in after]
+    return mean_interval([after[world] - before[world] for world in shared]) if shared else None
+
+
+def last_minus_first(story: Story) -> Interval | None:
+    """`paired_difference` of a run's last evaluation and its first; None without two stored ones."""
+    if len(story.evaluations) < 2:
+        return None
+    iterations = (story.evaluations[0]["iteration"], story.evaluations[-1]["iteration"])
+    first, last = (story.rollouts_file(f"evaluation_{iteration}") for iteration in iterations)
+    return paired_difference(first, last) if first and last else None
+
+
+def best_episode(path: Path) -> Rollout | None:
+    """The finished episode with the highest outcome; of equals, the one with the fewest env steps."""
+    rows = finished_rows(path, ["rollout_id", "outcome_reward", "env_steps"])
+    if not rows:
+        return None
+    best = min(rows, key=lambda row: (-row["outcome_reward"], row["env_steps"], row["rollout_id"]))
+    return read_rollout(path, best["rollout_id"])
+
+
+def _outcome_by_world(path: Path) -> dict[str | int, float]:
+    """By row of the data set where there is one, else by the seed of the world."""
+    return {
+        row_of(row["group_id"]) or row["seed"]: row["outcome_reward"]
+        for row in finished_rows(path, ["group_id", "seed", "outcome_reward"])
+    }

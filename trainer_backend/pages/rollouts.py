@@ -1,0 +1,263 @@
+"""Pure: the list of rollouts: what an address asks for, and the lines of its table."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+from urllib.parse import quote, urlencode
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from starlette.responses import HTMLResponse, Response
+
+from trainer_backend.errors import TrainerError
+from trainer_backend.pages.episode import Episode, anchor_lines, episode_of, segment_of
+from trainer_backend.pages.figures import NONE, number, rollout_address, short_id, signed, spaced
+from trainer_backend.pages.page import (
+    HEADERS,
+    BadAddress,
+    UnknownTurn,
+    dashboard_of,
+    frame,
+    page,
+    page_router,
+)
+from trainer_backend.pages.run import run_frame
+from trainer_backend.store import reads_rollouts
+from trainer_backend.store.reads_rollouts import RolloutFilter, RolloutSort
+from trainer_backend.store.rows import Facets, RolloutRow
+
+_SORTS: dict[str, RolloutSort] = {name: name for name in get_args(RolloutSort)}
+_NUMBERS = {"iteration": int, "min_reward": float}
+# What a database compares with: of a larger whole number it makes an error.
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which rollouts, in which order, from where on."""
+
+    where: RolloutFilter
+    sort: RolloutSort = "newest"
+    down: bool = True
+    cursor: str | None = None
+
+    @property
+    def filtered(self) -> bool:
+        return self.where != RolloutFilter()
+
+    def query(self, **changes: Any) -> str:
+        """As an address has it; what is absent is left out."""
+        known = {name: getattr(self.where, name) for name in _filters()}
+        known |= {"sort": self.sort, "down": int(self.down), "cursor": self.cursor} | changes
+        return urlencode({name: value for name, value in known.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLine:
+    """A line of the table."""
+
+    href: str
+    short: str
+    group: str
+    sibling: int
+    attempt: int
+    stage: str
+    policy: str
+    outcome: str
+    reward: str
+    unique: str
+    decisions: int
+    env_steps: str
+    status: str
+    failed: bool
+    ended: str
+
+
+@dataclass(frozen=True, slots=True)
+class FacetLists:
+    """What can be chosen, each value with its count; `span` are the iterations, in words."""
+
+    stages: tuple[tuple[str, int], ...]
+    policies: tuple[tuple[str, int], ...]
+    statuses: tuple[tuple[str, int], ...]
+    failures: tuple[tuple[str, int], ...]
+    stops: tuple[tuple[str, int], ...]
+    span: str
+
+
+def asked_of(params: Mapping[str, str]) -> Asked:
+    """What an address asks for; a form sends its empty fields too, and they narrow nothing.
+
+    Raises:
+        BadAddress: a number that is none, or an order that there is not.
+    """
+    given = {name: params[name] for name in _filters() if params.get(name, "").strip()}
+    where = RolloutFilter(**{name: _value(name, text.strip()) for name, text in given.items()})
+    wanted = params.get("sort") or "newest"
+    sort = _SORTS.get(wanted)
+    if sort is None:
+        raise BadAddress(f"sort is {wanted[:40]!r}; known: {', '.join(_SORTS)}")
+    return Asked(where, sort, params.get("down", "1") != "0", params.get("cursor") or None)
+
+
+def rollout_line(job_id: str, row: RolloutRow) -> RolloutLine:
+    failed = row.status != "finished"
+    return RolloutLine(
+        href=rollout_address(job_id, row.rollout_id),
+        short=short_id(row.rollout_id),
+        group=row.group_id,
+        sibling=row.sibling,
+        attempt=row.attempt,
+        stage=row.stage,
+        policy=row.policy,
+        outcome=number(row.outcome_reward),
+        reward=signed(row.reward),
+        unique=NONE if row.unique_achievements is None else str(row.unique_achievements),
+        decisions=row.decisions,
+        env_steps=NONE if row.env_steps is None else str(row.env_steps),
+        status=row.status,
+        failed=failed,
+        ended=spaced((row.failure_code if failed else row.stop_reason) or NONE),
+    )
+
+
+def facet_lists(found: Facets) -> FacetLists:
+    first, last = found.iterations or (0, 0)
+    return FacetLists(
+        stages=tuple(found.stages.items()),
+        policies=tuple(found.policies.items()),
+        statuses=tuple(found.statuses.items()),
+        failures=tuple(found.failure_codes.items()),
+        stops=tuple(found.stop_reasons.items()),
+        span=f"{first} to {last}" if last else "",
+    )
+
+
+def caption(rows: Sequence[RolloutRow], total: int, asked: Asked) -> str:
+    """What the table shows, for its reader and for who hears it."""
+    order = "newest first" if asked.sort == "newest" and asked.down else f"by {spaced(asked.sort)}"
+    way = "" if asked.sort == "newest" and asked.down else f", {'highest' if asked.down else 'lowest'} first"
+    return f"{len(rows)} of {total:,} rollouts, {order}{way}"
+
+
+def _filters() -> list[str]:
+    return [field.name for field in fields(RolloutFilter)]
+
+
+def _value(name: str, text: str) -> Any:
+    kind = _NUMBERS.get(name)
+    if kind is None:
+        return text
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.inf
+    if not abs(value) <= _LARGEST:  # nor is it NaN
+        what = "a whole number" if kind is int else "a number"
+        raise BadAddress(f"{name} is {text[:40]!r}; it must be {what} of at most {_LARGEST}")
+    return value
+
+
+# Pages of rollouts: the list, one episode decision by decision, and its pictures.
+
+router = page_router()
+
+_PAGE = 50
+
+
+@router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
+def rollouts(request: Request, job_id: str) -> Response:
+    """Stored rollouts, as the address filters and sorts them."""
+    store = dashboard_of(request).store
+    asked = asked_of(request.query_params)
+    found = reads_rollouts.rollouts(
+        store, job_id, asked.where, sort=asked.sort, descending=asked.down, cursor=asked.cursor, limit=_PAGE
+    )
+    here = f"/runs/{job_id}/rollouts?"
+
+    def sorted_by(key: str) -> str:
+        """The same column again turns the order around."""
+        return here + asked.query(sort=key, down=int(not (asked.sort == key and asked.down)), cursor=None)
+
+    return page(
+        "rollouts",
+        rows=[rollout_line(job_id, row) for row in found.items],
+        caption=caption(found.items, reads_rollouts.count_rollouts(store, job_id, asked.where), asked),
+        facets=facet_lists(reads_rollouts.facets(store, job_id)),
+        chosen=asked.where,
+        filtered=asked.filtered,
+        sort=asked.sort,
+        down=asked.down,
+        sorted_by=sorted_by,
+        later=here + asked.query(cursor=found.cursor) if found.cursor else "",
+        first=here + asked.query(cursor=None),
+        paged=asked.cursor is not None,
+        **run_frame(request, job_id, "rollouts"),
+    )
+
+
+@router.get("/runs/{job_id}/frames", response_class=HTMLResponse)
+async def frames(request: Request, job_id: str, rollout: str, turn: int) -> Response:
+    """The pictures before and after a decision, or a sentence that says why there are none."""
+    try:
+        drawn = await _drawn(request, job_id, rollout)
+    except TrainerError as error:  # the rest of the page stands without them
+        return page("frames", frame_png="", turn=turn, missing=str(error))
+    if turn not in drawn or turn - 1 not in drawn:
+        raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
+    return page("frames", frame_png=_frame_address(job_id, rollout), turn=turn, missing="")
+
+
+@router.get("/runs/{job_id}/frame.png")
+async def frame_png(request: Request, job_id: str, rollout: str, turn: int) -> Response:
+    """What the game showed after a decision; of turn 0, at the start."""
+    drawn = await _drawn(request, job_id, rollout)
+    if turn not in drawn:
+        raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
+    # An episode never changes; private, for a shared cache knows nothing of keys.
+    keep = {**HEADERS, "Cache-Control": "private, max-age=86400"}
+    return Response(drawn[turn], media_type="image/png", headers=keep)
+
+
+@router.get("/runs/{job_id}/rollouts/{rollout_id:path}", response_class=HTMLResponse)
+def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Response:
+    """One episode, at one of its decisions."""
+    dashboard = dashboard_of(request)
+    episode = episode_of(dashboard, job_id, rollout_id)
+    values = {**episode.values(), "run": episode.job, **frame(request, "runs")}
+    if episode.trajectory is None or not episode.trajectory.steps:
+        return page("rollout", lines=(), **values)
+    decision = episode.decision(turn)
+    pictures = dashboard.frames.known(episode.run_dir, episode.stored.rollout)
+    count = len(episode.trajectory.steps)
+    return page(
+        "rollout",
+        lines=episode.lines(),
+        decision=decision,
+        address=f"/runs/{job_id}/rollouts/{quote(episode.row.rollout_id, safe='/')}?",
+        pager=(
+            ("prev", turn - 1, "← Previous"),
+            ("next", turn + 1 if turn < count else 0, "Next →"),
+        ),
+        turn=turn,
+        frames=f"/runs/{job_id}/frames?" + urlencode({"rollout": episode.row.rollout_id, "turn": turn}),
+        frame_png=_frame_address(job_id, episode.row.rollout_id),
+        missing=pictures if isinstance(pictures, str) else "",
+        drawn=pictures is not None,
+        anchors=anchor_lines(dashboard, episode, decision),
+        colour="advantage" if decision.credit else "logprob",
+        **segment_of(dashboard, episode, turn),
+        **values,
+    )
+
+
+def _frame_address(job_id: str, rollout_id: str) -> str:
+    """Of a picture, but for its turn."""
+    return f"/runs/{job_id}/frame.png?" + urlencode({"rollout": rollout_id})
+
+
+async def _drawn(request: Request, job_id: str, rollout: str) -> Mapping[int, bytes]:
+    dashboard = dashboard_of(request)
+    episode: Episode = await run_in_threadpool(episode_of, dashboard, job_id, rollout)
+    return await dashboard.frames.of(episode.run_dir, episode.stored.rollout)

@@ -1,0 +1,309 @@
+"""Pure: what stands above every page of a run: its state, how far it is, what may be asked of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from trainer_backend.collect.metrics import outcome_interval, outcome_name
+from trainer_backend.core.intervals import wilson_interval
+from trainer_backend.pages.facts import end_of, took
+from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
+from trainer_backend.pages.panels import Form
+from trainer_backend.pages.series import Spark, spark_of
+from trainer_backend.pages.story import best_of
+from trainer_backend.rundir.state import LogLine, RunState
+from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, tables_of
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands above every page of a run.
+
+    Attributes:
+        live: it may change by itself; `place` is how far this page has come, for the stream of events.
+        progress: what is under way, in words.
+        actions: what may be asked of it now.
+    """
+
+    id: str
+    name: str
+    state: str
+    live: bool
+    place: str
+    done: int
+    total: int
+    progress: str
+    actions: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    code: str
+    detail: str
+
+
+def head_of(
+    job: JobRow,
+    state: RunState | None,
+    *,
+    iteration: int,
+    rate_s: float | None,
+    place: str,
+    now: datetime,
+    can_control: bool,
+) -> Head:
+    """
+    Args:
+        state: what the run directory says of itself; None where it says nothing.
+        iteration: the last finished one.
+        rate_s: seconds of one iteration, by the last ones; None where none is known.
+    """
+    total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
+    done = max(iteration, state.iteration if state is not None and live else 0)
+    return Head(
+        id=job.id, name=job.name, state=job.state, live=live, place=place, done=done, total=total,
+        progress=_progress(job, state, done, total, rate_s),
+        actions=_actions(job) if can_control else (),
+        facts=tuple(_facts(job, state, now)),
+        code=job.code or "", detail=job.detail or "",
+    )  # fmt: skip
+
+
+def seconds_an_iteration(times: Mapping[str, Series]) -> float | None:
+    """Sum of the stages' times, mean of the last few iterations; None where nothing is known."""
+    last = [series.values_N[-5:] for series in times.values() if series.values_N]
+    return sum(sum(values) / len(values) for values in last) if last else None
+
+
+def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s: float | None) -> str:
+    told = f"{done} of {total} iterations" if total else f"{done} iterations"
+    if job.state not in ACTIVE:
+        return told
+    if state is not None and (doing := state.stage or {"starting": "starting"}.get(state.state, "")):
+        told += f" · {doing}" + (
+            f", {state.done} of {state.total}" if state.stage and state.total > 1 else ""
+        )
+    left = (total - done) * rate_s if rate_s and total > done else 0.0
+    return told + (f" · about {roughly(left)} left" if left else "")
+
+
+def _facts(job: JobRow, state: RunState | None, now: datetime) -> list[tuple[str, str]]:
+    tables = tables_of(job.config)
+    model, rollout = tables.get("model", {}), tables.get("rollout", {})
+    found = [
+        ("environment", rollout.get("env_name", "")),
+        ("model", end_of(str(model.get("path") or model.get("preset") or model.get("name") or ""))),
+        ("advantage", tables.get("algorithm", {}).get("advantage", "")),
+        ("begun", ago(job.started, now) if job.started else ""),
+        ("took", took(job)),
+        ("starts", str(state.starts) if state is not None and state.starts > 1 else ""),
+        ("directory", job.run_dir or ""),
+    ]
+    return [(name, str(value)) for name, value in found if value]
+
+
+def _actions(job: JobRow) -> tuple[str, ...]:
+    if job.origin == "cli":
+        return ()
+    if job.state in ("queued", "running"):
+        return ("pause", "cancel")
+    if job.state in ("paused", "failed", "cancelled"):
+        return ("resume", "cancel") if job.state == "paused" else ("resume",)
+    return ("cancel",) if job.state == "pausing" else ()
+
+
+# Pure: a run's key figures: texts from the first and last rows of its metrics.
+
+_EVENT = "decision/nonzero_frac"
+_FIGURES: tuple[tuple[str, str, Form], ...] = (
+    ("training {outcome}", "episode/outcome_reward", "number"),
+    ("reward an episode", "reward/mean", "number"),
+    ("decisions with event reward", _EVENT, "percent"),
+    ("entropy", "loss/entropy", "number"),
+    ("decisions a second", "perf/decisions_per_s", "number"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The first and the last row of a kind; None before there is one."""
+
+    first: Mapping[str, Any] | None
+    last: Mapping[str, Any] | None
+
+
+def ends_of(rows: Sequence[Mapping[str, Any]]) -> Ends:
+    """Of rows of one kind, oldest first."""
+    return Ends(rows[0], rows[-1]) if rows else Ends(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFigure:
+    """One of the figures that a reader looks for first; `beside` says what it compares with."""
+
+    name: str
+    value: str
+    beside: str = ""
+
+
+def key_figures(iterations: Ends, held_out: Ends, outcome: str) -> list[KeyFigure]:
+    """What the rows have of it; what they have not is left out.
+
+    Args:
+        outcome: what the environment calls its outcome.
+    """
+    found = _held_out(held_out, outcome)
+    last = iterations.last
+    if last is None:
+        return found
+    achievements = "episode/unique_achievements" in last
+    return found + [
+        KeyFigure(name.format(outcome=outcome), number(last[metric], form), _before(iterations, metric, form))
+        for name, metric, form in _FIGURES
+        if last.get(metric) is not None and (achievements or metric != _EVENT)
+    ]
+
+
+def _held_out(ends: Ends, outcome: str) -> list[KeyFigure]:
+    row = ends.last
+    if row is None:
+        return []
+    bounds = bounds_of(row)
+    beside = [f"95 % {bounds}" if bounds else "", _before(ends, "eval/outcome_reward", "number")]
+    told = ", ".join(filter(None, beside))
+    found = [KeyFigure(f"held-out {outcome}", number(row.get("eval/outcome_reward")), told)]
+    if "eval/crafter_score" in row:
+        score = f"{number(row['eval/crafter_score'])} %"
+        found.append(KeyFigure("Crafter score", score, "geometric mean of success rates"))
+    return found
+
+
+def _before(ends: Ends, metric: str, form: Form) -> str:
+    """What it was at first; nothing where that is the same row."""
+    first, last = ends.first, ends.last
+    if first is None or last is None or first["iteration"] == last["iteration"] or first.get(metric) is None:
+        return ""
+    return f"{number(first[metric], form)} at iteration {first['iteration']}"
+
+
+def bounds_of(row: Mapping[str, Any]) -> str:
+    """The 95 % interval of a held-out outcome, where the row has it."""
+    low, high = row.get("eval/outcome_reward_low"), row.get("eval/outcome_reward_high")
+    return "" if low is None or high is None else f"{number(low)} to {number(high)}"
+
+
+# Pure: the evaluations of a run, and the success rate of each achievement, last beside first.
+
+RATES = "eval/success_rates/"
+
+
+def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str]]:
+    """A head and a line an evaluation, the oldest first; empty before there is one.
+
+    A Crafter score stands in it where an environment has one.
+    """
+    if not rows:
+        return []
+    best, scored = best_of(rows), any("eval/crafter_score" in row for row in rows)
+    head = (
+        "iteration",
+        outcome_name(rows[-1]),
+        *["Crafter score"] * scored,
+        "decisions",
+        "invalid",
+        "episodes",
+    )
+    return [head] + [
+        (
+            f"{row['iteration']}{' (best)' if row is best else ''}",
+            interval(outcome_interval(row)),
+            *[number(_share(row, "eval/crafter_score"), "percent")] * scored,
+            number(row.get("eval/decisions")),
+            number(row.get("eval/invalid_frac"), "percent"),
+            str(row["eval/episodes"]),
+        )
+        for row in rows
+    ]
+
+
+def _share(row: Mapping[str, Any], name: str) -> float | None:
+    """Of a metric that counts in percent."""
+    value = row.get(name)
+    return None if value is None else value / 100
+
+
+@dataclass(frozen=True, slots=True)
+class RateRow:
+    """Success rate of an achievement: texts, places on a scale of 100, and its curve over the evaluations."""
+
+    name: str
+    before: str
+    after: str
+    interval: str
+    first: float | None
+    last: float
+    low: float
+    high: float
+    spark: Spark
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the last evaluation, beside the first where that is another one."""
+
+    before: str
+    after: str
+    rows: tuple[RateRow, ...]
+
+
+def success_rates(held_out: Ends, curves: Mapping[str, Series]) -> Rates:
+    """Of the last evaluation, the most frequent first; empty where the environment has no achievements.
+
+    Args:
+        curves: of the rates over the evaluations, by metric (`RATES` and the achievement's name).
+    """
+    first, last = held_out.first, held_out.last
+    if last is None or not last.get("eval/success_rates"):
+        return Rates("", "", ())
+    before = first if first is not None and first["iteration"] != last["iteration"] else None
+    old: Mapping[str, float] = before.get("eval/success_rates", {}) if before else {}
+    rates: Mapping[str, float] = last["eval/success_rates"]
+    names = sorted(rates, key=lambda name: (-rates[name], -old.get(name, 0.0), name))
+    rows = tuple(
+        _rate(
+            name, old.get(name) if before else None, rates[name], int(last["eval/episodes"]),
+            curves.get(RATES + name),
+        )
+        for name in names
+    )  # fmt: skip
+    return Rates(f"iteration {before['iteration']}" if before else "", f"iteration {last['iteration']}", rows)
+
+
+def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Series | None) -> RateRow:
+    found = wilson_interval(round(rate * episodes), episodes)
+    low, high = (rate if bound is None else bound for bound in (found.low, found.high))
+    return RateRow(
+        name=spaced(name),
+        before=NONE if before is None else f"{before:.0%}",
+        after=f"{rate:.0%}",
+        interval=f"{low:.0%} to {high:.0%}",
+        first=None if before is None else round(100 * before, 1),
+        last=round(100 * rate, 1),
+        low=round(100 * low, 1),
+        high=round(100 * high, 1),
+        spark=spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
+    )
+
+
+# Pure: lines of a run's log with a clock that a person can read.
+
+
+@dataclass(frozen=True, slots=True)
+class ShownLine:
+    """`clock` is the time of day; `time` the whole moment, UTC."""
+
+    time: str
+    clock: str
+    text: str
+
+
+def log_lines(lines: Sequence[LogLine]) -> list[ShownLine]:
+    return [ShownLine(line.time, line.time[11:19], line.text) for line in lines]

@@ -1,0 +1,119 @@
+"""Pure: lines of the list of runs."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from fastapi import Query, Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from trainer_backend.pages.facts import clipped, folder_of, took
+from trainer_backend.pages.figures import number
+from trainer_backend.pages.page import BadAddress, dashboard_of, frame, page, page_router
+from trainer_backend.pages.run_view import bounds_of
+from trainer_backend.pages.series import Spark, spark_of
+from trainer_backend.store import jobs, reads
+from trainer_backend.store.rows import ACTIVE, ENDED, JobState, RunSummary, Series, iterations_of, tables_of
+
+# Numbers of the last rows that the list shows.
+LATEST = (
+    "episode/outcome_reward",
+    "eval/outcome_reward",
+    "eval/outcome_reward_low",
+    "eval/outcome_reward_high",
+)
+SPARK = "episode/outcome_reward"
+_TEXT = 140  # of a detail in the list: the run's own page has all of it
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """A line of the list of runs."""
+
+    id: str
+    name: str
+    where: str
+    tags: tuple[str, ...]
+    state: str
+    live: bool
+    detail: str
+    done: int
+    total: int
+    outcome: str
+    spark: Spark
+    held_out: str
+    bounds: str
+    advantage: str
+    begun: datetime
+    took: str
+
+
+def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
+    job, held_out = summary.job, summary.evaluated
+    tables = tables_of(job.config)
+    return RunLine(
+        id=job.id,
+        name=job.name,
+        where=f"{folder_of(job)}{'' if job.origin == 'api' else ' · turnwise train'}",
+        tags=tuple(f"{name}={value}" for name, value in job.tags.items()),
+        state=job.state,
+        live=job.state in ACTIVE,
+        detail=clipped(job.detail or "", _TEXT),
+        done=summary.iteration,
+        total=iterations_of(job.config) or 0,
+        outcome=number(summary.latest.get(SPARK)),
+        spark=spark_of(spark, "training outcome"),
+        held_out=number(held_out.get("eval/outcome_reward")),
+        bounds=bounds_of(held_out),
+        advantage=str(tables.get("algorithm", {}).get("advantage", "")),
+        begun=job.started or job.created,
+        took=took(job),
+    )
+
+
+# Pages of several runs: the list, and the choice of those that are laid over one another.
+
+router = page_router()
+
+_GROUPS = (("", "All"), ("active", "Under way"), ("ended", "Ended"))
+_STATES: dict[str, frozenset[JobState]] = {
+    "": frozenset(),
+    "active": ACTIVE | {"queued", "paused"},
+    "ended": ENDED,
+}
+_SPARK_POINTS = 60
+_MOST_RUNS = 6  # as many colours as can be told apart
+
+
+@router.get("/", response_class=HTMLResponse)
+def runs(request: Request, state: str = "", cursor: str | None = None) -> Response:
+    """Every run, newest first."""
+    dashboard = dashboard_of(request)
+    if state not in _STATES:
+        raise BadAddress(f"state is {state[:40]!r}; known: {', '.join(filter(None, _STATES))}")
+    found = jobs.find(dashboard.store, states=_STATES[state], cursor=cursor)
+    summaries = reads.summaries(dashboard.store, found.items, LATEST)
+    ids = [job.id for job in found.items]
+    sparks = reads.series(dashboard.store, ids, [SPARK], points=_SPARK_POINTS) if ids else {}
+    return page(
+        "runs",
+        lines=[run_line(summary, sparks[summary.job.id].get(SPARK)) for summary in summaries],
+        groups=_GROUPS,
+        group=state,
+        address=f"/?state={state}" + (f"&cursor={cursor}" if cursor else ""),
+        cursor=found.cursor,
+        now=dashboard.clock(),
+        **frame(request, "runs"),
+    )
+
+
+@router.get("/compare")
+def compare(run: list[str] = Query(default=[])) -> Response:  # noqa: B008 (FastAPI's way)
+    """From the boxes of the list to the page that lays runs over one another."""
+    if not run:
+        raise BadAddress("no run is chosen; tick two or more in the list")
+    first, *others = run
+    if len(run) > _MOST_RUNS:
+        raise BadAddress(f"{len(run)} runs are chosen; at most {_MOST_RUNS} can be told apart")
+    return RedirectResponse(
+        f"/runs/{first}?" + "&".join(f"with={other}" for other in others), status_code=303
+    )

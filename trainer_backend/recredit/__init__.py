@@ -1,1 +1,0 @@
-"""Stored rollouts credited anew: estimators beside one another, and one episode decision by decision."""

@@ -1,0 +1,1 @@
+"""A run from its start to its end: iterations, checkpoints, the server of its policy."""

@@ -1,0 +1,97 @@
+"""What of a run is saved, and when: its checkpoints, which of them is the best, which may go."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from trainer_backend.job.schema import EvaluationTable
+from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.protocols import Learner, Progress
+from trainer_backend.rundir.checkpoint_paths import (
+    BestMark,
+    best_mark,
+    is_whole,
+    mark_best,
+    prune_checkpoints,
+)
+from trainer_backend.rundir.layout import RunDirectory
+
+
+class Saving:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self, training: TrainingTable, evaluation: EvaluationTable, directory: RunDirectory, learner: Learner
+    ) -> None:
+        self._training, self._evaluation = training, evaluation
+        self._directory, self._learner = directory, learner
+        self._spent_s = 0.0
+
+    def folder(self, iteration: int) -> Path:
+        return self._directory.checkpoints / f"iteration_{iteration}"
+
+    def is_saved(self, iteration: int) -> bool:
+        return is_whole(self.folder(iteration))
+
+    def evaluation_due(self, progress: Progress) -> bool:
+        """At both ends and every so often; also when a stop came before an evaluation that was due."""
+        if not self._evaluates(progress.iteration):
+            return False
+        rows = self._directory.metrics()
+        return not any(row["kind"] == "evaluation" and row["iteration"] == progress.iteration for row in rows)
+
+    def due(self, iteration: int) -> bool:
+        """Whether a checkpoint of this iteration is wanted, if only until the next one."""
+        every = self._training.recovery_every
+        return self._stays(iteration) or (every > 0 and iteration % every == 0)
+
+    async def save(self, progress: Progress) -> None:
+        """A checkpoint of this iteration, unless it is on disk; then what only the last one needed goes.
+
+        Raises:
+            CheckpointError: the disk is full, or refuses.
+        """
+        if not self.is_saved(progress.iteration):
+            started = time.monotonic()
+            await asyncio.to_thread(self.write, progress)
+            self._spent_s += time.monotonic() - started
+
+    def write(self, progress: Progress) -> None:
+        """As `save`, here and now."""
+        self._learner.save(self.folder(progress.iteration), progress)
+        # What they hold is in these weights: nobody will ask for it again.
+        for spool in self._directory.rollouts.glob("iteration_*.spool.jsonl"):
+            spool.unlink()
+        prune_checkpoints(self._directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
+
+    def take_seconds(self) -> float:
+        """What saving took since this was asked last."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+    def mark_best(self) -> None:
+        """Point at the checkpoint with the best evaluation, the first of equals.
+
+        Derived from the rows and the folders, so that a kill between any two writes is made good by the next
+        start; and from the mark itself, where its row is lost. An evaluation that lost worlds to failures is
+        not comparable, and never the best.
+        """
+        rows = [row for row in self._directory.metrics() if row["kind"] == "evaluation"]
+        marks = [
+            BestMark(self.folder(row["iteration"]), row["eval/outcome_reward"])
+            for row in rows
+            if row["rollout/failed"] == 0 and self.is_saved(row["iteration"])
+        ]
+        standing = best_mark(self._directory.checkpoints)
+        if standing is not None and standing.folder not in [self.folder(row["iteration"]) for row in rows]:
+            marks.insert(0, standing)
+        if marks:
+            mark_best(max(marks, key=lambda mark: mark.score))
+
+    def _stays(self, iteration: int) -> bool:
+        """Whether `keep_checkpoints` counts its checkpoint; others are only there for a resume."""
+        return iteration % self._training.checkpoint_every == 0 or self._evaluates(iteration)
+
+    def _evaluates(self, iteration: int) -> bool:
+        last = iteration == self._training.iterations
+        return last or iteration % self._evaluation.every_n_iters == 0

@@ -1,0 +1,338 @@
+"""What an iteration has gathered before its update, and what a row of metrics says of it. Pure."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.metrics import collection_metrics
+from trainer_backend.collect.sources import sampler_of
+from trainer_backend.collect.work import Collection
+from trainer_backend.core.allocation import DrawnSchedule
+from trainer_backend.core.conversations import (
+    context_metrics,
+    failure_metrics,
+    interaction_metrics,
+    segment_metrics,
+)
+from trainer_backend.core.mixture_history import EPISODES, OUTCOME, metric_of
+from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.segments import segments_of
+from trainer_backend.core.statistics import (
+    ach_by_turn,
+    episode_metrics,
+    group_interval,
+    have_achievements,
+    outcome_definition,
+    unique_achievements,
+    unique_by_turn,
+)
+from trainer_backend.credit.credit import Credited
+from trainer_backend.credit.rewards import Policies
+from trainer_backend.errors import NothingToLearnFrom, SegmentError, place
+from trainer_backend.rundir.rollout_files import Credit
+
+
+@dataclass(frozen=True, slots=True)
+class IterationResult:
+    """Stops 2 to 10 of an iteration: collected, credited, stored.
+
+    Attributes:
+        branches: rollouts that were played on from decisions of those collected; measured with, not trained.
+        refilled: groups that were asked for beyond the plan, in place of flat ones.
+        started, ended: on the monotonic clock; collect_s of what lies between went into collecting.
+        mixture: who sampled, and what that was worth (`mixture.rollout_metrics`).
+    """
+
+    collection: Collection
+    branches: Collection
+    trajectories: list[Trajectory]
+    credited: Credited
+    inference: dict[str, float]
+    refilled: int
+    started: float
+    collect_s: float
+    ended: float
+    mixture: Mapping[str, float] = field(default_factory=dict)
+
+
+def iteration_metrics(result: IterationResult, own: Sequence[Rollout], *, ended: float) -> dict[str, Any]:
+    """What the rollouts of an iteration that ended at `ended` say of themselves.
+
+    What tells how well is played is of the actor's rollouts alone, and absent where it has none; what tells
+    of time and of failures is of all.
+
+    Args:
+        own: the actor's rollouts of it.
+    """
+    episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
+    steps = [step.step_info for item in result.trajectories for step in item.steps]
+    played_on = branch_metrics(result.branches)
+    decisions = len(steps) + played_on.get("branch/decisions", 0.0) - _reused_decisions(result)
+    return {
+        **(episode_metrics(episodes) if episodes else {}),
+        **outcome_bounds(own),
+        "episode/outcome_definition": outcome_definition(result.trajectories),
+        **result.credited.metrics,
+        **conversation_metrics(own, result.collection.failures),
+        **collection_metrics(result.collection),
+        "recovery/rollouts_reused": float(len(result.collection.reused) + len(result.branches.reused)),
+        **played_on,
+        **result.mixture,
+        **(result.inference if own else {}),
+        **(_by_turn(episodes) if episodes else {}),
+        "group/refilled": float(result.refilled),
+        "time/collect_s": result.collect_s,
+        "time/credit_s": result.ended - result.started - result.collect_s,
+        "time/environment_s": sum(step.environment_s for step in steps),
+        "time/interaction_s": sum(step.interaction_s for step in steps),
+        "time/policy_s": sum(step.policy_s for step in steps),
+        "perf/decisions_per_s": decisions / (ended - result.started),
+        "perf/collect_decisions_per_s": decisions / result.collect_s,
+    }
+
+
+def _by_turn(episodes: Sequence[Trajectory]) -> dict[str, list[float]]:
+    return {
+        "decision/unique_by_turn": unique_by_turn(episodes),
+        "decision/ach_by_turn": ach_by_turn(episodes),
+    }
+
+
+def _reused_decisions(result: IterationResult) -> int:
+    """Of an earlier start: no work of this one, whose speed is told."""
+    return sum(
+        len(item.trajectory.steps)
+        for part in (result.collection, result.branches)
+        for item in part.rollouts
+        if item.rollout_id in part.reused and item.trajectory is not None
+    )
+
+
+def outcome_bounds(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """95 % interval of the mean outcome, over groups; nothing where there is only one."""
+    found = group_interval(
+        (item.group_id, item.trajectory.outcome_reward) for item in rollouts if item.trajectory is not None
+    )
+    if found is None or found.low is None or found.high is None:
+        return {}
+    return {"episode/outcome_reward_low": found.low, "episode/outcome_reward_high": found.high}
+
+
+def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) -> dict[str, Any]:
+    """What conversations tell of themselves; nothing where none were played.
+
+    Args:
+        failures: by code, of all rollouts that were asked for.
+    """
+    trajectories = [item.trajectory for item in rollouts if item.trajectory is not None]
+    answered = interaction_metrics(trajectories)
+    failed = failure_metrics(failures)
+    kept = [
+        segments_of(item.trajectory.steps, rollout_id=item.rollout_id)
+        for item in rollouts
+        if item.trajectory is not None and item.trajectory.full_history
+    ]
+    return {
+        **answered,
+        **(failed if answered or any(failed.values()) else {}),
+        **context_metrics(trajectories),
+        **segment_metrics(kept),
+    }
+
+
+def branch_metrics(branches: Collection) -> dict[str, float]:
+    """What was played on from decisions; nothing where no estimator asked for it."""
+    if not branches.all:
+        return {}
+    decisions = sum(len(item.trajectory.steps) for item in branches.rollouts if item.trajectory is not None)
+    return {
+        "branch/rollouts": float(len(branches.rollouts)),
+        "branch/failed": float(len(branches.failed)),
+        "branch/decisions": float(decisions),
+    }
+
+
+def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What was inferred between two looks at `InferenceServer.totals`. Pure.
+
+    A step samples one token for every request that runs, so their mean number is tokens a step. What
+    truncation took away is a mean over the tokens that were sampled under it; absent where none was.
+    """
+    used = {name: float(after[name] - before[name]) for name in after}
+    steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
+    return {
+        **{f"inference/{name}": count for name, count in used.items()},
+        "inference/mean_running": used["sampled_tokens"] / steps if steps else 0.0,
+        **({"inference/lost_mass": lost / truncated} if truncated else {}),
+    }
+
+
+# Who sampled the rollouts of an iteration, and whether a fixed policy no longer does. Pure.
+
+# What a task app calls a model that does not answer, or no more as it must: without log-probs, say.
+_UNASKED = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
+# A policy of whose decisions at least this share is invalid is refused, once it has made this many.
+_NEARLY_ALL = 0.95
+_ENOUGH = 20
+
+
+def refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest], found: Collection) -> None:
+    """Nothing is played in place of a fixed policy that is gone, and without it the job would be another one.
+
+    Args:
+        requests: of a round; `found` is what came of them.
+
+    Raises:
+        NothingToLearnFrom: a fixed policy finished none of its rollouts, and did not answer as it must.
+    """
+    if not policies.fixed:
+        return
+    samplers = _samplers(requests)
+    finished = {samplers[_name(rollout.rollout_id)] for rollout in found.rollouts}
+    for table in policies.fixed:
+        lost = [item for item in found.failed if samplers[_name(item.rollout_id)] == table.name]
+        unasked = [item.failure for item in lost if item.failure and item.failure.code in _UNASKED]
+        if unasked and table.name not in finished:
+            raise NothingToLearnFrom(
+                f"none of its {len(lost)} rollouts was finished, {len(unasked)} x {unasked[0].code}: "
+                f"{unasked[0].detail}",
+                where=f"[rollout_only] {table.name!r} ({table.source})",
+                hint="Nothing is played in its place; a run that is resumed goes on where it ended.",
+            )
+
+
+def refuse_unreadable_policy(policies: Policies, found: Collection) -> None:
+    """What answers under a name at a server may be any model. One that writes no calls teaches nothing, and
+    an iteration of its noops looks like one of bad luck.
+
+    Args:
+        found: what came of a round's requests.
+
+    Raises:
+        NothingToLearnFrom: nearly no decision of a fixed policy at a server was a call that could be carried
+            out.
+    """
+    for table in policies.fixed:
+        if not table.is_remote:
+            continue
+        decisions = [
+            step.step_info.invalid_reason
+            for rollout in found.rollouts
+            if rollout.trajectory is not None and policies.policy_by(rollout) == table.name
+            for step in rollout.trajectory.steps
+        ]
+        reasons = Counter(reason for reason in decisions if reason is not None)
+        if len(decisions) >= _ENOUGH and reasons.total() >= _NEARLY_ALL * len(decisions):
+            reason, times = reasons.most_common(1)[0]
+            raise NothingToLearnFrom(
+                f"{reasons.total()} of its {len(decisions)} decisions were no call that could be carried "
+                f"out, {times} x {reason!r:.200}",
+                where=f"[rollout_only] {table.name!r} ({table.source})",
+                hint="Its ids are read in the actor's tool-call format: does the server serve the model that "
+                "the job names, and does that model call tools?",
+            )
+
+
+def refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], found: Collection) -> None:
+    """What a fixed policy sampled is trained on otherwise than what the actor did, so a rollout must tell who
+    it was, and that must be who was asked: by default it counts as the actor's.
+
+    Args:
+        requests: of a round; `found` is what came of them.
+
+    Raises:
+        SegmentError: another one told, or no policy where a fixed one was asked.
+    """
+    if not policies.fixed:
+        return
+    samplers = _samplers(requests)
+    for rollout in found.rollouts:
+        asked, told = samplers[_name(rollout.rollout_id)], policies.policy_by(rollout)
+        if asked != told:
+            model = rollout.trajectory.model if rollout.trajectory is not None else None
+            raise SegmentError(
+                f"{asked!r} was asked to sample it, and its model is {model!r}, which is that of {told!r}",
+                where=place(rollout.rollout_id),
+                hint=f"The policy {requests[0].policy.policy_name!r} must tell the model that its request "
+                "names.",
+            )
+
+
+def rollout_metrics(
+    policies: Policies,
+    schedule: DrawnSchedule | None,
+    iteration: int,
+    *,
+    asked: Iterable[RolloutRequest],
+    rollouts: Sequence[Rollout],
+    credits: Sequence[Credit],
+) -> dict[str, float]:
+    """Who sampled an iteration, and what each policy's episodes were worth; empty without fixed policies.
+
+        rollout/policy_choice           share of the rollouts that the actor was to sample
+        rollout/using_actor, …_fixed    1 where any was
+        mixture/alpha                   P(actor), as the schedule had it
+        mixture/{policy}/episodes       finished rollouts; 0 too
+        mixture/{policy}/failed         of those that it was to sample, the others
+        mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
+                                        mean of an episode; `reward` is the sum of r_t
+
+    Args:
+        schedule: as the iteration was planned with; None without fixed policies.
+        asked: the requests of all its rounds.
+        credits: of the rollouts, in their order.
+
+    Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
+    """
+    if schedule is None:
+        return {}
+    planned = Counter(map(sampler_of, asked))
+    by_policy: dict[str, list[tuple[Rollout, Credit]]] = {
+        ACTOR: [],
+        **{table.name: [] for table in policies.fixed},
+    }
+    for rollout, credit in zip(rollouts, credits, strict=True):
+        by_policy[policies.policy_by(rollout)].append((rollout, credit))
+    told = {
+        "rollout/policy_choice": planned[ACTOR] / planned.total(),
+        "rollout/using_actor": float(planned[ACTOR] > 0),
+        "rollout/using_fixed": float(planned[ACTOR] < planned.total()),
+        "mixture/alpha": schedule.alpha_at(iteration),
+    }
+    for policy, played in by_policy.items():
+        told |= {
+            metric_of(policy, EPISODES): float(len(played)),
+            metric_of(policy, "failed"): float(planned[policy] - len(played)),
+            **{metric_of(policy, name): value for name, value in _means(played).items()},
+        }
+    return told
+
+
+def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
+    """Of one policy's episodes; nothing where it has none."""
+    episodes = [rollout.trajectory for rollout, _ in played if rollout.trajectory is not None]
+    if not episodes:
+        return {}
+    count = len(episodes)
+    told = {
+        "decisions": sum(len(item.steps) for item in episodes) / count,
+        OUTCOME: math.fsum(item.outcome_reward for item in episodes) / count,
+        "reward": math.fsum(math.fsum(credit.rewards_T) for _, credit in played) / count,
+    }
+    if have_achievements(episodes):
+        told["unique_achievements"] = sum(map(unique_achievements, episodes)) / count
+    return told
+
+
+def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
+    """By the name of a rollout, the policy that it was asked of."""
+    return {_name(request.rollout_id): sampler_of(request) for request in requests}
+
+
+def _name(rollout_id: str) -> str:
+    """Whatever the attempt."""
+    return rollout_id.partition(":")[0]

@@ -1,0 +1,143 @@
+"""Where the fixed policies of a job lie, and whether they fit its actor: told before anything is started.
+
+What is read is config.json and the tokenizer; weights are not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from trainer_backend.collect.endpoints import key_from
+from trainer_backend.data.dataset import data_of
+from trainer_backend.errors import JobError, ModelFolderError, RunDirectoryError
+from trainer_backend.inference.chat_check import Tokenizer, first_difference, refuse_without_tools
+from trainer_backend.job.checks import biases
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import ModelTable
+from trainer_backend.models.folder import load_tokenizer
+from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
+from trainer_backend.models.sources import model_folder, remember_chat_settings
+from trainer_backend.rundir.checkpoint_paths import model_in
+
+
+def checked_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
+    """By name, the model folder of each fixed policy that is served from here.
+
+    Args:
+        checkpoint: of the actor, where its run goes on; absent: what [model] names.
+
+    Raises:
+        JobError: a folder or run is not there; its model speaks with other tokens than the actor, and the
+            first difference is named; a remote one's key is not set.
+        ModelFolderError: a folder holds no model that can be played.
+    """
+    folders = {table.name: _folder(table) for table in job.fixed_policies if not table.is_remote}
+    for table in job.fixed_policies:
+        server_key(table)
+    reference = _actors(job.model, checkpoint) if folders else None
+    for name, folder in folders.items():
+        with naming(name):
+            refuse_incomplete(folder)
+            refuse_untrainable(folder)
+            tokenizer = tokenizer_in(folder, job.model)
+            refuse_without_tools(tokenizer)
+        if reference is not None:
+            refuse_other_tokens(name, reference, tokenizer)
+        reference = reference or tokenizer  # of a preset, whose tokenizer is that of the first of them
+    return folders
+
+
+def tokenizer_in(folder: Path, table: ModelTable) -> Tokenizer:
+    """The tokenizer of a folder, told of the chat what [model] tells the actor's."""
+    tokenizer = load_tokenizer(folder)
+    remember_chat_settings(tokenizer, table)
+    return tokenizer
+
+
+def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
+    """
+    Raises:
+        JobError: what the fixed policy samples cannot be weighed by the actor; with the first difference.
+    """
+    difference = first_difference(actors, own)
+    if difference is not None:
+        raise JobError(
+            f"it cannot be weighed against the actor: {difference}",
+            where=place(name),
+            hint="Both must have the same tokenizer and chat template: take models of one family, or let a "
+            "preset be the actor, which takes this one's.",
+        )
+
+
+def server_key(table: RolloutOnlyTable) -> SecretStr | None:
+    """The key of the server that a fixed policy answers at, if the job names a variable for it.
+
+    Raises:
+        JobError: the variable holds no key.
+    """
+    if table.api_key_env is None:
+        return None
+    return key_from(table.api_key_env, where=f"{place(table.name)}: api_key_env")
+
+
+def place(name: str) -> str:
+    """Where an error about a fixed policy is, for who wrote the job."""
+    return f"[rollout_only] {name!r}"
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """What is wrong with a folder inside is told as that of this fixed policy."""
+    try:
+        yield
+    except ModelFolderError as error:
+        raise ModelFolderError(str(error), where=place(name)) from error
+
+
+def _folder(table: RolloutOnlyTable) -> Path:
+    path = table.model_path
+    assert path is not None, "asked for those served from here alone"
+    try:
+        return model_in(path)
+    except RunDirectoryError as error:
+        raise JobError(f"model_path is a run directory, and {error}", where=place(table.name)) from error
+
+
+def _actors(table: ModelTable, checkpoint: Path | None) -> Tokenizer | None:
+    """None for a preset, and for a model of the hub that is yet to be fetched."""
+    if checkpoint is not None:
+        return tokenizer_in(checkpoint, table)
+    if table.preset is not None:
+        return None
+    try:
+        folder = model_folder(table, cached_only=True)
+    except ModelFolderError:
+        return None
+    return tokenizer_in(folder, table)
+
+
+# What is wrong with a job, or worth knowing of it, that shows before anything is started.
+
+
+def told_before_a_run(job: JobConfig) -> list[str]:
+    """A line for each thing worth knowing: what is read of [data], which fixed policies there are, and what
+    biases the gradient.
+
+    Raises:
+        DataError: a row cannot be used.
+        JobError, ModelFolderError: a fixed policy cannot be mixed with the actor.
+    """
+    data = data_of(job)
+    told = list(data.told) if data is not None else []
+    if job.fixed_policies:
+        # Here alone: it reads tokenizers, and importing what reads them takes seconds.
+
+        folders = checked_folders(job)
+        told += [
+            f"fixed policy {name!r}: {folder}, which speaks as the actor" for name, folder in folders.items()
+        ]
+    named = "; ".join(biases(job)) or "nothing that is known"
+    return [*told, f"expected policy gradient, biased by: {named} (docs/credit.md)"]

@@ -1,0 +1,218 @@
+"""Writes into the run directory what a person is told: run.log and state.json. Neither can end a run."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from service_kit.errors import ServiceError
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.plugins import SINKS
+from trainer_backend.protocols import Reporter
+from trainer_backend.rundir.files import now
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.state import FINAL, RunState, StateName, append_log, read_state, write_state
+from trainer_backend.sinks import Opening, OpenSink, Sink
+
+# How far a stage has come is written so often at most; another stage at once.
+_EVERY_S = 1.0
+_CRASHED = "crashed"
+
+
+class RecordingReporter:
+    """A `protocols.Reporter` around another one. May be called from several threads.
+
+    Args:
+        clock: seconds that only grow.
+
+    Attributes:
+        left_behind: what the start before was known by to task apps, which may still work for it; or empty.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._reporter, self._clock = directory.path, reporter, clock
+        self._lock = threading.Lock()
+        self._failed: set[str] = set()
+        self._written_s = clock()
+        before = read_state(directory.path) or RunState("starting", 0, starts=0)
+        self.left_behind = before.run_id
+        # Known by the old name until `runs_as`: a start that fails before it has ended what was left behind
+        # must leave that to the next one.
+        self._state = RunState(
+            "starting",
+            os.getpid(),
+            before.iteration,
+            since=now(),
+            starts=before.starts + 1,
+            run_id=before.run_id,
+        )
+        self._write()
+
+    @classmethod
+    @contextmanager
+    def opened(cls, directory: RunDirectory, reporter: Reporter) -> Iterator[Self]:
+        """One whose last state says how what is done inside has ended, unless `end` has said it."""
+        recording = cls(directory, reporter)
+        try:
+            yield recording
+        except ServiceError as error:
+            recording.end("failed", code=error.code, detail=str(error))
+            raise
+        except Exception as error:
+            recording.end("failed", code=_CRASHED, detail=f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:  # cancelled, or interrupted
+            recording.end("stopped")
+            raise
+
+    @property
+    def resumes(self) -> int:
+        """How often the run was continued so far."""
+        return self._state.starts - 1
+
+    def runs_as(self, run_id: str) -> None:
+        """What task apps will know this start by; what was left behind has been ended, or tried to be."""
+        with self._lock:
+            self._change(self._state.state, run_id=run_id)
+            self._write()
+
+    def goes_on_from(self, iteration: int) -> None:
+        """The checkpoint that a resumed run begins with."""
+        with self._lock:
+            self._change(self._state.state, iteration=iteration)
+            self._write()
+
+    def say(self, text: str) -> None:
+        self._reporter.say(text)
+        self._tolerantly("run.log", lambda: append_log(self._folder, text))
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        self._reporter.stage(name, done, total)
+        state: StateName = "evaluating" if name.startswith("evaluate") else "training"
+        with self._lock:
+            same = (state, name) == (self._state.state, self._state.stage)
+            self._change(state, stage=name, done=done, total=total)
+            if not same or self._clock() - self._written_s >= _EVERY_S:
+                self._write()
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self._reporter.metrics(row)
+        with self._lock:
+            if row["iteration"] != self._state.iteration:
+                self._change(self._state.state, iteration=row["iteration"])
+                self._write()
+
+    def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
+        """The last word; a later one is not heard."""
+        with self._lock:
+            if self._state.state in FINAL:
+                return
+            self._change(state, stage="", done=0, total=0, code=code, detail=detail)
+            self._write()
+
+    def _change(self, state: StateName, **others: Any) -> None:
+        since = self._state.since if state == self._state.state else now()
+        self._state = replace(self._state, state=state, since=since, **others)
+
+    def _write(self) -> None:
+        self._written_s = self._clock()
+        self._tolerantly("state.json", lambda: write_state(self._folder, self._state))
+
+    def _tolerantly(self, name: str, call: Callable[[], None]) -> None:
+        # On a full disk the run ends where it must not go on; what only tells of it is no such place.
+        try:
+            call()
+        except RunDirectoryError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._reporter.say(str(error))
+
+
+# Hands every row of metrics on to the job's sinks. None of them can end a run.
+
+
+class SinkReporter:
+    """Use as a context manager; a `protocols.Reporter` around another one.
+
+    The first row brings all that metrics.jsonl holds: what was written before anybody looked, and, in a
+    resumed run, what an earlier start may have told its sinks and then done again.
+
+    Raises (on entering):
+        JobError: a sink cannot be opened; it was asked for, so nothing is trained without it.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        directory: RunDirectory,
+        reporter: Reporter,
+        *,
+        board: Mapping[str, OpenSink] = SINKS,
+    ) -> None:
+        self._opening = Opening(
+            job.sinks,
+            directory.path,
+            directory.run_id,
+            job.model_dump(mode="json", exclude={"services": {"task_api_key"}}),
+        )
+        self._directory, self._reporter, self._board = directory, reporter, board
+        self._sinks: dict[str, Sink] = {}
+        self._caught_up = False
+
+    def __enter__(self) -> Self:
+        for name, open_sink in self._board.items():
+            if getattr(self._opening.table, name):
+                try:
+                    self._sinks[name] = open_sink(self._opening)
+                except Exception as error:
+                    self._close()
+                    raise JobError(f"sinks.{name} cannot be opened: {_told(error)}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def say(self, text: str) -> None:
+        self._reporter.say(text)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        self._reporter.stage(name, done, total)
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self._reporter.metrics(row)
+        rows = [row] if self._caught_up or not self._sinks else self._directory.metrics()
+        self._caught_up = True
+        for name, sink in list(self._sinks.items()):
+            self._tolerantly(name, partial(_write, sink, rows))
+
+    def _close(self) -> None:
+        for name, sink in list(self._sinks.items()):
+            self._tolerantly(name, sink.close)
+        self._sinks = {}
+
+    def _tolerantly(self, name: str, call: Callable[[], object]) -> None:
+        # Somebody else's library, a network, a disk: whatever it is, the run is worth more.
+        try:
+            call()
+        except Exception as error:
+            self._sinks.pop(name, None)
+            self._reporter.say(f"sinks.{name} failed and gets no further rows: {_told(error)}")
+
+
+def _write(sink: Sink, rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
+        sink.write(row)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

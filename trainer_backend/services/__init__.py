@@ -1,1 +1,0 @@
-"""The services beside a run: task apps, and the server of the policy."""

@@ -1,0 +1,153 @@
+"""What a sink of metrics is, and what of a row it gets. Reading this file imports no sink's library."""
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer_backend.errors import JobError
+from trainer_backend.job.tables import SinksTable
+
+
+class Sink(Protocol):
+    """Takes rows of metrics.jsonl, oldest first. May raise anything; then it is told and dropped."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Take one row; returns at once."""
+
+    def close(self) -> None:
+        """Hand on what is still buffered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a sink is opened with.
+
+    Attributes:
+        table: [sinks].
+        folder: the run directory.
+        run_id: the same for every start of the run.
+        job: the whole job as plain values, without its keys.
+    """
+
+    table: SinksTable
+    folder: Path
+    run_id: str
+    job: Mapping[str, Any]
+
+
+OpenSink = Callable[[Opening], Sink]
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def refuse_missing(table: SinksTable, *, installed: Callable[[str], bool] = is_installed) -> None:
+    """Before anything is started: the library of every sink that the job asks for must be there.
+
+    Raises:
+        JobError: it is not; the sentence names what to install.
+    """
+    for name in type(table).model_fields:
+        if getattr(table, name) and not installed(name):
+            raise JobError(
+                f"sinks.{name} needs the package {name}, which is not installed: "
+                f"pip install 'turnwise[{name}]'"
+            )
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row by tag, for sinks that draw curves.
+
+    A table such as eval/success_rates gives a tag an entry. Rows of other kinds than `iteration` have their
+    kind before the name, so that an evaluation's rollout/finished stays apart from the iteration's.
+    Left out are lists (a reward for every turn is no curve), texts, and what is not finite.
+    """
+    kind = row["kind"]
+    tags: dict[str, float] = {}
+    for name, value in row.items():
+        if name in ("kind", "iteration"):
+            continue
+        prefix = {"iteration": "", "evaluation": "eval/"}.get(kind, f"{kind}/")
+        tag = name if name.startswith(prefix) else prefix + name
+        if isinstance(value, Mapping):
+            tags |= {f"{tag}/{key}": number for key, number in value.items() if _is_number(number)}
+        elif _is_number(value):
+            tags[tag] = value
+    return {tag: float(value) for tag, value in tags.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# Weights & Biases: one run of the project for one run directory, also after a resume.
+
+
+def open_wandb(opening: Opening) -> Sink:
+    """Begin the run, or go on with it: what it holds already is not sent again."""
+    return _Wandb(opening)
+
+
+class _Wandb:
+    def __init__(self, opening: Opening) -> None:
+        import wandb
+
+        table = opening.table.wandb
+        assert table is not None, "opened only where the job asks for it"
+        self._run = wandb.init(
+            project=table.project,
+            entity=table.entity,
+            name=table.name or opening.folder.name,
+            mode=table.mode,
+            id=opening.run_id,
+            resume="allow",
+            dir=str(opening.folder),
+            config=dict(opening.job),
+            # A run of its own, whatever else this process logs; and nothing of it in our live table.
+            settings=wandb.Settings(console="off", silent=True),
+            reinit="create_new",
+        )
+        # W&B takes no row of a step before the one that it is at.
+        self._from = self._run.step
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        if row["iteration"] >= self._from:
+            self._run.log(scalars(row), step=row["iteration"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# TensorBoard: a scalar a metric, by iteration, in event files under RUN/tensorboard.
+
+
+def open_tensorboard(opening: Opening) -> Sink:
+    """A new event file; earlier ones of the run are superseded, since all rows are written again."""
+    return _TensorBoard(str(opening.folder / "tensorboard"))
+
+
+class _TensorBoard:
+    def __init__(self, folder: str) -> None:
+        # The job asked for it, and the sentence about a missing package was said before.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(folder)
+        # Readers drop what earlier files hold from this step on (event_accumulator.py, purge_orphaned_data).
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, session_log=start))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()]
+        step, summary = row["iteration"], self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

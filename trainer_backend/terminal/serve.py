@@ -1,0 +1,72 @@
+"""`turnwise serve RUN_OR_FOLDER`: a model behind the gateway, for any OpenAI client, until it is stopped."""
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from service_kit.server import Listener
+from trainer_backend.job.load import LoadedJob, load_job, parse_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import ServicesTable
+from trainer_backend.models.layout import read_config
+from trainer_backend.run.policy_server import FolderPolicy
+from trainer_backend.run.stopping import stop_on_signals
+from trainer_backend.rundir.checkpoint_paths import model_in, run_of
+
+# The most that a folder without a job is served with: the cache grows with it.
+_LONGEST = 8192
+
+
+def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str]) -> tuple[LoadedJob, Path]:
+    """From the arguments of the command to a job and the folder whose model is served.
+
+    Args:
+        folder: a run (its best checkpoint), a checkpoint of a run, or a model folder.
+        job_path: a job TOML; absent, that of the run, or for a model folder one with every default.
+        overrides: `table.key=value` for the job.
+
+    Raises:
+        JobError: the job is wrong.
+        ModelFolderError: the folder holds no model.
+        RunDirectoryError: the run has no checkpoint yet.
+    """
+    run = run_of(folder)
+    if job_path is not None or run is not None:
+        return load_job(job_path or (run or Path()) / "job.toml", overrides), model_in(folder)
+    positions = read_config(folder).get("max_position_embeddings")
+    document = {
+        "job": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip(".-")[:60] or "model"},
+        "model": {"path": str(folder)},
+        "inference": {"max_model_len": min(positions or _LONGEST, _LONGEST)},
+    }
+    return parse_job(document, where="turnwise serve", overrides=overrides), folder
+
+
+async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str], None]) -> None:
+    """Serve `{job}/actor` until somebody stops it.
+
+    Args:
+        key: what callers must know.
+        say: is given a line for the person who started it.
+
+    Raises:
+        JobError: the model does not fit the device.
+        ModelFolderError: the folder holds no model, or one that cannot be played exactly.
+        PortTaken: the port is in use.
+        EngineStopped: the engine ended by itself.
+    """
+    # The port first: a taken one must not cost the reading of the weights.
+    with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:
+        policy = await asyncio.to_thread(FolderPolicy, job, folder)
+        say(str(policy.plan))
+        with policy.serving(listener, key) as inference:
+            say(f"{folder} is served as {inference.model} at {inference.url}/v1; Ctrl-C ends it")
+            await policy.while_serving(stop.wait())
+
+
+def _listener(table: ServicesTable) -> Listener:
+    """Also on all addresses of a machine: here nobody is told a URL to call back."""
+    return Listener(table.gateway_host, table.gateway_port)

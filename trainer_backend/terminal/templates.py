@@ -1,0 +1,261 @@
+"""What `turnwise init` sets, and which keys it shows: all others are in docs/configuration.md."""
+
+import keyword
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import tomli
+import tomli_w
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from trainer_backend.errors import JobError
+from trainer_backend.job.docs import alternatives, meaning, quoted, table_model
+from trainer_backend.job.load import LoadedJob, parse_job
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.rundir.files import writing
+
+Values = dict[str, dict[str, Any]]
+
+# Of tables that are not here, every key is shown.
+COMMON: Mapping[str, tuple[str, ...]] = {
+    "services": ("task_url", "task_plugins", "iteration_timeout_s"),
+    "inference": ("max_running", "max_model_len"),
+    "rollout": (
+        "env_name", "env_config", "policy_config", "max_turns", "episodes_per_batch",
+        "max_concurrent_rollouts", "seeds", "temperature", "max_tokens",
+    ),
+    "rollout_only": ("model_path", "temperature", "objective"),
+    "rollout_allocation_schedule": ("alpha",),
+    "data": ("path", "evaluation_split", "held_out_share", "interaction"),
+    "training": (
+        "iterations", "group_size", "learning_rate", "learning_rate_schedule", "learning_rate_rise",
+        "learning_rate_final", "update_passes", "batch_decisions", "row_tokens", "micro_batch_tokens",
+        "target_kl", "skip_flat_groups", "kl_coef", "entropy_coef", "checkpoint_every",
+        "step_rewards_enabled", "step_rewards_mode", "event_rewards_kind",
+    ),
+}  # fmt: skip
+
+_DECISION_REWARDS = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
+# Conversations have no achievements: what their environment or their interaction pays is the reward.
+_CONVERSATION: Values = {
+    "multi_turn": {"enable": True},
+    "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
+}
+_CONVERSATIONS = frozenset({"dialogue", "documents"})
+
+# Documents that fit a small model, and a teacher that has read some.
+_SHORT_DOCUMENTS: Values = {
+    "inference": {"max_model_len": 320},
+    "multi_turn": {"max_model_length": 320},
+    "rollout": {
+        "env_config": {
+            "generate": {"kind": "keeper", "chars": 720, "distractors": 0},
+            "text": "compact", "chunk_size": 240, "indexed": True, "tools": ["readChunk", "finish"],
+        },
+        "max_turns": 8,
+        "max_tokens": 28,
+    },
+    "warmup": {
+        "policy_name": "documents_teacher", "epochs": 4, "batch_decisions": 32, "learning_rate": 3e-3,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the command was told: an environment, and a preset or else a model (a folder, or a name)."""
+
+    env: str = "crafter"
+    preset: str | None = None
+    model: str | None = None
+
+    def values(self) -> Values:
+        """The keys that the file sets, by table.
+
+        Raises:
+            JobError: both a preset and a model.
+        """
+        if self.preset and self.model:
+            raise JobError(f"turnwise init: give --preset {self.preset} or --model {self.model}, not both")
+        values: Values = {
+            "job": {"name": self.env},
+            "rollout": {"env_name": self.env},
+            "training": dict(_DECISION_REWARDS),
+        }
+        of_model = _for_a_model(self.model) if self.model else self._for_a_preset()
+        for tables in (_CONVERSATION if self.env in _CONVERSATIONS else {}, of_model):
+            for table, keys in tables.items():
+                values.setdefault(table, {}).update(keys)
+        return values
+
+    def _for_a_preset(self) -> Values:
+        """A fresh small model: it knows nothing, so it starts best from a teacher, where there is one."""
+        model = {"model": {"preset": self.preset or "tiny-0.3m"}}
+        if self.env == "documents":
+            return model | _SHORT_DOCUMENTS
+        if self.env != "crafter":
+            return model
+        return model | {
+            "inference": {"max_model_len": 256},
+            "rollout": {"env_config": {"text": "compact", "max_actions": 4}, "max_tokens": 8},
+            "warmup": {
+                "policy_config": {"memory": False, "max_actions": 4},
+                "epochs": 1,
+                "batch_decisions": 32,
+                "learning_rate": 3e-3,
+            },
+        }
+
+
+def _for_a_model(model: str) -> Values:
+    """A trained model, which reads and answers at length and moves in small steps."""
+    return {
+        "model": {"path" if Path(model).is_dir() else "name": model},
+        "inference": {"max_model_len": 8192},
+        "rollout": {"max_tokens": 512},
+        "training": {"learning_rate": 1e-6, "row_tokens": 8192, "micro_batch_tokens": 8192},
+    }
+
+
+# `turnwise new env NAME`: a folder with an environment that works, its tests and a job that trains on it.
+
+# What each file of the folder is made from.
+FILES = {
+    "{name}_environment.py": "environment.py.template",
+    "plugins.py": "plugins.py.template",
+    "test_{name}.py": "test.py.template",
+    "job.toml": "job.toml.template",
+}
+
+
+def write_environment(name: str, parent: Path) -> list[Path]:
+    """Write the folder `parent/name`.
+
+    Returns:
+        The files, in the order in which one would read them.
+
+    Raises:
+        JobError: the name is no Python name, or the folder is there already.
+        RunDirectoryError: it cannot be written.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name) or keyword.iskeyword(name):
+        raise JobError(
+            f"turnwise new env: {name!r} is no name for an environment; allowed are small letters, digits "
+            f"and _, a letter first{_meant(name)}"
+        )
+    folder = parent / name
+    with writing(folder):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError as error:
+            raise JobError(f"turnwise new env: {folder} is there already; nothing was written") from error
+        return [_written(folder / file, text) for file, text in _texts(name)]
+
+
+def _texts(name: str) -> Iterator[tuple[str, str]]:
+    words = name.split("_")
+    names = {
+        "name": name,
+        "Class": "".join(map(str.capitalize, words)),
+        "title": " ".join(words).capitalize(),
+    }
+    for file, template in FILES.items():
+        text = (
+            files("trainer_backend.terminal")
+            .joinpath("new_environment", template)
+            .read_text(encoding="utf-8")
+        )
+        yield file.format(name=name), Template(text).substitute(names)
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _meant(name: str) -> str:
+    close = re.sub(r"\W+", "_", name.lower()).strip("_0123456789")
+    return f". Did you mean {close!r}?" if close and close != name and not keyword.iskeyword(close) else ""
+
+
+# A job TOML with a comment for every key, made from the job schema. Pure.
+
+_WIDTH = 100
+_HEAD = """\
+# A job of Turnwise, as `turnwise init` writes it. A key behind # has its default; to set it, take the # away.
+# `turnwise check FILE` prints the job with every default; docs/configuration.md describes the other keys.
+"""
+
+
+def job_text(values: Values) -> str:
+    """The file: every table, with the keys of `values` set and the other common ones commented out."""
+    return _HEAD + "".join(_table(name, field, values) for name, field in JobConfig.model_fields.items())
+
+
+def _table(name: str, field: FieldInfo, values: Values) -> str:
+    model, given = table_model(field), values.get(name, {})
+    shown = [key for key in model.model_fields if key in given or key in COMMON.get(name, model.model_fields)]
+    # A table whose absence means something must not be there with nothing in it.
+    header = f"[{name}]" if given or field.default not in (None, ()) else f"#[{name}]"
+    return (
+        "\n".join(
+            ["", header, *(line for key in shown for line in _key(name, model.model_fields[key], key, given))]
+        )
+        + "\n"
+    )
+
+
+def _key(table: str, field: FieldInfo, key: str, given: Mapping[str, Any]) -> Iterator[str]:
+    names = [] if field.annotation is bool else alternatives(f"{table}.{key}", field)
+    told = "; ".join(filter(None, (meaning(field), quoted(names))))
+    yield from textwrap.wrap(told, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    if key in given:
+        yield f"{key} = {toml_value(given[key])}"
+        return
+    default = field.get_default(call_default_factory=True)
+    yield f"#{key} =" if default in (None, PydanticUndefined) else f"#{key} = {toml_value(default)}"
+
+
+def toml_value(value: Any) -> str:
+    """A value on one line, tables inline."""
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_name(key)} = {toml_value(item)}" for key, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    plain = value if isinstance(value, bool | int | float) else str(value)
+    return tomli_w.dumps({"x": plain}).removeprefix("x = ").rstrip("\n")
+
+
+def _name(key: str) -> str:
+    """As TOML writes a key: quoted where it must be."""
+    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
+
+
+# `turnwise init [FILE]`: a job to begin with. It asks nothing and overwrites nothing.
+
+
+def write_job(path: Path, choices: Choices) -> LoadedJob:
+    """Write the job that was chosen, and give it back as it loads.
+
+    Raises:
+        JobError: the file is there already, or what was chosen makes no job; then nothing is written.
+        RunDirectoryError: it cannot be written.
+    """
+    text = job_text(choices.values())
+    loaded = parse_job(tomli.loads(text), where="turnwise init")
+    with writing(path):
+        try:
+            file = path.open("x", encoding="utf-8")
+        except FileExistsError as error:
+            raise JobError(f"turnwise init: {path} is there already; nothing was written") from error
+        with file:
+            file.write(text)
+    return loaded

@@ -1,0 +1,220 @@
+"""Which runs `turnwise train` is to make or to continue: one, or with `--seeds 0,1,2` one a seed, in turn."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+from rich.console import Console
+
+from service_kit.children import READY
+from service_kit.errors import ServiceError
+from trainer_backend.errors import JobError
+from trainer_backend.job.load import LoadedJob, dump_job, load_new_job
+from trainer_backend.pages.story import read_story
+from trainer_backend.run.beginning import Stopped
+from trainer_backend.run.reporters import SinkReporter
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.rundir.lock import refuse_taken
+from trainer_backend.sinks import refuse_missing
+from trainer_backend.start import Ended, run_job
+from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
+from trainer_backend.terminal.telling import tell
+
+Paths = Sequence[Path]
+
+
+class Planned(NamedTuple):
+    """A run that is to begin, or to go on."""
+
+    loaded: LoadedJob
+    directory: RunDirectory
+    resume: bool
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies among others: the job's runs_dir, or else what it lies in."""
+        path, runs = self.directory.path.resolve(), self.loaded.config.job.runs_dir.resolve()
+        return runs if path.is_relative_to(runs) else path.parent
+
+
+def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str]) -> Planned:
+    """A new run of a job, or one that exists; `start.run_job` writes down what that one goes on with.
+
+    Raises:
+        JobError: not one of the two; or what `load_new_job` and `changed_job` raise.
+        RunDirectoryError: the directory cannot be made, or holds no run.
+    """
+    if bool(job) == (resume is not None):
+        raise JobError("give either a job TOML, or --resume with a run directory")
+    if job:
+        loaded = load_new_job(job, overrides)
+        return Planned(loaded, create_run(loaded.config, run), resume=False)
+    assert resume is not None, "one of the two is given"
+    if run is not None:
+        raise JobError(f"--run {run} makes a new run, but --resume {resume} continues one: leave --run out")
+    directory = open_run(resume)
+    loaded = directory.changed_job(overrides)
+    refuse_missing(loaded.config.sinks)
+    return Planned(loaded, directory, resume=True)
+
+
+def run_of_each_seed(
+    job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str], *, seeds: str
+) -> Iterator[Planned]:
+    """The job under every seed, in FOLDER/seed_N; those that are not finished yet, each when it is its turn.
+
+    FOLDER is `run`, or runs_dir/NAME-seeds: the same every time, so that the same command goes on.
+
+    Raises:
+        JobError: no job, or no seeds; a folder holds a run of another job; what `load_new_job` raises.
+    """
+    if not job or resume is not None:
+        raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
+    for seed in _seeds_of(seeds):
+        loaded = load_new_job(job, [*overrides, f"job.seed={seed}"])
+        table = loaded.config.job
+        path = (run or table.runs_dir / f"{table.name}-seeds") / f"seed_{seed}"
+        if not (path / "run.json").exists():
+            yield Planned(loaded, create_run(loaded.config, path), resume=False)
+            continue
+        directory = open_run(path)
+        if dump_job(directory.job()) != dump_job(loaded.config):
+            raise JobError(
+                f"{path} holds a run of another job (compare its job.toml): choose another folder with "
+                f"--run, or continue it with turnwise train --resume {path}"
+            )
+        if not _finished(directory):
+            yield Planned(loaded, directory, resume=True)
+
+
+def _seeds_of(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise JobError(f"--seeds {text!r}: expected whole numbers from 0, such as 0,1,2")
+    seeds = [int(word) for word in words]
+    if len(set(seeds)) < len(seeds):
+        raise JobError(f"--seeds {text!r}: a seed comes twice")
+    return seeds
+
+
+def _finished(directory: RunDirectory) -> bool:
+    """The evaluation after the last iteration is the last thing that a run does."""
+    last = directory.job().training.iterations
+    return any(row["kind"] == "evaluation" and row["iteration"] == last for row in directory.metrics())
+
+
+# The dashboard of a run that `turnwise train` makes: a child process that shows it, and runs nothing.
+#
+# It lives as long as this process at most: its standard input is our pipe. Nothing of the run waits for it,
+# and
+# whatever becomes of it, the run goes on.
+
+_STOP_S = 10.0
+
+
+@contextmanager
+def dashboard_beside(
+    data_dir: Path,
+    say: Callable[[str], None],
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "trainer_backend"),
+) -> Iterator[None]:
+    """Show the runs of a folder on a free port of this machine, while what is inside goes on.
+
+    Args:
+        data_dir: the folder that run directories are in; its index is kept there too.
+        say: is given the address once it can be asked, or why there is none; from a thread.
+    """
+    with subprocess.Popen(
+        [*command, "trainer", "--no-jobs", "--port", "0", "--data-dir", str(data_dir), "--exit-with-parent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # Its own session: Ctrl-C is for the run, which ends first.
+        start_new_session=True,
+    ) as child:
+        listener = Thread(target=_listen, args=(child, say), daemon=True)
+        listener.start()
+        try:
+            yield
+        finally:
+            if child.poll() is None:
+                say(f"the dashboard ends with the run; again: turnwise trainer --data-dir {data_dir}")
+            child.terminate()
+            try:
+                child.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            listener.join(_STOP_S)
+
+
+def _listen(child: "subprocess.Popen[bytes]", say: Callable[[str], None]) -> None:
+    """Tell where it is; then go on reading, for a pipe that nobody empties would stop it."""
+    assert child.stdout is not None
+    last, told = "", False
+    for raw in child.stdout:
+        last = raw.decode(errors="replace").strip() or last
+        if last.startswith(READY) and not told:
+            told = True
+            say(f"dashboard: {last.removeprefix(READY)}")
+    if not told and child.wait() > 0:
+        say(f"the dashboard did not start: {last.removeprefix('error: ')}")
+
+
+# What `turnwise train` does with one run: train, tell how it went, write the report.
+
+
+def train_one(out: Console, planned: Planned, *, report: bool) -> bool:
+    """Train to the end; False where somebody stopped it before.
+
+    Raises:
+        TrainerError: with a sentence for the user; a directory in which nothing was done is removed again.
+    """
+    directory = planned.directory
+    ended = _trained(out, planned)
+    if ended is None:
+        return False
+    tell_end(out, directory, report=report)
+    if ended.stopped:
+        tell(out, f"stopped early; continue with: turnwise train --resume {directory.path}")
+    return not ended.stopped
+
+
+def tell_end(out: Console, directory: RunDirectory, *, report: bool) -> None:
+    """The figures of a run that has ended, and its report. What is wrong with these is told, and no more: the
+    run has ended, and is saved."""
+    try:
+        for line in closing_lines(read_story(directory)):
+            tell(out, line)
+        if report:
+            from trainer_backend.pages.report import write_report
+
+            tell(out, f"report: {write_report(directory).resolve()}")
+    except ServiceError as error:
+        tell(out, f"the run has ended and is saved, but not all can be told of it: {error}")
+
+
+def _trained(out: Console, planned: Planned) -> Ended | None:
+    """None when it was stopped before there was anything to save."""
+    config, directory, resume = planned.loaded.config, planned.directory, planned.resume
+    with ConsoleReporter(out) as console:
+        console.say(f"run directory: {directory.path}")
+        try:
+            refuse_taken(directory.path)  # `run_job` would, when sinks have told theirs that the run begins
+            with SinkReporter(config, directory, console) as reporter:
+                ended = asyncio.run(run_job(config, directory, reporter, resume=resume))
+        except Stopped as stopped:
+            console.say(str(stopped))
+            return None
+        except ServiceError as error:
+            # A mistake of the user's is told in the message; for any other the task app's log may be needed.
+            if not resume and directory.remove_if_unused(with_log=error.status < 500):
+                console.say(f"{directory.path} is removed again: nothing was done in it")
+            raise
+        console.say(f"{ended.progress.iteration} iterations done; saved in {directory.checkpoints}")
+    return ended

@@ -1,0 +1,41 @@
+"""Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, as_call, read_json, unreadable
+
+CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def parse_mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    """The calls of a reply, in the form of either generation; an id that the model wrote is not used.
+
+    Source: Mistral's tokenizers v3 to v11 (a list) and v11 on (a name, then its arguments).
+    """
+    content, *bodies = text.split(CALLS)
+    calls: list[ParsedCall] = []
+    for body in bodies:
+        try:
+            found, rest = _listed(body) if body.lstrip().startswith("[") else _named(body)
+        except (ValueError, RecursionError) as error:
+            return unreadable(text, len(calls) + 1, error)
+        calls += found
+        content += rest
+    return ParsedReply(content.strip() if calls else text, tuple(calls))
+
+
+def _listed(body: str) -> tuple[list[ParsedCall], str]:
+    value, end = read_json(body)
+    if not isinstance(value, list) or not value:
+        raise ValueError("the list of calls is empty")
+    return [as_call(item) for item in value], body[end:]
+
+
+def _named(body: str) -> tuple[list[ParsedCall], str]:
+    name, separator, rest = body.partition(ARGUMENTS)
+    if not separator:
+        raise ValueError(f"expected a list of calls, or a name and {ARGUMENTS}")
+    value, end = read_json(rest)
+    name = name.partition(CALL_ID)[0].strip()
+    return [as_call({"name": name, "arguments": value})], rest[end:]
