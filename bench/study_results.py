@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from charts import COLOURS, png, whole_numbers
 from matplotlib.figure import Figure
 
+from bench.charts import COLOURS, png, whole_numbers
 from trainer_backend.core.statistics import mean_interval
 from trainer_backend.pages.report import stage_totals
 from trainer_backend.pages.story import read_story

@@ -18,11 +18,10 @@ from service_kit.errors import NoKeyConfigured
 from service_kit.keys import presented_keys
 from service_kit.observed import metrics_response
 from shared_schemas.base import Body
-from task_app.dialects.one_call.request import legacy_observation
 from task_app.errors import InvalidRequest, ShuttingDown, boundary
 from task_app.observing.metrics import Metrics
 from task_app.protocols import Environment
-from task_app.routes.wire import observation_json
+from task_app.routes.wire import legacy_observation, observation_json
 from task_app.services import Services, services_of
 
 router = APIRouter(tags=["service"])

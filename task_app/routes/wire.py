@@ -1,7 +1,7 @@
 """Pure: observations, outcomes and actions as the environment and policy routes show them."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -148,3 +148,10 @@ class CreateBody(ForeignBody):
                 MISSPELT, "'{name}' has no effect here; it stands in '{home}'", {"name": name, "home": home}
             )
         return body
+
+
+def legacy_observation(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """An observation whose `inventory` and `player_position` stand at its top, for older clients."""
+    data = shown["data"]
+    found = {"inventory": data.get("inventory"), "player_position": data.get("position")}
+    return {**shown, **{name: value for name, value in found.items() if value is not None}}

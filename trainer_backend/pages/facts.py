@@ -13,7 +13,7 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.pages.figures import NONE, duration
 from trainer_backend.store.rows import ENDED, JobRow, tables_of
 
-# Where runs lie and gateways listen is the operator's (api/posted.py).
+# Where runs lie and gateways listen is the operator's (jobs/posted.py).
 _OF_THE_SERVICE = frozenset({"job.runs_dir", "services.gateway_host"})
 
 

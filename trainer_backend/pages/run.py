@@ -279,7 +279,7 @@ def evaluations(store: Store, job_id: str) -> list[dict[str, Any]]:
 
 
 def _place(store: Store, job: JobRow) -> str:
-    """How far the store and the log have come, as the stream of events counts it (api/events_routes.py)."""
+    """How far the store and the log have come, as the stream of events counts it (jobs/events.py)."""
     lines = reads.last_lines(store, [job.id], _KINDS)[job.id].values()
     row = max((line.number for line in lines), default=0)
     return f"{row}.{_size(Path(job.run_dir) / LOG) if job.run_dir else 0}"

@@ -93,7 +93,7 @@ def write_state(folder: Path, state: RunState) -> None:
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=False)
 
 
-# How the process of a job says how it ended (running/job_process.py says it, supervising/ hears it).
+# How the process of a job says how it ended (terminal/job_process.py says it, jobs/ hears it).
 
 # Begins the last line of one that ended with an error.
 ERROR = "error: "

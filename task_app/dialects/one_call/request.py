@@ -106,13 +106,6 @@ def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[d
     return [_chosen(action["actions"], chooser)]
 
 
-def legacy_observation(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """An observation with `inventory` and `player_position` at its top, where such clients look for them."""
-    data = shown["data"]
-    found = {"inventory": data.get("inventory"), "player_position": data.get("position")}
-    return {**shown, **{name: value for name, value in found.items() if value is not None}}
-
-
 Chooser = tuple[str, str, list[str]]
 
 

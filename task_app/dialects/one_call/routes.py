@@ -11,12 +11,12 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.rollouts import Seed
-from task_app.dialects.one_call.request import LegacyRollout, legacy_calls, legacy_observation
+from task_app.dialects.one_call.request import LegacyRollout, legacy_calls
 from task_app.dialects.one_call.rollout import legacy_rollout
 from task_app.errors import InvalidRequest, UnknownId
 from task_app.routes.env import EnvCreate, created
 from task_app.routes.steps import decide
-from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON
+from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON, legacy_observation
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
 
