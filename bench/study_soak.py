@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import re
 import secrets
 import signal
 import socket
@@ -172,15 +173,22 @@ def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[
 def abandoned(app: App, folder: Path, size: Size) -> dict[str, Any]:
     """What is left of sessions when nobody has used them for longer than they may idle."""
     key = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
-    files = sorted(folder.glob("env_*"))
-    before, until_s = len(files), time.monotonic() + 4 * size.idle_s + 10.0
-    while files and time.monotonic() < until_s:
-        time.sleep(0.5)
-        files = sorted(folder.glob("env_*"))
     body = {"env_name": "crafter", "config": {"text": "compact"}}
     with httpx.Client(base_url=app.url, headers=key, timeout=60.0) as http:
+        before = now = open_sessions(http)
+        until_s = time.monotonic() + 4 * size.idle_s + 10.0
+        while now and time.monotonic() < until_s:
+            time.sleep(0.5)
+            now = open_sessions(http)
         fits = sum(http.post("/env/create", json=body).status_code == 200 for _ in range(size.max_sessions))
-    return {"at_the_end": before, "after_idle_expiry": len(files), "new_sessions_that_fit": fits}
+    return {"at_the_end": before, "after_idle_expiry": now, "new_sessions_that_fit": fits}
+
+
+def open_sessions(http: httpx.Client) -> int:
+    """Environments that live, as the task app counts them."""
+    line = re.search(r'^turnwise_sessions\{kind="env"\} (\S+)$', http.get("/metrics").text, re.M)
+    assert line is not None, "/metrics tells the open sessions"
+    return int(float(line[1]))
 
 
 def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, Any]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ class CriticalError(EpisodeFailed):
 class boundary:
     """Turn whatever a plug-in raises into a CriticalError, so that it ends one rollout and not the service.
 
-    The only broad except of the task app. Errors of this tree pass as they are; the traceback goes to the
+    The only broad except of the task app. Errors of the service pass as they are; the traceback goes to the
     log, the reply gets the type and the first line of the message.
     """
 
@@ -237,7 +237,7 @@ class boundary:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(exc, Exception) and not isinstance(exc, TaskAppError):
+        if isinstance(exc, Exception) and not isinstance(exc, ServiceError):
             log.exception("boundary", what=self._what)
             first_line = (str(exc).splitlines() or [""])[0][:200]
             raise CriticalError(encodable(f"{self._what} raised {type(exc).__name__}: {first_line}")) from exc

@@ -125,7 +125,7 @@ async def test_no_reply_log_line_or_file_holds_a_part_of_a_key(tmp_path, form):
     assert {name for text in replies for name in held(text)} == set()
     assert held(log) == []
     files = list((tmp_path / "state").iterdir())
-    assert len(files) > 2
+    assert [path.name for path in files if path.suffix == ".sqlite3"]
     assert [path.name for path in files if held(path.read_bytes().decode("latin-1"))] == []
 
 

@@ -150,7 +150,7 @@ async def task_apps(
                     hosts_to_call(job.warmup, player),
                     plugins=table.task_plugins,
                     interactions=job.multi_turn.interaction_config_path,
-                    body_bytes=_body_bytes(source_of(job, data)),
+                    body_bytes=DEFAULT_BODY_BYTES if data is None else _body_bytes(source_of(job, data)),
                 )
             )
             # Nobody would start it again: there is nothing to wait for.

@@ -8,6 +8,7 @@ one.
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import boards
@@ -15,8 +16,8 @@ from tests.task_app.guards.test_idempotency import keyed
 from tests.task_app.journal.test_killed_requests import living
 from tests.task_app.journal.test_recovery import CRAFTER, acts, app_on
 
-PLUGGED = default_plug_boards()
-PLUGGED.environments["counting"] = boards().environments["counting"]
+DEFAULT = default_plug_boards()
+PLUGGED = replace(DEFAULT, environments={**DEFAULT.environments, **boards().environments})
 
 
 def digest_of(folder):
