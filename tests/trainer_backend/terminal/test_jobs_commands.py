@@ -104,10 +104,10 @@ def test_mistakes_are_told_in_the_words_of_the_service(jobs, job, tmp_path, monk
         jobs("logs", "x", "--follow", "--part", "process")
     with pytest.raises(ServiceRefused, match="there is no job 'nobody'"):
         jobs("logs", "nobody", "--follow")
-    monkeypatch.setenv("TRAINER_API_KEY", "another")
+    monkeypatch.setenv("TRAINER_API_KEY", "some-other-key")
     with pytest.raises(ServiceRefused, match="Set TRAINER_API_KEY in the environment") as error:
         jobs("list")
-    assert KEY not in str(error.value) and "another" not in str(error.value)
+    assert KEY not in str(error.value) and "some-other-key" not in str(error.value)
 
 
 @pytest.mark.parametrize(
