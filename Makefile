@@ -21,7 +21,7 @@ test: $(VENV)/.ready ## the whole test suite
 	$(PYTEST)
 
 # Rooms of pure functions: no server, no training, no process of its own. A file that is added to one is run too.
-FAST_TESTS := $(addprefix tests/,trainer_backend/core trainer_backend/jobfile task_app/context_tools task_app/tools)
+FAST_TESTS := $(addprefix tests/,trainer_backend/core trainer_backend/job task_app/episode task_app/tools)
 
 test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, without servers and training
 	$(PYTEST) $(FAST_TESTS)

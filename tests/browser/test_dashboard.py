@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
-from tests.trainer_backend.api.on_a_port import on_a_port
-from tests.trainer_backend.api.served import settings_for
-from tests.trainer_backend.dashboard.shown import numbered_run
+from tests.trainer_backend.jobs.on_a_port import on_a_port
+from tests.trainer_backend.jobs.served import settings_for
+from tests.trainer_backend.pages.shown import numbered_run
 from trainer_backend.store import jobs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -6,8 +6,8 @@ import pytest
 
 from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
 from tests.conftest import tiny_job
-from tests.trainer_backend.report.hand_made import small_run
-from tests.trainer_backend.report.test_report import grey_frames
+from tests.trainer_backend.pages.hand_made import small_run
+from tests.trainer_backend.pages.test_report import grey_frames
 from trainer_backend.credit.recredit import agreement_page
 from trainer_backend.pages.compare import read_sides, write_comparison
 from trainer_backend.pages.report import write_report

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.conftest import rows_of, tiny_job, train_job
-from tests.trainer_backend.report.test_report import charts, no_frames, told
+from tests.trainer_backend.pages.test_report import charts, no_frames, told
 from trainer_backend.__main__ import app
 from trainer_backend.collect.metrics import evaluation_metrics
 from trainer_backend.core.policies import policy_of

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.house.pages import Command, Reader, cut, filled
-from tests.trainer_backend.api.served import Served, checks, serving, settings_for
+from tests.trainer_backend.jobs.served import Served, checks, serving, settings_for
 from trainer_backend.errors import ApiError
 from trainer_backend.jobs.app import create_app
 from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS

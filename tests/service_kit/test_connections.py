@@ -16,8 +16,8 @@ import pytest
 from service_kit.connections import ConnectionBounds
 from service_kit.server import Listener, ServerThread
 from shared_schemas.descriptors import connections_at_most
-from tests.trainer_backend.api.on_a_port import on_a_port
-from tests.trainer_backend.api.served import LONG_S, settings_for
+from tests.trainer_backend.jobs.on_a_port import on_a_port
+from tests.trainer_backend.jobs.served import LONG_S, settings_for
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.gateway import create_gateway
 

@@ -7,8 +7,8 @@ import pytest
 from tests.task_app.counting import PlannedPolicy, add, boards, running_app
 from tests.task_app.dialects.one_call.test_rollout import body, played
 from tests.task_app.fake_inference import completion, fake_inference
-from tests.task_app.journal.test_recovery import SECRET, app_on, killed, post
 from tests.task_app.rollout_client import waiting_boards
+from tests.task_app.sessions.test_recovery import SECRET, app_on, killed, post
 from tests.task_app.test_policy_routes import asked, env_id_of, policy_id_of
 
 RANDOM = {"policy_name": "random", "config": {"seed": 7}, "env": {"env_name": "crafter"}}

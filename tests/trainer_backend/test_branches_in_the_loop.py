@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
-from tests.trainer_backend.report.hand_made import COW, WOOD
+from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import finished, run_of
 from trainer_backend.collect.work import Collection
 from trainer_backend.core.kl_reward import ScoredTokens

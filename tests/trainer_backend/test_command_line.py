@@ -13,7 +13,7 @@ import tomli
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.report.hand_made import small_run
+from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.__main__ import app, main
 from trainer_backend.errors import CheckpointError, JobError, RunDirectoryError, TaskAppError
 from trainer_backend.job.load import dump_job

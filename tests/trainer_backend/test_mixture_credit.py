@@ -4,7 +4,7 @@ import pytest
 
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import tiny_job
-from tests.trainer_backend.report.hand_made import COW, TABLE, WOOD, rollout
+from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend.credit.credit import CreditAssignment, Measured
 from trainer_backend.errors import SegmentError
 

@@ -9,7 +9,7 @@ import pytest
 
 from shared_schemas.rollouts import RolloutRequest
 from tests.conftest import rows_of
-from tests.trainer_backend.report.hand_made import COW, WOOD
+from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, gone, run_of
 from trainer_backend.collect.work import Collection
 from trainer_backend.core.critic import CriticTargets, OfEpisode

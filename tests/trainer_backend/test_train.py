@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
-from tests.trainer_backend.report.hand_made import COW, TABLE, WOOD, rollout
+from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError

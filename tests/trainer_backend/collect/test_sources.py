@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import InteractionSpec, Rollout
 from tests.trainer_backend.data.folders import jsonl, parquet, saved_dict
-from tests.trainer_backend.report.hand_made import WOOD, rollout
+from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import origin_of, row_of
 from trainer_backend.data.dataset import DataSet, data_of

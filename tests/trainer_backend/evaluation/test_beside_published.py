@@ -1,7 +1,7 @@
 import pytest
 
 from shared_schemas.trajectory import StopReason
-from tests.trainer_backend.report.hand_made import WOOD, rollout
+from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from trainer_backend.evaluation.beside_published import beside_published
 from trainer_backend.evaluation.published_crafter import PROTOCOLS, PUBLISHED, SOURCES
 

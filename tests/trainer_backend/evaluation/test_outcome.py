@@ -1,7 +1,7 @@
 import pytest
 
 from tests.trainer_backend.dialogues import dialogue, finished
-from tests.trainer_backend.report.hand_made import LAST, evaluation_row
+from tests.trainer_backend.pages.hand_made import LAST, evaluation_row
 from trainer_backend.collect.metrics import (
     evaluation_metrics,
     outcome_interval,

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.report.hand_made import LAST
+from tests.trainer_backend.pages.hand_made import LAST
 from trainer_backend.__main__ import app
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.work import Collection

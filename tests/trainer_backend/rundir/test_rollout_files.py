@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from shared_schemas.rollouts import RolloutFailure
-from tests.trainer_backend.report.hand_made import COW, FIRST, WOOD, rollout
+from tests.trainer_backend.pages.hand_made import COW, FIRST, WOOD, rollout
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.core.critic import ByToken
 from trainer_backend.errors import RunDirectoryError

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.trainer_backend.report.hand_made import COW, WOOD, rollout
+from tests.trainer_backend.pages.hand_made import COW, WOOD, rollout
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.rollout_index import read_index, rollout_files

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.report.hand_made import FIRST
+from tests.trainer_backend.pages.hand_made import FIRST
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunNotWritten
 from trainer_backend.run.fixed_policies import RemoteModel, begin_record

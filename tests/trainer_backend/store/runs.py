@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_schemas.rollouts import Rollout, RolloutFailure
-from tests.trainer_backend.report.hand_made import COW, TABLE, WOOD, rollout
+from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import Consumed, append_consumed

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.trainer_backend.api.on_a_port import on_a_port
-from tests.trainer_backend.api.served import settings_for
+from tests.trainer_backend.jobs.on_a_port import on_a_port
+from tests.trainer_backend.jobs.served import settings_for
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError
 from trainer_backend.terminal.jobs_client import ServiceRefused, ServiceUnreachable

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.report.hand_made import FIRST, LAST, empty_run, evaluation_row, small_run
+from tests.trainer_backend.pages.hand_made import FIRST, LAST, empty_run, evaluation_row, small_run
 from trainer_backend.pages.story import read_story
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines, evaluation_line
 

@@ -11,7 +11,7 @@ from service_kit.logs import configure_logs
 from shared_schemas.base import visible
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue, finished
-from tests.trainer_backend.report.hand_made import empty_run
+from tests.trainer_backend.pages.hand_made import empty_run
 from trainer_backend.__main__ import app
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.terminal.telling import TextConsole, tell

@@ -1,0 +1,20 @@
+"""`python -m tests.trainer_backend.jobs.acted_service DATA_DIR DATABASE_URL GRACE_S`: a trainer service as a
+process of its own, with actors for jobs, which waits half a second for its store."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tests.trainer_backend.jobs.served import acted, settings_for
+from trainer_backend.jobs.server import serve_trainer
+
+
+def main(folder: str, url: str, grace_s: str) -> None:
+    found = settings_for(
+        Path(folder), database_url=url or None, port=0, max_jobs=3, stop_grace_s=float(grace_s)
+    )
+    serve_trainer(replace(found, store_s=0.5), lambda line: print(line, flush=True), command=acted)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

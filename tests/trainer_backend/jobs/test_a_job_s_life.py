@@ -1,0 +1,263 @@
+"""A job from its post to its end, whatever is asked of it on the way, and whatever becomes of its process."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_backend.jobs.served import Served, serving, settings_for
+from trainer_backend.rundir.lock import locked
+from trainer_backend.store import jobs
+from trainer_backend.store.jobs import NewJob
+
+
+async def test_a_job_waits_runs_and_succeeds(served: Served):
+    job_id = await served.post("quick")
+    job = await served.until(job_id, "succeeded")
+    assert (job["attempt"], job["code"], job["progress"]["iteration"]) == (1, None, 2)
+    assert job["created"] <= job["started"] <= job["ended"]
+    assert Path(job["run_dir"]).name.startswith("quick-")
+    assert job["run_id"].startswith("quick.")
+
+
+async def test_what_it_did_is_in_the_store_once_it_has_ended(served: Served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    answer = await served.client.get(f"/jobs/{job_id}/metrics", params={"names": "episode/outcome_reward"})
+    assert answer.json()["series"] == {
+        "episode/outcome_reward": {
+            "iterations": [1, 2], "values": [1.5, 2.5], "low": [1.5, 2.5], "high": [1.5, 2.5],
+        }
+    }  # fmt: skip
+    told = (await served.client.get(f"/jobs/{job_id}/log")).json()["lines"]
+    assert [line["text"] for line in told] == ["start 1", "iteration 1", "iteration 2"]
+
+
+async def test_as_many_run_at_a_time_as_were_allowed_and_the_rest_in_order(tmp_path: Path):
+    async with serving(settings_for(tmp_path, max_jobs=2)) as served:
+        ids = [await served.post("waiting") for _ in range(4)]
+        for job_id in ids[:2]:
+            await served.until_it_trains(job_id)
+        assert [(await served.job(job_id))["state"] for job_id in ids[2:]] == ["queued", "queued"]
+        await release(served, ids[1])
+        await served.until(ids[1], "succeeded")
+        await served.until(ids[2], "running")
+        assert (await served.job(ids[3]))["state"] == "queued"
+
+
+async def test_a_paused_job_goes_on_where_it_was(served: Served):
+    job_id = await served.post("waiting")
+    await iterate(served, job_id, 1)
+    assert (await served.ask("pause", job_id)).json()["state"] in ("pausing", "paused")
+    job = await served.until(job_id, "paused")
+    assert (job["code"], job["wanted"]) == (None, "pause")
+    assert (await served.ask("resume", job_id)).json()["state"] in ("queued", "running")
+    await iterate(served, job_id, 2)
+    await release(served, job_id)
+    job = await served.until(job_id, "succeeded")
+    assert (job["attempt"], job["progress"]["iteration"]) == (2, 2)
+
+
+async def test_a_queued_job_is_paused_and_cancelled_without_a_process(served: Served):
+    first, second, third = [await served.post("waiting") for _ in range(3)]
+    await served.until_it_trains(first)
+    assert (await served.ask("pause", second)).json()["state"] == "paused"
+    assert (await served.ask("cancel", third)).json()["state"] == "cancelled"
+    await release(served, first)
+    await served.until(first, "succeeded")
+    assert not Path((await served.job(second))["run_dir"]).exists()
+    await served.ask("resume", second)
+    await served.until_it_trains(second)
+
+
+async def test_resumed_while_it_pauses_it_is_queued_again(served: Served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    asked = await asyncio.gather(served.ask("pause", job_id), served.ask("resume", job_id))
+    assert {answer.status_code for answer in asked} == {200}
+    await served.ask("resume", job_id)
+    await served.until_it_trains(job_id)
+    assert (await served.job(job_id))["wanted"] == "run"
+
+
+async def test_a_cancelled_job_ends_and_stays_ended(served: Served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    assert (await served.ask("cancel", job_id)).json()["state"] in ("cancelling", "cancelled")
+    job = await served.until(job_id, "cancelled")
+    assert job["ended"] is not None
+    assert (await served.ask("cancel", job_id)).json()["version"] == job["version"], "asked twice is once"
+
+
+async def test_a_job_that_does_not_stop_in_time_is_killed(tmp_path: Path):
+    async with serving(settings_for(tmp_path, stop_grace_s=0.1)) as served:
+        job_id = await served.post("stubborn")
+        await served.until_it_trains(job_id)
+        await served.ask("cancel", job_id)
+        await served.until(job_id, "cancelled")
+        other = await served.post("stubborn")
+        await served.until_it_trains(other)
+        await served.ask("pause", other)
+        job = await served.until(other, "paused")
+        assert (job["code"], "SIGKILL" in job["detail"]) == ("killed", True)
+
+
+async def test_a_job_that_finishes_instead_of_stopping_has_succeeded(served: Served):
+    job_id = await served.post("late")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    await served.until(job_id, "succeeded")
+
+
+async def test_a_crash_is_started_again(served: Served):
+    job_id = await served.post("crashing")
+    await release(served, job_id)
+    job = await served.until(job_id, "succeeded")
+    assert (job["attempt"], job["code"], job["detail"]) == (3, None, None)
+
+
+async def test_too_many_crashes_in_a_row_are_a_failure_that_says_why(tmp_path: Path):
+    async with serving(settings_for(tmp_path, restarts=2)) as served:
+        job_id = await served.post("hopeless")
+        job = await served.until(job_id, "failed")
+        assert (job["attempt"], job["code"], job["detail"]) == (3, "task_app_failed", "no task app answers")
+
+
+async def test_an_iteration_in_between_makes_a_crash_the_first_again(tmp_path: Path):
+    # six starts, five crashes, each an iteration further; one restart is allowed
+    async with serving(settings_for(tmp_path, restarts=1)) as served:
+        job = await served.until(await served.post("slowly"), "succeeded", "failed")
+        assert (job["state"], job["attempt"]) == ("succeeded", 6)
+
+
+async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Served):
+    job_id = await served.post("refused")
+    job = await served.until(job_id, "failed")
+    assert (job["attempt"], job["code"], job["detail"]) == (1, "job_invalid", "model.path holds no model")
+    await served.ask("resume", job_id)
+    job = await served.until(job_id, "failed")
+    while job["attempt"] < 2:
+        job = await served.until(job_id, "failed")
+
+
+async def test_one_that_is_refused_before_it_could_say_why_is_failed_with_what_it_printed(served: Served):
+    job = await served.until(await served.post("mute"), "failed")
+    assert (job["code"], job["detail"]) == ("refused", "sinks.wandb cannot be opened")
+
+
+async def test_a_process_that_somebody_else_stops_leaves_the_job_paused(served: Served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    os.kill(process_of(served, job_id), signal.SIGTERM)
+    job = await served.until(job_id, "paused")
+    assert (job["code"], job["wanted"]) == ("stopped", "pause")
+
+
+async def test_a_job_that_is_killed_while_it_pauses_is_paused(served: Served):
+    job_id = await served.post("stubborn")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    os.kill(process_of(served, job_id), signal.SIGKILL)
+    assert (await served.until(job_id, "paused"))["code"] == "killed"
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+async def test_a_restart_of_the_service_goes_on_with_what_ran_and_what_waited(tmp_path: Path, killed: bool):
+    settings = settings_for(tmp_path)
+    async with serving(settings, killed=killed) as served:
+        running, waiting = [await served.post("waiting") for _ in range(2)]
+        await iterate(served, running, 1)
+    async with serving(settings) as served:
+        await served.until_it_trains(running)
+        assert (await served.job(waiting))["state"] == "queued"
+        await iterate(served, running, 2)
+        await release(served, running)
+        job = await served.until(running, "succeeded")
+        assert (job["attempt"], job["progress"]["iteration"]) == (2, 2)
+        await served.until_it_trains(waiting)
+
+
+@pytest.mark.parametrize(("verb", "state"), [("pause", "paused"), ("cancel", "cancelled")])
+async def test_what_was_asked_before_a_kill_of_the_service_is_done_after_it(
+    tmp_path: Path, verb: str, state: str
+):
+    settings = settings_for(tmp_path)
+    async with serving(settings, killed=True) as served:
+        job_id = await served.post("stubborn")
+        await served.until_it_trains(job_id)
+        await served.ask(verb, job_id)
+    async with serving(settings) as served:
+        await served.until(job_id, state)
+
+
+async def test_fewer_places_after_a_restart_put_the_youngest_back_into_the_queue(tmp_path: Path):
+    async with serving(settings_for(tmp_path, max_jobs=2)) as served:
+        first, second = [await served.post("waiting") for _ in range(2)]
+        await served.until_it_trains(first)
+        await served.until_it_trains(second)
+    async with serving(settings_for(tmp_path, max_jobs=1)) as served:
+        await served.until_it_trains(first)
+        await served.until(second, "queued")
+
+
+async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    folder = Path((await served.until(job_id, "paused"))["run_dir"])
+    with locked(folder):
+        await served.ask("resume", job_id)
+        job = await served.until(job_id, "running")
+        while job["code"] != "waiting":
+            job = await served.until(job_id, "running")
+        assert f"{folder} is being trained by process {os.getpid()}" in job["detail"]
+    await release(served, job_id)
+    job = await served.until(job_id, "succeeded")
+    assert (job["attempt"], job["code"]) == (2, None)
+
+
+async def test_and_not_without_end(tmp_path: Path):
+    settings = settings_for(tmp_path)
+    async with serving(replace(settings, rules=replace(settings.rules, held_s=0.0))) as served:
+        job_id = await served.post("waiting")
+        await served.until_it_trains(job_id)
+        await served.ask("pause", job_id)
+        folder = Path((await served.until(job_id, "paused"))["run_dir"])
+        with locked(folder):
+            await served.ask("resume", job_id)
+            job = await served.until(job_id, "failed")
+        assert f"{folder} is being trained by process {os.getpid()}" in job["detail"]
+
+
+async def test_a_job_that_this_version_cannot_read_has_failed(served: Served):
+    new = NewJob(
+        name="old",
+        config="[gone]\nkey = 1\n",
+        home=served.service.data.home,
+        run_dir=served.service.data.path / "old",
+    )
+    row, _ = await asyncio.to_thread(jobs.create, served.service.store, new)
+    job = await served.until(row.id, "failed")
+    assert (job["code"], "gone is not a key" in job["detail"]) == ("job_invalid", True)
+
+
+def process_of(served: Served, job_id: str) -> int:
+    assert served.service.supervisor is not None
+    process = served.service.supervisor.slots[job_id].process
+    assert process is not None
+    return process.pid
+
+
+async def iterate(served: Served, job_id: str, iteration: int) -> None:
+    """Let a waiting job do one more."""
+    job = await served.until_it_trains(job_id)
+    Path(job["run_dir"], "iterate").touch()
+    await served.until(job_id, "running", iteration=iteration)
+
+
+async def release(served: Served, job_id: str) -> None:
+    """Let it come to its end."""
+    Path((await served.until_it_began(job_id))["run_dir"], "go").touch()

@@ -1,0 +1,110 @@
+"""A database that takes questions and answers none: the service says so, and ends when it is told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.trainer_backend.jobs.served import LONG_S, document
+from tests.trainer_backend.store.postgres import Postgres
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    server = Postgres()
+    yield server
+    server.close()
+
+
+@contextmanager
+def service(
+    folder: Path, url: str, *, grace_s: float
+) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer_backend.jobs.acted_service", str(folder), url, str(grace_s)],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        try:
+            assert process.stdout is not None
+            address = next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
+            with httpx.Client(base_url=address, timeout=30.0) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def until(holds: Callable[[], object]) -> Any:
+    give_up_s = time.monotonic() + LONG_S
+    while not (found := holds()):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+    return found
+
+
+def started(client: httpx.Client, plays: str) -> tuple[str, Path]:
+    """A job that trains: its id and its run directory."""
+    job = client.post("/jobs", json={"config": document(plays)}).json()
+    folder = Path(job["run_dir"])
+    until(lambda: told(folder) == "training")
+    return str(job["id"]), folder
+
+
+def told(folder: Path) -> str | None:
+    file = folder / "state.json"
+    return json.loads(file.read_text())["state"] if file.exists() else None
+
+
+@pytest.mark.timeout(300)
+def test_told_to_stop_it_lets_jobs_save_and_ends_and_the_next_start_goes_on(
+    tmp_path: Path, postgres: Postgres
+):
+    with postgres.database() as url:
+        with service(tmp_path, url, grace_s=60) as (process, client):
+            ending, ends = started(client, "waiting")
+            staying, stays = started(client, "waiting")
+            postgres.freeze()
+            try:
+                (ends / "go").touch()  # nobody can write that down: a round hangs in it
+                until(lambda: client.get("/health").json()["store"] == "away")
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(LONG_S) == 0
+                assert (told(ends), told(stays)) == ("ended", "stopped")
+            finally:
+                postgres.thaw()
+        with service(tmp_path, url, grace_s=60) as (_, client):
+            until(lambda: client.get(f"/jobs/{ending}").json()["state"] == "succeeded")
+            until(lambda: told(stays) == "training")
+            assert client.get(f"/jobs/{staying}").json()["state"] == "running"
+
+
+def test_a_second_signal_kills_jobs_that_still_save(tmp_path: Path):
+    with service(tmp_path, "", grace_s=1e6) as (process, client):
+        job_id, _ = started(client, "stubborn")
+        process.send_signal(signal.SIGTERM)
+        until(lambda: refused(client))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG_S) == 0
+    with service(tmp_path, "", grace_s=0.1) as (_, client):
+        until(lambda: client.get(f"/jobs/{job_id}").json()["attempt"] == 2)
+
+
+def refused(client: httpx.Client) -> bool:
+    """Whether the service takes no connection any more: it has heard the first signal."""
+    try:
+        client.get("/health")
+    except httpx.TransportError:
+        return True
+    return False

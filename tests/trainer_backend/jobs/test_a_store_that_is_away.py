@@ -1,0 +1,124 @@
+"""A database that does not answer: an error at the start; later 503 where it is needed, and jobs go on."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_backend.jobs.served import checks, serving, settings_for
+from tests.trainer_backend.jobs.test_a_job_s_life import iterate, release
+from tests.trainer_backend.store.postgres import Postgres
+from trainer_backend.jobs.events import Place, _stream
+from trainer_backend.jobs.server import open_service
+from trainer_backend.store.database import StoreError, StoreUnavailable
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    server = Postgres()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "told"),
+    [
+        ("postgresql://turnwise:hunter2@127.0.0.1:1/turnwise", StoreUnavailable, "cannot be used"),
+        ("sqlite:////proc/nowhere/store.db", StoreUnavailable, "cannot be made for the store"),
+        ("mysql://root:hunter2@h/d", StoreError, "known: sqlite, postgresql"),
+    ],
+)
+def test_at_the_start_it_is_told_in_a_sentence_without_the_password(tmp_path, url, kind, told):
+    with (
+        pytest.raises(kind, match=told) as error,
+        open_service(settings_for(tmp_path, database_url=url), checks()),
+    ):
+        pass
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.timeout(300)
+async def test_in_the_middle_jobs_go_on_and_all_that_they_did_is_there_afterwards(tmp_path: Path, postgres):
+    with postgres.database() as url:
+        async with serving(settings_for(tmp_path, database_url=url, max_jobs=2)) as served:
+            ending, staying = [await served.post("waiting") for _ in range(2)]
+            folders = [
+                Path((await served.until_it_trains(job_id))["run_dir"]) for job_id in (ending, staying)
+            ]
+            await iterate(served, staying, 1)
+            stream = _stream(served.service, staying, Place())
+            first = [await anext(stream)]
+            await asyncio.to_thread(postgres.kill)
+            for method, path in (
+                ("GET", "/jobs"),
+                ("POST", f"/jobs/{staying}/cancel"),
+                ("GET", f"/jobs/{staying}"),
+            ):
+                answer = await served.client.request(method, path)
+                assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+                assert answer.headers["retry-after"] == "5" and str(tmp_path) not in answer.text
+            metrics = await served.client.get("/metrics")
+            assert "turnwise_trainer_store_up 0.0" in metrics.text
+            (folders[0] / "go").touch()  # one job ends, the other goes on, and nobody can write that down
+            (folders[1] / "iterate").touch()
+            while b"event: store" not in first[-1]:
+                first.append(await anext(stream))
+            assert served.service.supervisor is not None
+            process = served.service.supervisor.slots[ending].process
+            assert process is not None and await process.ended() == 0
+            while (await served.client.get("/health")).json()["store"] == "up":
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(postgres.start)
+            job = await served.until(ending, "succeeded")
+            assert job["attempt"] == 1
+            await served.until(staying, "running", iteration=2)
+            async for event in stream:
+                first.append(event)
+                if b'"iteration": 2' in event:
+                    break
+            assert (await served.client.get("/health")).json()["store"] == "up"
+            await release(served, staying)
+            await served.until(staying, "succeeded")
+            found = await served.client.get(f"/jobs/{staying}/metrics?names=policy/version")
+            assert found.json()["series"]["policy/version"]["iterations"] == [1, 2]
+
+
+async def test_a_store_that_hangs_is_waited_for_no_longer_than_that(tmp_path: Path):
+    from dataclasses import replace
+
+    async with serving(replace(settings_for(tmp_path), store_s=0.05)) as served:
+        hang = asyncio.Event()
+
+        def hanging() -> None:
+            asyncio.run_coroutine_threadsafe(hang.wait(), loop).result()
+
+        loop = asyncio.get_running_loop()
+        with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.05 s"):
+            await served.service.ask(hanging)
+        hang.set()
+
+
+@pytest.mark.timeout(300)
+async def test_the_same_life_on_postgresql(tmp_path: Path, postgres):
+    with postgres.database() as url:
+        settings = settings_for(tmp_path, database_url=url)
+        async with serving(settings, killed=True) as served:
+            running = await served.post("waiting")
+            waiting = await served.post("quick")
+            await iterate(served, running, 1)
+        async with serving(settings) as served:
+            await release(served, running)
+            assert (await served.until(running, "succeeded"))["attempt"] == 2
+            await served.until(waiting, "succeeded")
+            answers = await asyncio.gather(
+                *(
+                    served.client.post(
+                        "/jobs",
+                        json={"toml": '[model]\npreset = "tiny-0.3m"'},
+                        headers={"Idempotency-Key": "k"},
+                    )
+                    for _ in range(8)
+                )
+            )
+            assert sorted(answer.status_code for answer in answers) == [200] * 7 + [201]

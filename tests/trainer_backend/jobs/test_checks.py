@@ -1,0 +1,110 @@
+"""Reading a posted job is bounded as a whole: whatever is in it, it costs others nothing."""
+
+import bisect
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_backend.jobs.served import serving, settings_for
+from trainer_backend.errors import CheckEnded, JobError, TooManyChecks
+from trainer_backend.jobs.check_process import CheckProcess
+from trainer_backend.jobs.posted import document_of
+
+MEBIBYTE = 1 << 20
+MODEL = '[model]\npreset = "tiny-0.3m"\n'
+DEEP = "more than 32 deep"
+MANY = "a job holds at most 50000 keys, items of lists and lines"
+
+
+async def test_a_call_is_ended_when_it_takes_too_long_or_too_much_and_the_next_one_is_answered():
+    checks = CheckProcess(at_most_s=0.5, at_most_bytes=64 * MEBIBYTE)
+    try:
+        with pytest.raises(CheckEnded, match=r"took longer than 0\.5 s, and was ended"):
+            await checks.ask(time.sleep, 600.0)
+        with pytest.raises(CheckEnded, match=r"took longer than 0\.5 s, and was ended"):
+            await checks.ask(re.fullmatch, "(a+)+b", "a" * 60)  # within one call of C, which holds the GIL
+        with pytest.raises(CheckEnded, match="needed more than 64 MiB of memory, and was ended"):
+            await checks.ask(bytes, 1024 * MEBIBYTE)
+        with pytest.raises(CheckEnded, match="was ended by SIGABRT"):
+            await checks.ask(os.abort)
+        with pytest.raises(RuntimeError, match="exit code 3"):
+            await checks.ask(os._exit, 3)
+        with pytest.raises(JobError, match="not valid TOML"):
+            await checks.ask(document_of, "[")
+        server = await checks.ask(os.getppid)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(CheckEnded):
+            await checks.ask(os.getpid)
+        assert await checks.ask(bisect.bisect, [1, 2], 1) == 1
+        assert await checks.ask(os.getppid) != server
+    finally:
+        checks.close()
+
+
+async def test_more_calls_than_may_wait_are_told_to_come_later():
+    checks = CheckProcess(at_most=0)
+    with pytest.raises(TooManyChecks):
+        await checks.ask(os.getpid)
+    checks.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        # each of these held the interpreter for a minute or more, or took gigabytes
+        ("[" + " " * 4_500, "not valid TOML"),
+        ("[" + " " * (MEBIBYTE - 1), "not valid TOML"),
+        ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(520)), MANY),
+        ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(40)), DEEP),
+        ("x = {" + ", ".join(f"k{n}{'.a' * 998} = 1" for n in range(40)) + "}", DEEP),
+        (MODEL + "[evaluation]\ninstances = 60000000\n[rollout]\nseeds = [1]", "evaluation.instances"),
+        (MODEL + f"[training]\niterations = {2**63 - 1}", "less than or equal to 1000000"),
+        (MODEL + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more, which are not told"),
+        (MODEL + "[training]\n" + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more"),
+        (MODEL + "".join(f"k{n:06} = 1\n" for n in range(80_000)), MANY),
+        (MODEL + f"[rollout]\nseeds = [{'-1, ' * 40_000}]", "rollout.seeds"),
+        (
+            MODEL + f'[data]\nevaluation_split = "x"\npath = "{"a/" * 500_000}"',
+            "of more than 4096 characters",
+        ),
+        ('[model]\npreset = "' + "step" * 250_000 + '"', "model.preset is 'stepstep"),
+        (MODEL + 'x = """' + '\\"""' * 250_000, "not valid TOML"),
+        (MODEL + "[rollout]\nenv_config = " + "[" * 1_000_000, MANY),
+    ],
+    ids=range(15),
+)
+async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(served, text, found):
+    answer = await served.client.post("/jobs/check", content=text.encode()[:MEBIBYTE])
+    assert answer.status_code == 200, answer.text
+    assert len(answer.content) < 100_000
+    findings = [finding["text"] for finding in answer.json()["findings"]]
+    assert len(findings) <= 21
+    assert any(found in finding for finding in findings), findings
+
+
+async def test_json_is_bounded_as_toml_is(served):
+    many = {"config": {f"k{n}": 1 for n in range(5_000)}}
+    answer = await served.client.post("/jobs", json=many)
+    assert (answer.status_code, answer.json()["code"]) == (400, "job_invalid")
+    assert answer.json()["detail"].endswith("and 4981 more, which are not told")  # `model` is missing too
+    tables = {"model": {"preset": "tiny-0.3m"}, "rollout_only": [{}] * 40_000}
+    answer = await served.client.post("/jobs", json={"config": tables})
+    assert "rollout_only" in answer.json()["detail"] and "at most 32 items" in answer.json()["detail"]
+    answer = await served.client.post(
+        "/jobs", json={"toml": MODEL, "tags": {str(n): {} for n in range(9_000)}}
+    )
+    assert (answer.status_code, answer.json()["detail"]) == (422, "tags: 9000 tags; at most 32")
+
+
+async def test_a_check_that_was_ended_is_told_as_that_and_not_as_a_store_that_is_away(tmp_path: Path):
+    async with serving(settings_for(tmp_path)) as served:
+        served.service.checks = checks = CheckProcess(at_most_s=1e-6)
+        for path in ("/jobs/check", "/jobs", "/jobs?dry_run=true"):
+            answer = await served.client.post(path, content=MODEL)
+            assert (answer.status_code, answer.json()["code"]) == (422, "check_ended"), answer.text
+            assert "checking the job took longer than 1e-06 s" in answer.json()["detail"]
+        checks.close()

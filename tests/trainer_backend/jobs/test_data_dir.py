@@ -1,0 +1,109 @@
+"""The folder of a service: whose it is, which runs lie in it, what is deleted and what is not."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.jobs.rows import job
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.job.load import dump_job
+from trainer_backend.jobs.data_dir import open_data_dir
+from trainer_backend.rundir.layout import create_run
+
+
+@pytest.fixture
+def data(tmp_path: Path):
+    with open_data_dir(tmp_path / "runs", runs_jobs=True) as found:
+        yield found
+
+
+def test_a_folder_has_its_own_name_and_keeps_it(tmp_path: Path):
+    with open_data_dir(tmp_path / "a", runs_jobs=True) as first:
+        pass
+    with (
+        open_data_dir(tmp_path / "a", runs_jobs=True) as again,
+        open_data_dir(tmp_path / "b", runs_jobs=True) as b,
+    ):
+        assert first.home == again.home != b.home
+
+
+def test_a_copy_is_told_and_one_that_was_moved_is_still_itself(tmp_path: Path):
+    with open_data_dir(tmp_path / "a", runs_jobs=True) as first:
+        pass
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with (
+        pytest.raises(RunDirectoryError, match=r"/b is a copy of .*/a, which is still there"),
+        open_data_dir(tmp_path / "b", runs_jobs=True),
+    ):
+        pass
+    with open_data_dir(tmp_path / "b", runs_jobs=False) as shown:
+        assert shown.home == first.home
+    (tmp_path / "b" / ".service" / "home").unlink()
+    with open_data_dir(tmp_path / "b", runs_jobs=True) as second:
+        assert second.home != first.home
+    (tmp_path / "a").rename(tmp_path / "c")
+    with open_data_dir(tmp_path / "c", runs_jobs=True) as moved:
+        assert moved.home == first.home
+
+
+def test_one_service_at_a_time_runs_jobs_in_it_and_any_number_shows_them(data):
+    with (
+        pytest.raises(RunDirectoryError, match="another trainer service runs jobs"),
+        open_data_dir(data.path, runs_jobs=True),
+    ):
+        pass
+    with open_data_dir(data.path, runs_jobs=False) as beside:
+        assert beside == data
+
+
+def test_runs_are_found_where_the_command_line_makes_them(data):
+    plain = create_run(tiny_job(), data.path / "tiny").path
+    seed = create_run(tiny_job(), data.path / "tiny-seeds" / "seed_0").path
+    create_run(tiny_job(), data.path / "a" / "b" / "too_deep")
+    assert data.runs() == [plain, seed]
+    data.forget(seed)
+    assert data.runs() == [plain]
+
+
+def test_two_jobs_of_one_name_get_a_folder_each(data):
+    first, second = data.new_run_dir("tiny"), data.new_run_dir("tiny")
+    assert first != second and first.parent == data.path
+
+
+def posted(path: Path, **changed):
+    return job(run_dir=str(path), config=dump_job(tiny_job()), **changed)
+
+
+def test_a_run_directory_is_made_once_and_again_where_a_kill_left_half_of_it(data):
+    path = data.new_run_dir("tiny")
+    (path / "rollouts").mkdir(parents=True)
+    (path / "job.toml").write_text("half")
+    run = data.run_of(posted(path))
+    assert run.job() == tiny_job()
+    assert data.run_of(posted(path)) == run == data.run_of(posted(path, run_id=run.run_id))
+
+
+@pytest.mark.parametrize("name", ["checkpoints/iteration_3", "notes.txt"])
+def test_what_a_kill_does_not_leave_is_not_overwritten(data, name):
+    path = data.new_run_dir("tiny")
+    (path / "checkpoints").mkdir(parents=True)
+    (path / name).mkdir() if "/" in name else (path / name).touch()
+    with pytest.raises(RunDirectoryError, match=rf"holds '{name.split('/')[0]}' and no run\.json"):
+        data.run_of(posted(path))
+    assert (path / name).exists()
+
+
+def test_a_job_whose_run_is_gone_does_not_begin_anew(data):
+    path = data.new_run_dir("tiny")
+    with pytest.raises(RunDirectoryError, match="its run is not there any more"):
+        data.run_of(posted(path, run_id="tiny.1"))
+    assert not path.exists()
+
+
+def test_a_job_of_a_data_directory_that_was_moved_does_not_train_in_the_old_place(data, tmp_path: Path):
+    for path in (tmp_path / "old" / "tiny-1", data.path, data.path / ".." / "tiny-1"):
+        with pytest.raises(RunDirectoryError, match="is not below the data directory"):
+            data.run_of(posted(path))
+    assert not (tmp_path / "old").exists()

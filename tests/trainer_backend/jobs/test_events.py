@@ -1,0 +1,185 @@
+"""Event streams: what was, what comes, from where one was, and an end."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer_backend.jobs.served import serving, settings_for
+from tests.trainer_backend.jobs.test_a_job_s_life import iterate, release
+from trainer_backend.jobs.events import Place, _stream
+
+
+def parsed(text: str) -> list[tuple[str, str | None, dict[str, Any]]]:
+    """Name, id and data of each event."""
+    found = []
+    for block in text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if fields:
+            found.append((fields["event"], fields.get("id"), json.loads(fields["data"])))
+    return found
+
+
+async def all_events(served, job_id: str, **named: Any):
+    answer = await served.client.get(f"/jobs/{job_id}/events", **named)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return parsed(answer.text)
+
+
+async def test_a_stream_of_an_ended_job_tells_all_and_ends(served):
+    job_id = await served.post("quick")
+    events = await all_events(served, job_id)  # from before its start to its end
+    rows = [data for name, _, data in events if name == "metrics"]
+    assert [(row["kind"], row["iteration"], row["row"]["episode/outcome_reward"]) for row in rows] == [
+        ("iteration", 1, 1.5), ("iteration", 2, 2.5),
+    ]  # fmt: skip
+    lines = [data["text"] for name, _, data in events if name == "log"]
+    assert lines == ["start 1", "iteration 1", "iteration 2"]
+    states = [data["state"] for name, _, data in events if name == "state"]
+    assert (states[-1] == "succeeded" and len(states) == len(set(map(str, states)))) or states.count(
+        "running"
+    ) > 1
+    assert events[-1] == ("end", None, {"state": "succeeded"})
+
+
+async def test_sent_back_an_id_goes_on_behind_it(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    events = await all_events(served, job_id)
+    marked = [(identity, name, data) for name, identity, data in events if identity is not None]
+    last = marked[-1][0]
+    assert [name for name, _, _ in await all_events(served, job_id, headers={"Last-Event-ID": last})] == [
+        "state",
+        "end",
+    ]
+    first_row = next(identity for identity, name, _ in marked if name == "metrics")
+    rest = await all_events(served, job_id, params={"after": first_row})
+    assert [data["iteration"] for name, _, data in rest if name == "metrics"] == [2]
+
+
+@pytest.mark.parametrize(
+    "identity", ["x", "1", "1.", "-1.2", "1.2.3", "1" * 41, "9" * 19 + ".0", "0." + "9" * 20]
+)
+async def test_an_id_of_somebody_else_is_refused(served, identity):
+    job_id = await served.post("quick")
+    answer = await served.client.get(f"/jobs/{job_id}/events", headers={"Last-Event-ID": identity})
+    assert answer.status_code == 422
+
+
+async def test_a_connection_that_is_cut_in_the_middle_of_a_batch_loses_no_line(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    events = await all_events(served, job_id)  # the three lines are one batch
+    lines = [(identity, data["text"]) for name, identity, data in events if name == "log"]
+    assert [text for _, text in lines] == ["start 1", "iteration 1", "iteration 2"]
+    for came, (identity, _) in enumerate(lines, start=1):
+        rest = await all_events(served, job_id, headers={"Last-Event-ID": identity})
+        assert [data["text"] for name, _, data in rest if name == "log"] == [text for _, text in lines[came:]]
+
+
+async def test_a_long_log_comes_in_pieces_and_whole(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    path = Path((await served.job(job_id))["run_dir"], "run.log")
+    rows = [json.dumps({"time": "", "text": f"{number:06d} {'x' * 9_000}"}) for number in range(300)]
+    path.write_text("".join(f"{row}\n" for row in rows))  # 2.7 MB
+    told = [data["text"][:6] for name, _, data in await all_events(served, job_id) if name == "log"]
+    assert told == [f"{number:06d}" for number in range(300)]
+    found = (await served.client.get(f"/jobs/{job_id}/log")).json()
+    assert found["next_offset"] == path.stat().st_size
+    texts = [line["text"][:6] for line in found["lines"]]
+    first = 300 - (1 << 20) // (len(rows[0]) + 1)  # the last megabyte, in whole lines
+    assert texts == [f"{number:06d}" for number in range(first, 300)]
+
+
+async def test_what_happens_comes_while_it_happens(served):
+    job_id = await served.post("waiting")
+    stream = _stream(served.service, job_id, Place())
+    seen: list[tuple[str, str | None, dict[str, Any]]] = []
+
+    async def until(name: str, what) -> None:
+        async with asyncio.timeout(60):
+            async for event in stream:
+                seen.extend(parsed(event.decode()))
+                if any(found == name and what(data) for found, _, data in seen):
+                    return
+
+    await until("state", lambda job: (job["progress"] or {}).get("state") == "training")
+    await iterate(served, job_id, 1)
+    await until("metrics", lambda row: row["iteration"] == 1)
+    await served.ask("pause", job_id)
+    await until("state", lambda job: job["state"] == "paused")
+    await served.ask("resume", job_id)
+    await release(served, job_id)
+    await until("end", lambda data: data["state"] == "succeeded")
+    assert [data["text"] for name, _, data in seen if name == "log"] == ["start 1", "iteration 1", "start 2"]
+
+
+async def test_a_quiet_stream_says_that_it_is_there(tmp_path: Path):
+    settings = replace(settings_for(tmp_path), heartbeat_s=0.01)
+    async with serving(settings) as served:
+        running, queued = [await served.post("waiting") for _ in range(2)]
+        await served.until_it_trains(running)
+        stream = _stream(served.service, queued, Place())
+        assert parsed((await anext(stream)).decode())[0][2]["state"] == "queued"
+        assert await anext(stream) == b": still here\n\n"
+
+
+async def test_only_so_many_streams_are_open(tmp_path: Path):
+    async with serving(replace(settings_for(tmp_path), max_streams=0)) as served:
+        job_id = await served.post("quick")
+        answer = await served.client.get(f"/jobs/{job_id}/events")
+        assert (answer.status_code, answer.json()["code"]) == (503, "too_many_streams")
+
+
+async def test_a_stream_ends_with_its_job_s_deletion_and_with_the_service(served):
+    running, queued = [await served.post("waiting") for _ in range(2)]
+    await served.until_it_trains(running)
+    await served.ask("pause", queued)
+    stream = _stream(served.service, queued, Place())
+    await anext(stream)
+    await served.client.delete(f"/jobs/{queued}")
+    assert parsed((await anext(stream)).decode()) == [("end", None, {"state": "deleted"})]
+    other = _stream(served.service, running, Place())
+    events = [await anext(other)]
+    waiting = asyncio.ensure_future(_rest(other))
+    served.service.news.close()
+    await waiting
+    assert events
+
+
+async def _rest(stream) -> list[bytes]:
+    async with asyncio.timeout(60):
+        return [event async for event in stream]
+
+
+async def test_logs_are_read_from_where_one_was(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+
+    async def log(**query: Any) -> dict[str, Any]:
+        return (await served.client.get(f"/jobs/{job_id}/log", params=query)).json()
+
+    first = await log(tail=1)
+    assert [line["text"] for line in first["lines"]] == ["iteration 2"]
+    assert await log(offset=first["next_offset"]) == {"lines": [], "next_offset": first["next_offset"]}
+    folder = Path((await served.job(job_id))["run_dir"])
+    (folder / "process.log").write_bytes(b"one\ntw\xff\nhalf")
+    assert await log(part="process") == {
+        "lines": [{"time": "", "text": "one"}, {"time": "", "text": "tw\ufffd"}], "next_offset": 8,
+    }  # fmt: skip
+    assert (await log(part="task_app"))["lines"] == []
+    assert (await served.client.get(f"/jobs/{job_id}/log?part=secrets")).status_code == 422
+
+
+async def test_curves_by_name_and_all(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    found = (await served.client.get(f"/jobs/{job_id}/metrics")).json()
+    assert sorted(found["series"]) == ["decision/nonzero_frac", "episode/outcome_reward", "policy/version"]
+    some = await served.client.get(f"/jobs/{job_id}/metrics", params={"names": ["policy/*", "none"]})
+    assert list(some.json()["series"]) == ["policy/version"]
+    assert (await served.client.get(f"/jobs/{job_id}/metrics?kind=evaluation")).json()["series"] == {}

@@ -1,0 +1,276 @@
+"""Posting, looking, deleting: every way in, and every way that it is refused."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.jobs.served import document, serving, settings_for
+from trainer_backend.errors import QueueFull
+from trainer_backend.jobs.submitting import submission_of, submit
+from trainer_backend.rundir.layout import create_run
+from trainer_backend.rundir.lock import locked
+
+TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "a"\n'
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"content": TOML, "headers": {"Content-Type": "application/toml"}},
+        {"content": TOML, "headers": {"Content-Type": "text/plain; charset=utf-8"}},
+        {"content": TOML, "headers": {"Content-Type": "application/x-www-form-urlencoded"}},
+        {"content": TOML},
+        {"json": {"toml": TOML}},
+        {"json": {"config": document("waiting"), "tags": {"team": "a"}}},
+    ],
+)
+async def test_a_job_is_posted_as_toml_or_json(served, sent):
+    answer = await served.client.post("/jobs", **sent)
+    job = answer.json()
+    assert (answer.status_code, job["name"], job["tags"], job["origin"]) == (
+        201,
+        "waiting",
+        {"team": "a"},
+        "api",
+    )
+    assert answer.headers["location"] == f"/jobs/{job['id']}"
+    assert job["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "told"),
+    [
+        (
+            {"content": "[model\n"},
+            400,
+            "not valid TOML: Expected ']' at the end of a table declaration (at line 1",
+        ),
+        ({"content": "[modell]\n"}, 400, "modell is not a key"),
+        ({"content": b"\xff"}, 422, "the body is no UTF-8 text: byte 0"),
+        ({"content": "{", "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
+        ({"content": "[" * 100_000, "headers": {"Content-Type": "application/json"}}, 422, "no JSON"),
+        ({"json": {}}, 422, "exactly one of 'config' and 'toml'"),
+        ({"json": {"toml": "", "config": {}}}, 422, "exactly one of 'config' and 'toml'"),
+        (
+            {"json": {"tolm": ""}},
+            422,
+            "'tolm' is not known here; known: config, tags, toml. Did you mean 'toml'?",
+        ),
+        ({"json": {"config": {"model": 3}}}, 400, "model"),
+        ({"content": f"x = {'[' * 5_000}"}, 400, "more than 32 deep"),
+        ({"content": f"{'.'.join('a' * 1_000)} = 1"}, 400, "a holds tables or lists in one another"),
+        ({"content": TOML + f"[rollout]\nenv_config.{'.'.join('a' * 300)} = 1"}, 400, "rollout holds tables"),
+        ({"content": f"x = {'1' * 5_000}"}, 400, "not valid TOML"),
+        (
+            {"content": TOML, "headers": {"Content-Type": "image/png"}},
+            415,
+            "Content-Type is 'image/png'; known:",
+        ),
+        ({"content": TOML, "headers": {"Idempotency-Key": "a b"}}, 422, "idempotency-key"),
+        ({"content": TOML, "params": {"dryrun": "true"}}, 422, "'dryrun' is not known here"),
+    ],
+)
+async def test_what_is_no_job_is_refused_with_its_place(served, sent, status, told):
+    answer = await served.client.post("/jobs", **sent)
+    assert (answer.status_code, answer.json()["status"]) == (status, status)
+    assert told in answer.json()["detail"], answer.text
+    assert (await served.client.get("/jobs")).json()["jobs"] == []
+
+
+@pytest.mark.parametrize("cursor", ["abc", "-1", "9" * 18, "2147483648"])
+async def test_a_place_that_no_page_has_told_is_refused(served, cursor):
+    answer = await served.client.get("/jobs", params={"cursor": cursor})
+    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+    assert "give back the one of the page before" in answer.json()["detail"]
+
+
+async def test_a_file_that_curl_has_joined_to_one_line_is_told(served):
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = await served.client.post("/jobs", content=TOML.replace("\n", ""), headers=form)
+    assert answer.json()["hint"] == "curl -d drops line ends; send --data-binary @job.toml."
+
+
+async def test_a_dry_run_resolves_and_stores_nothing(served):
+    answer = await served.client.post("/jobs", params={"dry_run": True}, content=TOML + "[vllm]\n")
+    found = answer.json()
+    assert (answer.status_code, found["warnings"]) == (200, ["[vllm] is for other backends and is not read"])
+    assert tomli.loads(found["toml"])["training"]["group_size"] == 8
+    assert (await served.client.get("/jobs")).json()["jobs"] == []
+
+
+async def test_a_check_answers_with_findings(served):
+    answer = await served.client.post("/jobs/check", content="[model]\npreset = 3\n")
+    assert answer.json()["ok"] is False
+    assert answer.json()["findings"][0]["line"] == 2
+
+
+async def test_many_clients_with_one_key_make_one_job_and_without_one_each_their_own(served):
+    keyed = [served.client.post("/jobs", content=TOML, headers={"Idempotency-Key": "k"}) for _ in range(12)]
+    plain = [served.client.post("/jobs", content=TOML) for _ in range(6)]
+    answers = await asyncio.gather(*keyed, *plain)
+    assert sorted(answer.status_code for answer in answers[:12]) == [200] * 11 + [201]
+    assert len({answer.json()["id"] for answer in answers[:12]}) == 1
+    assert len({answer.json()["id"] for answer in answers}) == 7
+    assert len((await served.client.get("/jobs")).json()["jobs"]) == 7
+
+
+async def test_many_clients_who_want_different_things_lose_nothing(served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    verbs = ["pause", "resume"] * 8 + ["cancel"]
+    answers = await asyncio.gather(*(served.ask(verb, job_id) for verb in verbs))
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert answers[-1].status_code == 200
+    job = await served.until(job_id, "cancelled", "queued", "running", "paused")
+    done = [answer.json()["version"] for answer in answers if answer.status_code == 200]
+    assert max(done) <= job["version"]
+    # whoever came after the cancel was told so, or asked for it again: it ends as the last change says
+    if job["state"] != "cancelled":
+        await served.ask("cancel", job_id)
+        await served.until(job_id, "cancelled")
+
+
+async def test_jobs_are_listed_newest_first_page_by_page(served):
+    ids = [await served.post("waiting") for _ in range(5)]
+    first = (await served.client.get("/jobs", params={"limit": 3})).json()
+    second = (await served.client.get("/jobs", params={"limit": 3, "cursor": first["next_cursor"]})).json()
+    assert [job["id"] for job in first["jobs"] + second["jobs"]] == ids[::-1]
+    assert second["next_cursor"] is None
+    await served.until(ids[0], "running")
+    queued = (await served.client.get("/jobs", params={"state": ["queued", "paused"]})).json()["jobs"]
+    assert [job["id"] for job in queued] == ids[:0:-1]
+    assert (await served.client.get("/jobs?cursor=x")).status_code in (409, 422)
+
+
+async def test_a_job_is_named_by_its_id_the_beginning_of_it_or_its_own_name(served):
+    job_id = await served.post("waiting")
+    for name in (job_id, job_id[:8], "waiting"):
+        assert (await served.job(name))["id"] == job_id
+    await served.post("waiting")
+    twice = await served.client.get("/jobs/waiting")
+    assert twice.status_code == 404 and "2 jobs are called 'waiting'" in twice.json()["detail"]
+    close = await served.client.get("/jobs/waitin")
+    assert (close.status_code, close.json()["code"]) == (404, "job_unknown")
+    assert "there is no job 'waitin'; known:" in close.json()["detail"]
+    assert "Did you mean 'waiting'?" in close.json()["detail"]
+    assert (await served.client.get(f"/jobs/{job_id[:3]}")).status_code == 404, "too short to be meant"
+
+
+async def test_its_config_can_be_posted_again(served):
+    job_id = await served.post("waiting", training={"iterations": 7})
+    config = await served.client.get(f"/jobs/{job_id}/config")
+    assert config.headers["content-type"].startswith("application/toml")
+    assert tomli.loads(config.text)["training"]["iterations"] == 7
+    assert (await served.client.post("/jobs", content=config.text)).status_code == 201
+
+
+async def test_only_what_has_ended_is_deleted_and_its_files_if_asked_for(served):
+    kept, removed = await served.post("quick"), await served.post("quick")
+    waiting = await served.post("waiting")
+    early = await served.client.delete(f"/jobs/{waiting}")
+    assert early.status_code == 409 and "cancel it first" in early.json()["detail"]
+    paths = [Path((await served.until(job_id, "succeeded"))["run_dir"]) for job_id in (kept, removed)]
+    assert (await served.client.delete(f"/jobs/{kept}")).status_code == 204
+    assert (await served.client.delete(f"/jobs/{removed}", params={"files": True})).status_code == 204
+    assert [path.exists() for path in paths] == [True, False]
+    for job_id in (kept, removed):
+        assert (await served.client.get(f"/jobs/{job_id}")).status_code == 404
+    await asyncio.to_thread(served.service.watcher.look, everything=True)
+    assert [job["id"] for job in (await served.client.get("/jobs")).json()["jobs"]] == [waiting]
+
+
+async def test_a_job_that_never_ran_is_deleted_too(served):
+    await served.post("waiting")
+    second = await served.post("waiting")
+    await served.ask("cancel", second)
+    assert (await served.client.delete(f"/jobs/{second}", params={"files": True})).status_code == 204
+
+
+async def test_a_run_of_the_command_line_is_shown_and_left_alone_and_forgotten_once_it_is_gone(served):
+    run = create_run(tiny_job(), served.service.data.path / "tiny")
+    with locked(run.path):
+        await asyncio.to_thread(served.service.watcher.look, everything=True)
+        job = await served.job("tiny")
+        assert (job["origin"], job["state"]) == ("cli", "running")
+        refused = await served.ask("cancel", job["id"])
+        assert refused.status_code == 409 and "run of `turnwise train`" in refused.json()["detail"]
+        assert (await served.client.delete(f"/jobs/{job['id']}")).status_code == 409
+    await asyncio.to_thread(served.service.watcher.look, everything=True)
+    assert (await served.job("tiny"))["state"] == "paused"
+    for files in (False, True):
+        answer = await served.client.delete(f"/jobs/{job['id']}", params={"files": files})
+        assert answer.status_code == 409 and "not this service's to delete" in answer.json()["detail"]
+    assert (run.path / "run.json").exists() and not (run.path / "forgotten").exists()
+    shutil.rmtree(run.path)
+    assert (await served.client.delete(f"/jobs/{job['id']}")).status_code == 204
+
+
+async def test_a_job_of_another_service_on_the_same_database_is_shown_and_left_to_it(tmp_path):
+    url = f"sqlite:///{tmp_path}/shared.db"
+    async with serving(settings_for(tmp_path / "a", database_url=url)) as first:
+        job_id = await first.post("waiting")
+        await first.until_it_trains(job_id)
+        async with serving(settings_for(tmp_path / "b", database_url=url)) as second:
+            assert (await second.job(job_id))["state"] == "running"
+            for answer in (await second.ask("cancel", job_id), await second.client.delete(f"/jobs/{job_id}")):
+                assert answer.status_code == 409 and "another trainer service" in answer.json()["detail"]
+            mine = await second.post("quick")
+            await second.until(mine, "succeeded")
+        assert (await first.job(job_id))["state"] == "running"
+
+
+async def test_a_service_that_only_shows_changes_no_job(tmp_path):
+    async with serving(settings_for(tmp_path)) as served:
+        job_id = await served.post("quick")
+        run_dir = Path((await served.until(job_id, "succeeded"))["run_dir"])
+    async with serving(settings_for(tmp_path, max_jobs=0)) as served:
+        for answer in (
+            await served.client.delete(f"/jobs/{job_id}", params={"files": True}),
+            await served.client.delete(f"/jobs/{job_id}"),
+            await served.ask("cancel", job_id),
+        ):
+            assert (answer.status_code, answer.json()["code"]) == (409, "runs_no_jobs")
+        assert (await served.job(job_id))["state"] == "succeeded" and run_dir.exists()
+
+
+async def test_a_service_that_only_shows_takes_no_jobs(tmp_path):
+    async with serving(settings_for(tmp_path, max_jobs=0)) as served:
+        for answer in (
+            await served.client.post("/jobs", content=TOML),
+            await served.client.post("/rl/jobs", json={"job_type": "rl", "data": {"config": TOML}}),
+        ):
+            assert (answer.status_code, answer.json()["code"]) == (409, "runs_no_jobs")
+        assert (await served.client.post("/jobs/check", content=TOML)).json()["ok"]
+
+
+async def test_a_queue_that_is_full_says_so(tmp_path):
+    from dataclasses import replace
+
+    settings = replace(settings_for(tmp_path), max_queued=1)
+    async with serving(settings) as served:
+        running = await served.post("waiting")
+        await served.until(running, "running")
+        await served.post("waiting")
+        answer = await served.client.post("/jobs", content=TOML)
+        assert (answer.status_code, answer.json()["code"]) == (503, "queue_full")
+
+
+async def test_what_is_posted_while_a_job_is_tried_counts_against_the_queue(tmp_path):
+    from dataclasses import replace
+
+    settings = replace(settings_for(tmp_path), max_queued=1)
+    async with serving(settings) as served:
+        running = await served.post("waiting")
+        await served.until(running, "running")
+
+        async def trial(toml: str) -> tuple[str, ...]:
+            await served.post("waiting")
+            return ()
+
+        sent = submission_of(TOML.encode(), "application/toml")
+        with pytest.raises(QueueFull):
+            await submit(served.service, sent, None, trial)

@@ -1,0 +1,123 @@
+"""What becomes of a job whose process has ended, from the table of ends and wishes."""
+
+import signal
+from datetime import UTC, datetime
+
+import pytest
+
+from tests.trainer_backend.jobs.rows import job
+from trainer_backend.jobs.slots import Slot
+from trainer_backend.jobs.states import Ending, outcome_of, without_process
+from trainer_backend.rundir.state import DONE, FAILED, REFUSED, STOPPED, RunState
+from trainer_backend.store.jobs import refuse_leap
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+KILLED = -signal.SIGKILL
+SAID = RunState("failed", 17, iteration=3, code="task_app_failed", detail="no task app answers")
+# state, wanted, exit code: state after
+TABLE = {
+    ("running", "run", DONE): "succeeded",
+    ("pausing", "pause", DONE): "succeeded",
+    ("cancelling", "cancel", DONE): "succeeded",
+    ("pausing", "pause", STOPPED): "paused",
+    ("pausing", "run", STOPPED): "queued",
+    ("cancelling", "cancel", STOPPED): "cancelled",
+    ("running", "run", STOPPED): "paused",
+    ("running", "run", -signal.SIGTERM): "paused",
+    ("pausing", "pause", -signal.SIGTERM): "paused",
+    ("running", "run", REFUSED): "failed",
+    ("pausing", "pause", REFUSED): "failed",
+    ("pausing", "run", REFUSED): "failed",
+    ("cancelling", "cancel", REFUSED): "cancelled",
+    ("running", "run", FAILED): "running",
+    ("running", "run", KILLED): "running",
+    ("pausing", "pause", KILLED): "paused",
+    ("pausing", "run", KILLED): "queued",
+    ("cancelling", "cancel", KILLED): "cancelled",
+}
+
+
+def ended(row, exit_code, *, state=SAID, crashes=1, restarts=3, said=None):
+    ending = Ending(exit_code, state, crashes, said)
+    return outcome_of(row, ending, restarts=restarts, first_wait_s=1.0, now=NOW)
+
+
+@pytest.mark.parametrize(("state", "wanted", "exit_code"), TABLE)
+def test_every_end_with_every_wish(state, wanted, exit_code):
+    row = job(state=state, wanted=wanted)
+    outcome = ended(row, exit_code)
+    after = TABLE[state, wanted, exit_code]
+    assert outcome.changes.get("state", state) == after
+    assert (outcome.restart_in_s is not None) == (after == "running")
+    assert (outcome.changes.get("ended") is not None) == (after in ("succeeded", "failed", "cancelled"))
+    refuse_leap(row, after)
+
+
+@pytest.mark.parametrize("exit_code", [FAILED, REFUSED, KILLED])
+def test_a_run_that_has_ended_has_succeeded_whatever_became_of_its_process_after_that(exit_code):
+    last = RunState("ended", 17, iteration=9)
+    outcome = ended(job(), exit_code, state=last, crashes=9, said="report.html cannot be written")
+    assert (outcome.changes["state"], outcome.changes["code"]) == ("succeeded", None)
+    assert outcome.restart_in_s is None
+    why = "SIGKILL" if exit_code == KILLED else "report.html cannot be written"
+    assert outcome.changes["detail"].startswith("the run has ended and is saved; after that: ")
+    assert why in outcome.changes["detail"]
+
+
+def test_waits_double_up_to_a_minute():
+    waits = [ended(job(), FAILED, crashes=crashes, restarts=99).restart_in_s for crashes in range(1, 9)]
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+
+
+def test_one_crash_too_many_is_a_failure_in_the_words_of_the_process():
+    outcome = ended(job(), FAILED, crashes=4)
+    assert outcome.changes == {
+        "state": "failed", "ended": NOW, "code": "task_app_failed", "detail": "no task app answers",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "state", "code", "told"),
+    [
+        (KILLED, SAID, "killed", "killed by SIGKILL; often the system, short of memory"),
+        (-200, None, "killed", "killed by signal 200"),
+        (FAILED, None, "crashed", "exit code 1; process.log may say why"),
+        (FAILED, RunState("training", 17), "crashed", "exit code 1"),
+    ],
+)
+def test_what_killed_it_is_told_where_it_could_not(exit_code, state, code, told):
+    changes = ended(job(), exit_code, state=state, crashes=4).changes
+    assert changes["code"] == code and told in changes["detail"]
+
+
+def test_what_it_printed_counts_where_it_wrote_no_state_of_its_own():
+    changes = ended(job(), REFUSED, state=None, said="sinks.wandb cannot be opened").changes
+    assert (changes["code"], changes["detail"]) == ("refused", "sinks.wandb cannot be opened")
+    assert ended(job(), REFUSED, said="less").changes["code"] == "task_app_failed"
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted", "after"),
+    [
+        ("cancelling", "cancel", "cancelled"),
+        ("pausing", "pause", "paused"),
+        ("pausing", "run", "queued"),
+        ("running", "run", None),
+    ],
+)
+def test_a_job_that_was_to_end_and_has_no_process_has_ended(state, wanted, after):
+    changes = without_process(job(state=state, wanted=wanted), NOW)
+    assert (changes or {}).get("state") == after
+
+
+def test_crashes_count_from_the_last_iteration_on_and_each_once():
+    slot = Slot()
+
+    def crash(iteration: int) -> int:
+        first = slot.ended(KILLED, RunState("training", 17, iteration=iteration)).crashes
+        assert slot.ended(KILLED, None).crashes == first, "looked at again, it is the same end"
+        slot.wait_for_restart(0.0)
+        return first
+
+    assert [crash(0), crash(0), crash(5), crash(5), crash(6)] == [1, 2, 1, 2, 1]
+    assert slot.ended(DONE, RunState("ended", 17, iteration=6)).crashes == 1

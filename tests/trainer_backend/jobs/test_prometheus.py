@@ -1,0 +1,142 @@
+"""GET /metrics: the service's counts, and the last figures of the jobs that run, or have just ended."""
+
+import json
+import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from tests.house.test_docs import text_of
+from tests.trainer_backend.jobs.test_a_job_s_life import iterate
+from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS, page
+
+
+async def samples(served) -> dict[str, float]:
+    answer = await served.client.get("/metrics", headers={"Accept": "text/plain"})
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    lines = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
+    names = [name for name, _ in lines]
+    assert len(names) == len(set(names)), "of two samples with one name Prometheus keeps one"
+    return {name: float(value) for name, value in lines}
+
+
+async def rows_written(served, job_id: str, *rows: dict) -> None:
+    """Rows that a job's process might have written, brought into the store."""
+    path = Path((await served.row(job_id)).run_dir) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    await served.service.ask(served.service.watcher.look, everything=False)
+
+
+async def test_jobs_by_state_and_processes(served):
+    running = await served.post("waiting")
+    await served.until_it_trains(running)
+    await served.post("waiting")
+    found = await samples(served)
+    assert found['turnwise_trainer_jobs{state="running"}'] == 1
+    assert found['turnwise_trainer_jobs{state="queued"}'] == 1
+    assert found['turnwise_trainer_jobs{state="failed"}'] == 0
+    assert found["turnwise_trainer_processes"] == 1
+    assert found["turnwise_trainer_store_up"] == 1
+    assert found["turnwise_trainer_job_starts_total"] == 1
+
+
+async def test_figures_of_a_job_that_runs_by_our_names_and_by_those_that_people_know(served):
+    job_id = await served.post("waiting")
+    await iterate(served, job_id, 1)
+    await served.service.ask(served.service.watcher.look, everything=False)
+    found = await samples(served)
+    labels = f'{{job_id="{job_id}",run="waiting"}}'
+    of_iteration = f'{{job_id="{job_id}",kind="iteration",run="waiting"}}'
+    assert found[f"turnwise_trainer_decision_nonzero_frac{of_iteration}"] == 0.25
+    assert found[f"decision_nonzero_frac{labels}"] == 0.25
+    assert found[f"critic_score_mean{labels}"] == 1.5
+    assert found[f"training_global_step{labels}"] == 1
+
+
+async def test_what_both_kinds_of_rows_have_is_told_of_each(served):
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    iteration = {"rollout/failed": 3, "stop/max_decisions": 0.75, "app/lost": {"10.0.0.7:8001": 2, "own": 1}}
+    held_out = {
+        "rollout/failed": 5,
+        "eval/success_rates": {"eat_cow": 0.5},
+        "mixture/a-b": 1,
+        "mixture/a_b": 2,
+    }
+    await rows_written(
+        served, job_id,
+        {"kind": "iteration", "iteration": 1, **iteration},
+        {"kind": "evaluation", "iteration": 1, **held_out},
+    )  # fmt: skip
+    told = {
+        (name, kind): value
+        for sample, value in (await samples(served)).items()
+        if (found := re.match(r'turnwise_trainer_(\w+)\{.*kind="(\w+)"', sample))
+        for name, kind in [found.groups()]
+    }
+    assert told == {
+        ("rollout_failed", "iteration"): 3,
+        ("rollout_failed", "evaluation"): 5,
+        ("stop_max_decisions", "iteration"): 0.75,
+        ("app_lost_10_0_0_7_8001", "iteration"): 2,
+        ("app_lost_own", "iteration"): 1,
+        ("eval_success_rates_eat_cow", "evaluation"): 0.5,
+        ("mixture_a_b", "evaluation"): 1,  # two policies, and one name to Prometheus
+        ("mixture_a_b_", "evaluation"): 2,
+    }
+    labels = f'{{job_id="{job_id}",run="waiting"}}'
+    found = await samples(served)
+    assert found[f"stop_max_decisions{labels}"] == 0.75
+    assert found[f"errored_rollouts{labels}"] == 3
+
+
+async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded", iteration=2)
+    await served.service.ask(served.service.watcher.look, everything=True)
+    ended = (await served.row(job_id)).ended
+
+    def told(after: timedelta) -> bool:
+        store = replace(served.service.store, clock=lambda: ended + after)
+        body = page(replace(served.service, store=store), version="1", accept="").body.decode()
+        return f'critic_score_mean{{job_id="{job_id}",run="quick"}} 2.5' in body
+
+    assert told(timedelta(minutes=5))
+    assert not told(timedelta(minutes=5, seconds=1))
+
+
+async def test_requests_are_counted_by_route_and_not_by_path(served):
+    for path in ("/jobs", "/jobs/a", "/jobs/b", "/x", "/y"):
+        await served.client.get(path)
+    found = await samples(served)
+    requests = {
+        name: value
+        for name, value in found.items()
+        if name.startswith("turnwise_trainer_http_requests_total")
+    }
+    assert (
+        requests['turnwise_trainer_http_requests_total{method="GET",route="/jobs/{job_id}",status="404"}']
+        == 2
+    )
+    assert requests['turnwise_trainer_http_requests_total{method="GET",route="none",status="404"}'] == 2
+    assert requests['turnwise_trainer_http_requests_total{method="GET",route="/jobs",status="200"}'] == 1
+
+
+async def test_a_method_that_somebody_made_up_makes_no_series_of_its_own(served):
+    for method in ("BREW", "WHEN"):
+        await served.client.request(method, "/health")
+    seen = {method for method, _, _ in served.service.requests.answered}
+    assert seen == {"other"}
+    assert served.service.requests.answered.total() == 2
+
+
+def test_known_names_are_names_of_prometheus():
+    for name in (*OF_ITERATIONS, *OF_EVALUATIONS):
+        assert re.fullmatch(r"[a-z_]+\*?", name)
+
+
+def test_our_side_of_every_known_name_is_documented():
+    page = text_of("docs/metrics.md") + text_of("docs/mixture.md")
+    for ours in {*OF_ITERATIONS.values(), *OF_EVALUATIONS.values()} - {"iteration"}:
+        assert f"`{ours}`" in page or f"`{ours.rpartition('/')[0]}/*`" in page, ours

@@ -1,0 +1,244 @@
+"""The supervisor where something fails it: a store that hangs, a machine that refuses, a poisoned job."""
+
+import asyncio
+import errno
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.jobs.served import LONG_S, acted
+from trainer_backend.job.load import dump_job
+from trainer_backend.jobs.data_dir import DataDir, open_data_dir
+from trainer_backend.jobs.processes import Command, JobProcess
+from trainer_backend.jobs.settings import Rules
+from trainer_backend.jobs.slots import ended
+from trainer_backend.jobs.supervisor import Supervisor
+from trainer_backend.jobs.watcher import News, Watcher
+from trainer_backend.store import jobs
+from trainer_backend.store.database import Store, open_store, utc_now
+from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.rows import JobRow
+
+CONFIG = dump_job(tiny_job())
+
+
+@dataclass
+class Clock:
+    """What every change of a job asks for; where it hangs, so does the store."""
+
+    goes: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.goes.set()
+
+    def __call__(self) -> datetime:
+        self.goes.wait()
+        return utc_now()
+
+
+@dataclass
+class House:
+    """A supervisor and what it works with."""
+
+    store: Store
+    data: DataDir
+    clock: Clock
+    supervisor: Supervisor
+
+    def job(self, plays: str, *, config: str = CONFIG) -> str:
+        new = NewJob(plays, config, self.data.home, run_dir=self.data.new_run_dir(plays))
+        return jobs.create(self.store, new)[0].id
+
+    def row(self, job_id: str) -> JobRow:
+        return jobs.get(self.store, job_id)
+
+    def folder(self, job_id: str) -> Path:
+        return Path(str(self.row(job_id).run_dir))
+
+    def process(self, job_id: str) -> JobProcess:
+        process = self.supervisor.slots[job_id].process
+        assert process is not None
+        return process
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(LONG_S):
+            while not holds():
+                await asyncio.sleep(0.01)
+
+    def trains(self, job_id: str) -> bool:
+        """Its process says so, and the supervisor has heard that it started: the process may be first."""
+        slot = self.supervisor.slots.get(job_id)
+        return slot is not None and slot.process is not None and self.told(job_id) == "training"
+
+    def told(self, job_id: str) -> str | None:
+        """What its process wrote last; None: nothing."""
+        file = self.folder(job_id) / "state.json"
+        return json.loads(file.read_text())["state"] if file.exists() else None
+
+
+@asynccontextmanager
+async def house(tmp_path: Path, rules: Rules, command: Command = acted) -> AsyncIterator[House]:
+    clock, news = Clock(), News()
+    store = open_store(f"sqlite:///{tmp_path}/store.db", clock=clock)
+    with open_data_dir(tmp_path / "runs", runs_jobs=True) as data:
+        watcher = Watcher(store, data, news)
+        supervisor = Supervisor(store, data, news, watcher, rules, command=command, answer_s=0.5)
+        running = asyncio.ensure_future(supervisor.run())
+        try:
+            yield House(store, data, clock, supervisor)
+        finally:
+            clock.goes.set()
+            await supervisor.close()
+            await running
+            await ended([*supervisor.threads, *watcher.threads], at_most_s=LONG_S)
+            store.close()
+
+
+def rules(**changed: float) -> Rules:
+    given = {"max_jobs": 3, "round_s": 0.02, "first_wait_s": 0.01, **changed}
+    return Rules(**given)  # type: ignore[arg-type]
+
+
+async def hang(there: House, job_id: str) -> None:
+    """Let the store hang, and a round in it: it has to write down that this job has ended."""
+    there.clock.goes.clear()
+    process = there.process(job_id)
+    (there.folder(job_id) / "go").touch()
+    assert await process.ended() == 0
+    await there.until(lambda: there.supervisor.figures.store_failures)
+
+
+async def test_a_stop_waits_for_no_store_processes_are_told_first_and_killed_in_time(tmp_path: Path):
+    async with house(tmp_path, rules(grace_s=3.0)) as there:
+        ending, saving, stubborn = [there.job(name) for name in ("waiting", "waiting", "stubborn")]
+        await there.until(lambda: all(there.trains(job_id) for job_id in (ending, saving, stubborn)))
+        processes = [there.process(job_id) for job_id in (saving, stubborn)]
+        await hang(there, ending)
+        async with asyncio.timeout(LONG_S):
+            await there.supervisor.close()
+        assert [process.exit_code for process in processes] == [3, -9]
+        assert (there.told(saving), there.supervisor.figures.killed) == ("stopped", 1)
+
+
+async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Path):
+    async with house(tmp_path, rules(grace_s=1.0)) as there:
+        ending, stubborn = there.job("waiting"), there.job("stubborn")
+        await there.until(lambda: there.trains(ending) and there.trains(stubborn))
+        process = there.process(stubborn)
+        jobs.change(there.store, stubborn, lambda job: {"state": "cancelling", "wanted": "cancel"})
+        await there.until(lambda: process.told)
+        await hang(there, ending)
+        async with asyncio.timeout(LONG_S):
+            assert await process.ended() == -9
+        there.clock.goes.set()
+        await there.until(lambda: there.row(stubborn).state == "cancelled")
+        assert there.row(ending).state == "succeeded"
+
+
+async def test_after_it_has_hung_all_that_ended_meanwhile_is_written_down_once(tmp_path: Path):
+    async with house(tmp_path, rules()) as there:
+        ending = there.job("waiting")
+        await there.until(lambda: there.trains(ending))
+        await hang(there, ending)
+        there.clock.goes.set()
+        await there.until(lambda: there.row(ending).state == "succeeded")
+        other = there.job("quick")
+        await there.until(lambda: there.row(other).state == "succeeded")
+        assert there.row(ending).attempt == 1 and there.supervisor.slots == {}
+
+
+async def test_a_job_that_nobody_thought_of_holds_up_no_other(tmp_path: Path):
+    async with house(tmp_path, rules()) as there:
+        poisoned = there.job("quick", config="[broken")
+        sound = there.job("quick")
+        await there.until(lambda: there.row(sound).state == "succeeded")
+        await there.until(lambda: there.row(poisoned).state == "failed")
+        row = there.row(poisoned)
+        assert (row.code, row.detail) == (
+            "crashed",
+            "TOMLDecodeError in the service; its log has more (job_fault)",
+        )
+        assert there.supervisor.figures.faults == 1 and there.supervisor.slots == {}
+
+
+async def test_a_run_that_cannot_be_synced_is_settled_all_the_same(tmp_path: Path):
+    async with house(tmp_path, rules(max_jobs=1)) as there:
+        poisoned = there.job("waiting")
+        await there.until(lambda: there.trains(poisoned))
+        folder = there.folder(poisoned)
+        (folder / "job.toml").write_bytes(b"\xff")
+        (folder / "go").touch()
+        await there.until(lambda: there.row(poisoned).state == "succeeded")
+        after = there.job("quick")
+        await there.until(lambda: there.row(after).state == "succeeded")
+
+
+def refusing(times: int, error: int) -> Command:
+    """A machine that does not start a process, so often."""
+    left = [error] * times
+
+    def command(run_dir: Path) -> Sequence[str]:
+        if left:
+            raise OSError(left.pop(), "no more of them")
+        return acted(run_dir)
+
+    return command
+
+
+async def test_what_the_machine_refuses_for_a_moment_costs_restarts_and_no_job(tmp_path: Path):
+    async with house(tmp_path, rules(restarts=3), refusing(3, errno.EMFILE)) as there:
+        job_id = there.job("quick")
+        await there.until(lambda: there.row(job_id).state == "succeeded")
+        row = there.row(job_id)
+        assert (row.attempt, row.code, there.supervisor.figures.restarts) == (1, None, 3)
+
+
+async def test_and_what_it_refuses_for_ever_is_told(tmp_path: Path):
+    async with house(tmp_path, rules(restarts=2), refusing(99, errno.EMFILE)) as there:
+        job_id = there.job("quick")
+        await there.until(lambda: there.row(job_id).state == "failed")
+        row = there.row(job_id)
+        assert (row.code, "no more of them" in str(row.detail)) == ("not_started", True)
+        assert there.supervisor.slots == {}
+
+
+async def test_a_disk_that_is_full_when_a_run_is_made_is_tried_again(tmp_path: Path):
+    async with house(tmp_path, rules(restarts=99)) as there:
+        held = there.data.path / "held"
+        held.touch()  # a folder cannot be made below a file: as on a full disk, it is not written
+        new = NewJob("quick", CONFIG, there.data.home, run_dir=held / "quick-1")
+        job_id = jobs.create(there.store, new)[0].id
+        await there.until(lambda: there.row(job_id).code == "restarting")
+        assert "cannot be written" in str(there.row(job_id).detail)
+        held.unlink()
+        await there.until(lambda: there.row(job_id).state == "succeeded")
+
+
+@pytest.mark.parametrize("plays", ["stubborn", "waiting"])
+async def test_a_stop_of_the_service_fails_no_job(tmp_path: Path, plays: str):
+    async with house(tmp_path, rules(grace_s=0.1, restarts=0)) as there:
+        job_id = there.job(plays)
+        await there.until(lambda: there.trains(job_id))
+        await there.supervisor.close()
+        row = there.row(job_id)
+        assert (row.state, row.code, there.supervisor.slots) == ("running", None, {})
+
+
+async def test_what_is_to_end_at_once_is_killed_and_goes_on_with_the_next_start(tmp_path: Path):
+    async with house(tmp_path, rules(grace_s=1e6)) as there:
+        job_id = there.job("stubborn")
+        await there.until(lambda: there.trains(job_id))
+        process = there.process(job_id)
+        closing = asyncio.ensure_future(there.supervisor.close())
+        await there.until(lambda: process.told)
+        there.supervisor.end_at_once()
+        async with asyncio.timeout(LONG_S):
+            await closing
+        assert (process.exit_code, there.row(job_id).state) == (-9, "running")

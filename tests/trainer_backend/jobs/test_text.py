@@ -1,0 +1,87 @@
+"""Text that no reply and no database can hold is refused where it enters, and hurts nobody else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_backend.jobs.served import document
+from trainer_backend.jobs.submitting import JobsForPages
+from trainer_backend.rundir.state import RunState, append_log, write_state
+
+HALF = "\ud83d"
+JSON = {"Content-Type": "application/json"}
+ANY_JSON = {"Content-Type": "application/x+json"}
+NUL = "U+0000, which no database holds"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "told"),
+    [
+        ("/jobs", {"config": document("a"), "tags": {"team": HALF}}, JSON, "half a character"),
+        ("/jobs", {"config": document("a"), "tags": {HALF: "a"}}, JSON, "half a character"),
+        ("/jobs", {"config": document("a", rollout={"env_config": {"a": HALF}})}, JSON, "half a character"),
+        ("/jobs", {HALF: 1}, JSON, "half a character"),
+        ("/jobs", {"config": document("a"), "tags": {"team": "\0"}}, JSON, f"tags.team holds {NUL}"),
+        ("/jobs", {"toml": "[model\ud83d]"}, JSON, "half a character"),
+        ("/rl/jobs", {"job_type": "rl", HALF: 1, "data": {"config": {}}}, JSON, "half a character"),
+        ("/rl/jobs", {"job_type": HALF, "data": {}}, ANY_JSON, "half a character"),
+        ("/jobs", json.dumps({"config": document("a")}).encode("utf-16"), JSON, "no JSON"),
+        ("/jobs", b'{"toml": "\xed\xa0\xbd"}', JSON, "half a character"),
+        ("/jobs", {HALF: 1}, {b"Content-Type": b"application/json\xa0"}, "half a character"),
+        ("/rl/jobs", {HALF: 1}, {b"Content-Type": b"\x85application/json"}, "half a character"),
+        ("/jobs", b'[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "\\u0000"', {}, f"'tags' holds {NUL}"),
+        ("/jobs", b'[model]\npath = "a\\u0000"', {}, f"'model' holds {NUL}"),
+        ("/jobs/check", b'[model]\npath = "\\ud83d"', {}, "not valid TOML"),
+        ("/jobs/check", b'["a\\u0000"]\nx = 1', {}, f"holds {NUL}"),
+    ],
+    ids=range(16),
+)  # fmt: skip
+async def test_a_body_is_refused_with_its_place(served, path, body, headers, told):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = await served.client.post(path, content=content, headers=headers)
+    assert answer.status_code in ((200,) if path == "/jobs/check" else (400, 422)), answer.text
+    assert told in answer.text
+    assert (await served.client.get("/jobs")).json()["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/jobs/a%00b", "/jobs?state=a%00", "/jobs/a/metrics?names=%00", "/login?next=%00"]
+)
+async def test_so_is_an_address(served, path):
+    answer = await served.client.get(path)
+    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+    assert answer.json()["detail"] in (f"the path holds {NUL}", f"the query holds {NUL}")
+
+
+async def test_the_first_of_two_content_types_counts_for_the_gate_as_for_the_routes(served):
+    headers = [("Content-Type", "application/json"), ("Content-Type", "text/plain")]
+    answer = await served.client.post("/jobs", content=json.dumps({HALF: 1}), headers=headers)
+    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+    assert "half a character" in answer.json()["detail"]
+
+
+async def test_a_request_without_a_body_may_say_that_it_is_json(served):
+    job_id = await served.post("quick")
+    await served.until(job_id, "succeeded")
+    for answer in (
+        await served.client.get(f"/jobs/{job_id}/events", headers=JSON),
+        await served.client.post(f"/jobs/{job_id}/cancel", headers=JSON),
+    ):
+        assert answer.status_code in (200, 409), answer.text
+
+
+async def test_a_form_in_whatever_alphabet_is_refused_with_a_sentence(served):
+    (finding,) = (await JobsForPages(served.service).check(f"[model]\n{HALF}")).errors
+    assert "no UTF-8 text" in finding.text
+
+
+async def test_half_a_character_that_a_run_wrote_down_is_shown_as_a_question_mark(served):
+    job_id = await served.post("quick")
+    run_dir = Path((await served.until(job_id, "succeeded"))["run_dir"])
+    write_state(run_dir, RunState("failed", 1, detail=f"no file {HALF}", stage=HALF))
+    append_log(run_dir, f"no file {HALF}")
+    listed = (await served.client.get("/jobs")).json()["jobs"]
+    assert [job["progress"]["stage"] for job in listed] == ["?"]
+    log = (await served.client.get(f"/jobs/{job_id}/log", params={"tail": 1})).json()
+    assert log["lines"][0]["text"] == "no file ?"

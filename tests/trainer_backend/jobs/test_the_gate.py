@@ -1,0 +1,184 @@
+"""Who comes in: with the key, with a session, from this machine; and who does not, whatever he says."""
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service_kit.keys import COOKIE
+from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
+from tests.trainer_backend.jobs.served import serving, settings_for
+from trainer_backend.jobs.login import own_path
+
+KEY = "the-key-of-these-tests"
+OTHER = "http://evil.example"
+
+
+@asynccontextmanager
+async def with_key(tmp_path: Path):
+    async with serving(settings_for(tmp_path, environ={"TRAINER_API_KEY": KEY})) as served:
+        yield served.client
+
+
+def refused(answer: httpx.Response, status: int, code: str) -> bool:
+    problem = Problem.model_validate_json(answer.content)
+    assert KEY not in answer.text
+    assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
+    return (answer.status_code, problem.status, problem.code) == (status, status, code)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer  {KEY}"}]
+)
+async def test_the_key_opens(tmp_path, headers):
+    async with with_key(tmp_path) as client:
+        assert (await client.get("/jobs", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"X-API-Key": KEY[:-1]},
+        {"X-API-Key": ""},
+        {"Authorization": f"Basic {KEY}"},
+        {"Cookie": f"{COOKIE}=9999999999.{'0' * 64}"},
+        {"Cookie": f"{COOKIE}={KEY}"},
+        {"Cookie": f"{COOKIE}="},
+        {"Cookie": "\x01=;;"},
+    ],
+)
+async def test_nothing_else_does_not_even_for_paths_that_are_not_there(tmp_path, headers):
+    async with with_key(tmp_path) as client:
+        for path in ("/jobs", "/jobs/x", "/metrics", "/info", "/nowhere", "/openapi.json", "/runs/x"):
+            answer = await client.get(path, headers=headers)
+            assert refused(answer, 401, "unauthorised")
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_whether_it_lives_everybody_may_know(tmp_path):
+    async with with_key(tmp_path) as client:
+        answer = await client.get("/health")
+    assert answer.json() == {"status": "ok", "service": "turnwise-trainer", "store": "up"}
+
+
+async def test_a_person_is_sent_to_the_log_in_page_and_back(tmp_path):
+    async with with_key(tmp_path) as client:
+        answer = await client.get("/runs/x?with=y&z=1", headers={"Accept": "text/html,*/*"})
+        assert answer.status_code == 303
+        page = await client.get(answer.headers["location"])
+        assert page.status_code == 200 and 'value="/runs/x?with=y' in page.text
+        wrong = await client.post("/login", data={"key": KEY + "x", "next": "/jobs"})
+        assert wrong.status_code == 401 and "set-cookie" not in wrong.headers and KEY not in wrong.text
+        right = await client.post("/login", data={"key": KEY, "next": "/jobs"})
+        assert (right.status_code, right.headers["location"]) == (303, "/jobs")
+        cookie = right.headers["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=lax" in cookie and KEY not in cookie
+        assert (await client.get("/jobs")).status_code == 200, "the client keeps the session"
+
+
+async def test_after_ten_wrong_keys_the_log_in_page_looks_at_none_and_programs_with_the_key_go_on(tmp_path):
+    async with with_key(tmp_path) as client:
+        wrong = [await client.post("/login", data={"key": f"guess {n}"}) for n in range(10)]
+        assert {answer.status_code for answer in wrong} == {401}
+        right = await client.post("/login", data={"key": KEY})
+        assert right.status_code == 429 and 0 < int(right.headers["retry-after"]) <= 60
+        assert "Try again in" in right.text and "set-cookie" not in right.headers
+        assert (await client.get("/jobs", headers={"X-API-Key": KEY})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example", "/\\evil.example", "http://evil.example", "", "jobs", "/\t/x"]
+)
+def test_the_log_in_page_leads_to_no_other_host(path):
+    assert own_path(path) == "/"
+
+
+def test_and_back_to_any_page_of_its_own():
+    assert own_path("/runs/x?with=y#z") == "/runs/x?with=y#z"
+
+
+# ---- other sites' pages
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": OTHER},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:9000"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
+        {"Origin": "http://127.0.0.1:8101"},
+    ],
+)
+async def test_the_page_of_another_site_can_do_nothing(served, headers):
+    for path in ("/jobs", "/jobs/x/cancel", "/rl/jobs"):
+        answer = await served.client.post(
+            path, content="[model]", headers={**headers, "Content-Type": "text/plain"}
+        )
+        assert refused(answer, 403, "forbidden")
+
+
+async def test_nor_with_the_session_of_who_looks_at_it(tmp_path):
+    async with with_key(tmp_path) as client:
+        await client.post("/login", data={"key": KEY})
+        assert refused(await client.post("/jobs", headers={"Origin": OTHER}), 403, "forbidden")
+
+
+async def test_a_program_with_the_key_may_come_from_anywhere(tmp_path):
+    async with with_key(tmp_path) as client:
+        headers = {"X-API-Key": KEY, "Origin": OTHER, "Host": "trainer.internal"}
+        assert (await client.get("/jobs", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.nip.io:8100",
+        "10.0.0.1",
+        "",
+        "[::2]",
+        "a:b:c",
+        "[::1]evil",
+        "[::1]evil:8100",
+        "[::1].evil.example",
+        "x@127.0.0.1",
+        "127.0.0.1:80:80",
+        "localhost:evil",
+        "127.0.0.1/",
+    ],
+)
+async def test_without_a_key_a_name_that_is_not_this_machines_is_refused(served, host):
+    # its owner may have pointed it at 127.0.0.1, and a page from there would count as ours
+    answer = await served.client.get("/jobs", headers={"Host": host})
+    assert refused(answer, 403, "forbidden")
+
+
+# ---- sizes
+
+
+async def test_a_body_beyond_a_megabyte_is_refused_by_its_header_and_by_what_comes(served):
+    large = "x" * (1 << 20)
+
+    async def chunks():
+        for _ in range(3):
+            yield large.encode()
+
+    for content in (large + "x", chunks()):
+        answer = await served.client.post("/jobs", content=content)
+        assert refused(answer, 413, "body_too_large")
+        assert answer.headers["connection"] == "close"
+
+
+async def test_an_answer_is_taken_for_what_it_says_it_is(served):
+    assert (await served.client.get("/jobs")).headers["x-content-type-options"] == "nosniff"
+
+
+async def test_the_same_error_shape_everywhere(served):
+    assert refused(await served.client.get("/nowhere"), 404, "not_found")
+    assert refused(await served.client.put("/jobs"), 405, "method_not_allowed")
+    assert refused(await served.client.get("/jobs?stat=queued"), 422, "request_invalid")
+    assert refused(await served.client.get("/jobs?limit=0"), 422, "request_invalid")

@@ -1,0 +1,149 @@
+import io
+import re
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.pages.hand_made import COW, WOOD, empty_run, evaluation_row, rollout, small_run
+from tests.trainer_backend.pages.test_report import charts, told
+from tests.trainer_backend.rundir.disk import full_disk
+from trainer_backend.__main__ import app
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.pages.compare import (
+    against_first,
+    doubts,
+    read_sides,
+    setting_differences,
+    summary_rows,
+    write_comparison,
+)
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.terminal.evaluation_tables import comparison_table
+
+
+def another_run(job, path):
+    """Its last evaluation unlocked 2 in world 10, where `small_run` has 3, and nothing in world 12."""
+    run = small_run(job, path)
+    played = (rollout(10, [WOOD, COW]), rollout(12, [()]))
+    run.append_metrics(evaluation_row(3, played, 0.5, 1.5))
+    write_rollouts(run.rollouts_file("evaluation_3"), played)
+    return run
+
+
+@pytest.fixture
+def two(tmp_path):
+    first = small_run(tiny_job(), tmp_path / "first")
+    second = another_run(tiny_job(algorithm__gamma=0.5), tmp_path / "second")
+    return [first.path, second.path]
+
+
+def test_only_keys_that_differ_are_told_with_the_values_of_each_run(two, tmp_path):
+    assert setting_differences(read_sides(two)) == [("algorithm.gamma", ["0.97", "0.5"])]
+    job = tiny_job(rollout__env_config={"text": "full"})
+    third = small_run(job.model_copy(update={"warmup": None}), tmp_path / "third").path
+    found = dict(setting_differences(read_sides([two[0], third])))
+    assert found["rollout.env_config.text"] == ['"compact"', '"full"']
+    assert found["rollout.env_config.max_actions"] == ["4", "absent"]
+    assert found["warmup.epochs"] == ["6", "absent"]
+
+
+def test_a_key_in_a_job_is_no_setting(tmp_path):
+    runs = [
+        small_run(tiny_job(services__task_api_key=key), tmp_path / key).path for key in ("key-one", "key-two")
+    ]
+    assert setting_differences(read_sides(runs)) == []
+
+
+def test_the_difference_is_over_the_worlds_that_both_played(two):
+    sides = read_sides(two)
+    none, paired = against_first(sides)
+    assert none is None
+    assert (paired.found.mean, paired.found.count, paired.doubt) == (-1.0, 1, ())  # world 10 alone: 2 - 3
+    assert summary_rows(sides) == [
+        ("first", "2 of 2", "2", "2.00 (1.00 to 3.00)", "12.5 %", "-", "2"),
+        ("second", "2 of 2", "3", "1.00 (0.50 to 1.50)", "12.5 %", "-1.00", "1"),
+    ]
+
+
+def test_what_makes_the_same_world_another_task_is_told(two, tmp_path):
+    longer = small_run(tiny_job(rollout__max_turns=9, evaluation__temperature=0.5), tmp_path / "longer").path
+    assert doubts(read_sides([two[0], longer])) == [
+        "longer against first: rollout.max_turns, evaluation.temperature differ, so the same world is "
+        "another task, and the difference is not the policy's alone"
+    ]
+    harder = small_run(tiny_job(multi_turn__enable=True, multi_turn__max_user_turns=1), tmp_path / "harder")
+    (doubt,) = doubts(read_sides([two[0], harder.path]))
+    assert doubt.startswith("harder against first: multi_turn.enable, multi_turn.max_user_turns differ")
+    assert doubts(read_sides(two)) == ["the last evaluations are after different numbers of iterations"]
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+    paths = [small_run(tiny_job(), tmp_path / seed / "off").path for seed in ("seed_0", "seed_1")]
+    assert [side.name for side in read_sides(paths)] == ["seed_0/off", "seed_1/off"]
+
+
+def test_what_cannot_be_compared_is_a_sentence(two, tmp_path):
+    with pytest.raises(JobError, match="needs at least two runs"):
+        read_sides(two[:1])
+    with pytest.raises(JobError, match="first is given twice"):
+        read_sides([*two, two[1] / ".." / "first"])
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        read_sides([two[0], tmp_path])
+
+
+def test_the_page_has_charts_tables_and_no_other_file(two, tmp_path):
+    path = write_comparison(read_sides(two), tmp_path / "out" / "here")
+    html = path.read_text()
+    text, found = told(html), charts(html)
+    for sentence in (
+        "algorithm.gamma",
+        "-1.00",
+        "collect wood",
+        "50% (9% to 91%)",
+        "different numbers of iterations",
+    ):
+        assert sentence in text
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert re.findall(r'\b(?:src|href)="([^"]*)"', html) == ["#main"]
+    held_out = found["outcome:1"]
+    assert [curve["label"] for curve in held_out["curves"]] == ["first", "second"]
+    assert (held_out["x"], held_out["curves"][1]["y"]) == ([0, 2, 3], [0.5, 2.0, 1.0])
+
+
+def test_odd_names_are_drawn_and_printed_as_they_are(tmp_path):
+    runs = [small_run(tiny_job(), tmp_path / name).path for name in ("_first", "a$x$", "<b>[red]")]
+    sides = read_sides(runs)
+    html = write_comparison(sides, tmp_path / "out").read_text()
+    assert "&lt;b&gt;[red]" in html and "<b>" not in html
+    assert [curve["label"] for curve in charts(html)["entropy"]["curves"]] == ["_first", "a$x$", "<b>[red]"]
+    out = io.StringIO()
+    Console(file=out, width=120).print(comparison_table(sides))
+    assert "<b>[red]" in out.getvalue()
+
+
+def test_more_runs_than_colours_are_drawn(tmp_path):
+    runs = [small_run(tiny_job(job__seed=seed), tmp_path / f"seed_{seed}").path for seed in range(8)]
+    html = write_comparison(read_sides(runs), tmp_path / "out").read_text()
+    assert "seed_7" in html
+
+
+def test_runs_that_have_only_begun_say_what_is_missing(tmp_path):
+    runs = [empty_run(tiny_job(job__seed=seed), tmp_path / f"{seed}").path for seed in (1, 2)]
+    html = write_comparison(read_sides(runs), tmp_path / "out").read_text()
+    assert "No run has finished an iteration, and none has been evaluated." in html
+
+
+def test_a_full_disk_is_told_with_the_folder(two, tmp_path):
+    with full_disk(), pytest.raises(RunDirectoryError, match="out cannot be written"):
+        write_comparison(read_sides(two), tmp_path / "out")
+
+
+def test_the_command_prints_the_table_and_where_the_page_is(two, tmp_path):
+    arguments = ["compare", *map(str, two), "--out", str(tmp_path / "out")]
+    answer = CliRunner().invoke(app, arguments, catch_exceptions=False, env={"COLUMNS": "120"})
+    assert answer.exit_code == 0
+    assert "2.00 (1.00 to 3.00)" in answer.output and "-1.00" in answer.output
+    assert "algorithm.gamma" in answer.output
+    assert str(tmp_path / "out" / "comparison.html") in answer.output.replace("\n", "")

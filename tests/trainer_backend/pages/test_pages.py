@@ -1,0 +1,235 @@
+"""Every page, over a run that can be worked by hand."""
+
+import re
+
+import pytest
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.pages.hand_made import empty_run
+from tests.trainer_backend.pages.shown import PNG, Shown, numbered_run
+from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
+from trainer_backend.rundir.state import append_log
+from trainer_backend.store import jobs
+
+ROLLOUT = "r/train/1/1/0"  # of world 2, one decision
+FIRST_ROLLOUT = "r/train/1/0/0"
+
+
+@pytest.fixture
+def job_id(shown, tmp_path) -> str:
+    return shown.small(tmp_path / "tiny")
+
+
+def addresses(job_id):
+    return [
+        "/", "/?state=ended", f"/runs/{job_id}", f"/runs/{job_id}/head", f"/runs/{job_id}/rollouts",
+        f"/runs/{job_id}/rollouts/{ROLLOUT}", f"/runs/{job_id}/config", f"/runs/{job_id}/log",
+        f"/runs/{job_id}/rest", f"/runs/{job_id}/values?panel=reward", "/new", "/new?like=other",
+    ]  # fmt: skip
+
+
+def test_no_page_runs_or_loads_what_is_not_the_dashboard_s_own(shown: Shown, job_id):
+    for address in addresses(job_id):
+        answer = shown.client.get(address)
+        assert answer.status_code == 200, address
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        text = answer.text
+        assert not re.search(r"<script(?![^>]* src=)|<style|\sstyle=|\son\w+=|javascript:", text), address
+        assert all(
+            found.startswith(("/", "#")) for found in re.findall(r'(?:src|href)="([^"]*)"', text) if found
+        )
+
+
+def test_what_a_run_holds_is_text_and_never_markup(shown: Shown, job_id, tmp_path):
+    page = shown.page(f"/runs/{job_id}/rollouts/{ROLLOUT}")
+    assert "&lt;script&gt;alert(&#39;saw&#39;)&lt;/script&gt;" in page
+    assert "<script>alert" not in page
+    named = shown.small(tmp_path / "x", name="<b>bold</b>")
+    jobs.transition(shown.store, jobs.get(shown.store, named), code="c", detail="<i>why</i>")
+    for address in ("/", f"/runs/{named}", f"/runs/{job_id}?with={named}"):
+        text = shown.page(address)
+        assert "&lt;b&gt;bold" in text and "<b>bold" not in text and "<i>why" not in text
+
+
+def test_the_list_shows_every_run_with_its_figures_and_can_be_narrowed(shown: Shown, job_id):
+    text = shown.page("/")
+    assert f'href="/runs/{job_id}"' in text
+    assert "1 to 3" in text  # the interval of its last evaluation
+    assert job_id not in shown.page("/?state=active")
+    assert "state is &#39;lost&#39;; known: active, ended" in shown.page("/?state=lost", 400)
+
+
+def test_a_service_without_runs_says_how_to_begin_one(shown: Shown):
+    assert "turnwise train configs/crafter_cpu.toml" in shown.page("/")
+
+
+def test_a_run_shows_its_charts_rates_and_checkpoints(shown: Shown, job_id):
+    text = shown.page(f"/runs/{job_id}")
+    assert 'data-chart="outcome"' in text and 'data-chart="clip"' in text
+    assert 'data-chart="critic"' not in text  # it has none
+    assert "held-out unique achievements" in text
+    assert re.search(r"eat cow.*?100%", text, re.S)
+    charts = shown.client.get(f"/runs/{job_id}/charts").json()["charts"]
+    by_key = {chart["key"]: chart for chart in charts}
+    assert set(by_key) == set(re.findall(r'data-chart="([^"]*)"', text))
+    assert by_key["outcome"]["x"] == [0, 1, 2]
+    assert by_key["outcome"]["title"] == "Unique achievements an episode" and "unique" not in by_key
+    assert by_key["outcome"]["curves"][0]["y"] == [None, 1.0, 2.0]
+    assert by_key["time"]["stacked"]
+
+
+def test_what_stands_in_no_chart_is_a_chart_of_its_own_when_it_is_asked_for(shown: Shown, job_id):
+    keys = set(re.findall(r'data-chart="([^"]*)"', shown.page(f"/runs/{job_id}/rest")))
+    charts = shown.client.get(f"/runs/{job_id}/charts?rest=true").json()["charts"]
+    assert keys == {chart["key"] for chart in charts} and "rest:decision/batch_nonzero" in keys
+
+
+def test_a_chart_can_be_read_as_a_table(shown: Shown, job_id):
+    text = shown.page(f"/runs/{job_id}/values?panel=outcome")
+    assert re.findall(r'<th scope="row" class="number">(\d)</th>', text) == ["2", "1", "0"]
+    assert "2 (1 to 3)" in text
+    assert "panel is &#39;luck&#39;" in shown.page(f"/runs/{job_id}/values?panel=luck", 400)
+
+
+def test_runs_are_laid_over_one_another_a_chart_for_each_line(shown: Shown, job_id, tmp_path):
+    other = shown.small(tmp_path / "other")
+    answer = shown.client.get(f"/compare?run={job_id}&run={other}")
+    assert answer.headers["location"] == f"/runs/{job_id}?with={other}"
+    text = shown.page(answer.headers["location"])
+    assert "2 runs laid over one another" in text
+    assert 'data-chart="clip:0"' in text and 'data-chart="clip:1"' in text
+    chart = shown.client.get(f"/runs/{job_id}/charts?with={other}").json()["charts"][0]
+    assert [curve["label"] for curve in chart["curves"]] == ["tiny", "other"]
+    assert f'href="/runs/{job_id}?"' in text  # takes the other away
+    assert "no run is chosen" in shown.page("/compare", 400)
+
+
+def test_runs_under_way_that_are_laid_over_one_another_are_asked_for_again(shown: Shown, job_id, tmp_path):
+    ended = shown.small(tmp_path / "ended")
+    assert "data-every" not in shown.page(f"/runs/{job_id}?with={ended}")
+    running = shown.small(tmp_path / "running", state="running")
+    text = shown.page(f"/runs/{job_id}?with={running}")
+    assert f'id="overlaid" data-live="/runs/{job_id}?with={running}" data-every=' in text
+
+
+def test_the_list_of_rollouts_follows_as_it_is_filtered_and_sorted(shown: Shown, job_id):
+    text = shown.page(f"/runs/{job_id}/rollouts?stage=train&sort=reward&down=0")
+    (list_of,) = re.findall(r'<div id="list" data-live="([^"]*)" data-on="metrics">', text)
+    assert list_of == f"/runs/{job_id}/rollouts?stage=train&amp;sort=reward&amp;down=0"
+    part = text[text.index('<div id="list"') :]
+    for name, value in (("sort", "reward"), ("down", "0")):  # what a filter is sent with
+        assert f'<input type="hidden" name="{name}" value="{value}" form="filters">' in part
+
+
+def test_a_run_that_has_only_begun_has_a_page(shown: Shown, tmp_path):
+    run = empty_run(tiny_job(), tmp_path / "new")
+    append_log(run.path, "memory: <enough>")
+    job_id = shown.add(run, state="running")
+    text = shown.page(f"/runs/{job_id}")
+    assert "No iteration has finished yet" in text
+    assert f'data-events="/jobs/{job_id}/events?after=0.{(run.path / "run.log").stat().st_size}"' in text
+    assert "memory: &lt;enough&gt;" in text
+    assert "memory: &lt;enough&gt;" in shown.page(f"/runs/{job_id}/log")
+    assert "No rollouts are stored yet" in shown.page(f"/runs/{job_id}/rollouts")
+
+
+def test_rollouts_can_be_filtered_sorted_and_paged(shown: Shown, job_id):
+    def ids(query):
+        return re.findall(
+            r'class="name"><a href="[^"]*/rollouts/([^"?]*)"', shown.page(f"/runs/{job_id}/rollouts{query}")
+        )
+
+    assert len(ids("")) == 8
+    assert len(ids("?stage=evaluation&min_reward=3")) == 1
+    assert ids("?stage=train&iteration=1&sort=reward&down=1") == [ROLLOUT, FIRST_ROLLOUT]
+    assert ids("?stage=train&iteration=1&sort=reward&down=0") == [FIRST_ROLLOUT, ROLLOUT]
+    assert "No rollout is like that" in shown.page(f"/runs/{job_id}/rollouts?policy=nobody")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("iteration", "x", "a whole number"),
+        ("iteration", "99999999999999999999", "a whole number"),  # a database takes no such number
+        ("iteration", "-99999999999999999999", "a whole number"),
+        ("min_reward", "nan", "a number"),
+        ("min_reward", "1e300", "a number"),
+    ],
+)
+def test_a_number_that_cannot_be_one_is_said(shown: Shown, job_id, name, value, what):
+    told = shown.page(f"/runs/{job_id}/rollouts?{name}={value}", 400)
+    assert f"{name} is &#39;{value}&#39;; it must be {what} of at most 2147483647" in told
+
+
+def test_no_number_of_an_address_is_an_error_of_ours(shown: Shown, job_id):
+    huge = "9" * 30
+    for path in (
+        f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn={huge}",
+        f"/runs/{job_id}/frames?rollout={FIRST_ROLLOUT}&turn={huge}",
+        f"/runs/{job_id}/frame.png?rollout={FIRST_ROLLOUT}&turn={huge}",
+    ):
+        assert shown.client.get(path).status_code == 404
+
+
+def test_an_episode_is_shown_decision_by_decision(shown: Shown, job_id):
+    text = shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
+    assert 'data-turn="2"' in text and 'id="turn-1"' in text
+    assert 'rel="prev"' in text and 'rel="next"' not in text
+    assert "collect wood" in text
+    assert "Not to be trained on" in text  # played without token ids
+    told = shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=3", 404)
+    assert "has decisions 1 to 2, not 3" in told
+
+
+def test_an_episode_is_found_by_the_end_of_its_id_and_an_unknown_one_is_said(shown: Shown, job_id):
+    assert "decision-title" in shown.page(f"/runs/{job_id}/rollouts/eval/2/1/0")
+    assert "no rollouts of job" in shown.page(f"/runs/{job_id}/rollouts/g9/9/9", 404)
+    assert "there is no job" in shown.page("/runs/none", 404)
+
+
+def test_decisions_made_in_the_same_state_stand_beside_one_another(shown: Shown, tmp_path):
+    run = numbered_run(tmp_path / "tiny")
+    path = run.rollouts_file("iteration_1")
+    credits = [
+        Credit([1.0, 0.0], [2.0, 0.0], state_keys_T=["k", "j"]),
+        Credit([3.0], [-1.0], state_keys_T=["k"]),
+    ]
+    same_group = [
+        item.model_copy(update={"group_id": "g", "sibling": i}) for i, item in enumerate(read_rollouts(path))
+    ]
+    write_rollouts(path, same_group, credits)
+    job_id = shown.add(run)
+    text = shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=1")
+    anchors = text[text.index("Anchor group") :]
+    assert "this one" in anchors and f'/rollouts/{ROLLOUT}?turn=1">1, 1</a>' in anchors
+    assert "1, 1</a>" not in shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
+
+
+def test_an_episode_whose_file_is_gone_is_said(shown: Shown, job_id, tmp_path):
+    (tmp_path / "tiny/rollouts/iteration_1.parquet").unlink()
+    told = shown.page(f"/runs/{job_id}/rollouts/{ROLLOUT}", 400)
+    assert "cannot be read" in told and "iteration_1.parquet" in told
+
+
+def test_pictures_come_when_they_are_asked_for_or_a_sentence_says_why_there_are_none(shown: Shown, job_id):
+    episode = f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}"
+    assert "played again to draw it" in shown.page(episode)
+    text = shown.page(f"/runs/{job_id}/frames?rollout={FIRST_ROLLOUT}&turn=1")
+    assert text.count("<img") == 2 and "turn=0" in text
+    assert '<img src="/runs/' in shown.page(episode)  # they are there now
+    picture = shown.client.get(f"/runs/{job_id}/frame.png?rollout={FIRST_ROLLOUT}&turn=1")
+    assert (picture.content, picture.headers["content-type"]) == (PNG + b"1", "image/png")
+    assert "nobody &lt;i&gt;draws&lt;/i&gt; this" in shown.page(
+        f"/runs/{job_id}/frames?rollout={ROLLOUT}&turn=1"
+    )
+    shown.page(f"/runs/{job_id}/frame.png?rollout={FIRST_ROLLOUT}&turn=9", 404)
+
+
+def test_static_files_are_kept_for_good_under_the_digest_that_pages_name(shown: Shown):
+    (address,) = re.findall(r'href="(/static/[^"]*/turnwise.css)"', shown.page("/"))
+    kept = shown.client.get(address)
+    assert kept.status_code == 200 and "immutable" in kept.headers["cache-control"]
+    assert shown.client.get("/static/old/turnwise.css").headers["cache-control"] == "no-store"
+    for name in ("none.css", "%2e%2e/pages.py", "vendor"):
+        assert shown.client.get(f"/static/x/{name}").status_code == 404

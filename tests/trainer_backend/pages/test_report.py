@@ -1,0 +1,176 @@
+import base64
+import hashlib
+import io
+import json
+import re
+from html import unescape
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.pages.hand_made import PROMPT, empty_run, small_run, teacher_row
+from tests.trainer_backend.rundir.disk import full_disk
+from trainer_backend.credit.inspect import find_rollout
+from trainer_backend.credit.recredit import stored_iterations
+from trainer_backend.errors import RunDirectoryError, TaskAppError
+from trainer_backend.pages.report import write_report
+from trainer_backend.pages.stored import Frame
+from trainer_backend.terminal.train_command import tell_end
+
+
+def no_frames(job, episode, turns):
+    raise TaskAppError("no task app <here>")
+
+
+def grey_frames(job, episode, turns):
+    file = io.BytesIO()
+    Image.new("RGB", (9, 9), "grey").save(file, "PNG")
+    return [Frame(turn, file.getvalue()) for turn in sorted(turns)]
+
+
+def told(html):
+    """The page as a reader sees it: without tags, blanks folded."""
+    shown = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S)
+    return " ".join(re.sub(r"<[^>]+>", " ", shown).split())
+
+
+def charts(html):
+    """The charts that a saved page draws, by key."""
+    (text,) = re.findall(r'<script type="application/json" id="saved-charts">(.*?)</script>', html, re.S)
+    return {chart["key"]: chart for chart in json.loads(text)}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    run = small_run(tiny_job(), tmp_path_factory.mktemp("report") / "run")
+    return write_report(run, frames=grey_frames)
+
+
+def test_the_figures_are_those_worked_by_hand(report):
+    text = told(report.read_text())
+    assert "2 of 2 iterations" in text
+    assert "after iteration 0 (first) 0.50 unique" in text  # worlds with 1 and 0
+    assert "after iteration 2 (best, last) 2.00 (95 %: 1.00 to 3.00) unique" in text
+    # world 10: 3 - 1, world 11: 1 - 0; mean 1.5, standard error 0.5, t of one degree of freedom 12.706
+    assert "last minus first, world by world +1.50 (95 %: -4.85 to +7.85), 2 worlds" in text
+    assert "training unique achievements 2 1 at iteration 1" in text
+    assert "iterations with any event reward 50%" in text
+    assert "time, all stages 1 min 12 s" in text  # 2 x (20 + 1 + 5) + 2 x 10
+
+
+def test_the_teacher_is_told_with_its_episodes_and_its_time(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    run.append_metrics(teacher_row())
+    run.append_metrics({"kind": "warmup", "iteration": 0, "warmup/loss": 1.0, "time/warmup_s": 5.0})
+    text = told(write_report(run, frames=no_frames).read_text())
+    assert "imitated in the warm-up: crafter_teacher 2.00 (95 %: 1.00 to 3.00) unique" in text
+    # 52 of RL, 20 of evaluations, 7 of collecting and 5 of learning
+    assert "time, all stages 1 min 24 s" in text
+
+
+def test_one_old_file_that_cannot_be_read_is_told_and_the_run_stays_ended(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    damaged = run.rollouts_file("iteration_1")
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    for tell in (
+        lambda: write_report(run, frames=no_frames),
+        lambda: find_rollout([run], "10"),
+        lambda: stored_iterations(run, ()),
+    ):  # of `turnwise report`, `inspect`, `recredit`
+        with pytest.raises(RunDirectoryError, match=f"{damaged} cannot be read"):
+            tell()
+    out = io.StringIO()
+    tell_end(Console(file=out, width=500), run, report=True)
+    assert "after iteration 2: 2.00" in out.getvalue()
+    assert f"has ended and is saved, but not all can be told of it: {damaged} cannot" in out.getvalue()
+
+
+def test_failures_are_counted_by_cause(report):
+    text = told(report.read_text())
+    assert "failed: inference_unavailable 4" in text
+    assert "rollouts lost for good 2 of 14" in text  # 2 x (4 + 1) + 2 x 2
+    assert charts(report.read_text())["endings"]["curves"][0]["label"] == "max decisions"
+
+
+def test_switches_and_seeds_are_told(report):
+    text = unescape(told(report.read_text()))
+    assert 'step_rewards_mode = "decision_stepwise"' in text
+    assert "job.seed 1 0" in text  # chosen, and its default
+    assert "4, seeds 1073741824 to 1073741827, temperature 1" in text
+
+
+def test_the_best_episode_is_shown_decision_by_decision(report):
+    html = report.read_text()
+    assert "World 10, evaluation after iteration 2: 3 unique achievements in 3 decisions" in html
+    for caption in ("0: the start", "1: collect wood", "2: eat cow", "3: place table"):
+        assert f"<figcaption>{caption}</figcaption>" in html
+
+
+def test_what_the_model_saw_is_escaped(report):
+    html = report.read_text()
+    assert PROMPT not in html
+    assert "&lt;script&gt;alert(&#39;saw&#39;)&lt;/script&gt;" in html
+
+
+def test_the_page_needs_no_other_file_and_runs_nothing_but_its_own_scripts(report):
+    html = report.read_text()
+    assert [path.name for path in report.parent.iterdir()] == ["report.html"]
+    links = re.findall(r'\b(?:src|href)="([^"]{0,40})', html)
+    assert {link.split(",")[0] for link in links} == {"#main", "data:image/png;base64"}
+    assert not re.search(
+        r"\b(?:hx|data-live|data-charts)\b", html.partition("<body>")[2].partition("<script")[0]
+    )
+    assert all(re.search(r'alt="[^"]{10,}"', image) for image in re.findall(r"<img [^>]*>", html))
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', html)
+    policy = unescape(policy)
+    scripts = re.findall(r'<script(?: type="module")?>(.*?)</script>', html, re.S)
+    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert re.findall(r"script-src (.*?);", policy) == [" ".join(f"'sha256-{one}'" for one in digests)]
+
+
+def test_curves_by_decision_turn_are_those_worked_by_hand(report):
+    found = charts(report.read_text())
+    assert found["achieved_by_turn"]["unit"] == "decision turn"
+    assert [curve["y"] for curve in found["achieved_by_turn"]["curves"]] == [[1.0, 0.0], [2.0, 0.0]]
+    # two episodes of iteration 1: r_t of 1.0, 0.5 and of 3.0; in iteration 2 the first has 1.0, 1.0
+    first, last = found["reward_by_turn"]["curves"]
+    assert (first["label"], first["y"]) == ("iteration 1", [2.0, 0.25])
+    assert (last["label"], last["y"]) == ("iteration 2", [2.0, 0.5])
+    assert (found["outcome"]["x"], found["outcome"]["curves"][0]["y"]) == ([0, 1, 2], [None, 1.0, 2.0])
+
+
+def test_without_a_task_app_the_strip_is_missing_and_the_reason_is_told(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    html = write_report(run, frames=no_frames).read_text()
+    assert "No pictures: no task app &lt;here&gt;" in html
+    assert "collect wood" in html
+
+
+def test_a_full_disk_is_told_with_the_folder(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    with full_disk(), pytest.raises(RunDirectoryError, match="run/report cannot be written"):
+        write_report(run, frames=no_frames)
+
+
+def test_a_run_that_has_only_begun_says_what_is_missing(tmp_path):
+    run = empty_run(tiny_job(training__iterations=7), tmp_path / "run")
+    text = told(write_report(run, frames=no_frames).read_text())
+    assert "0 of 7 iterations" in text
+    for missing in (
+        "No evaluation has been done yet.",
+        "No iteration has finished yet.",
+        "No evaluation has stored an episode yet.",
+    ):
+        assert missing in text
+
+
+def test_metrics_without_their_rollout_files_still_make_a_report(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "run")
+    for path in (run.path / "rollouts").glob("*.parquet"):
+        path.unlink()
+    text = told(write_report(run, frames=no_frames).read_text())
+    assert "2.00 (95 %: 1.00 to 3.00)" in text
+    assert "world by world" not in text

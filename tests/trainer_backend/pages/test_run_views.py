@@ -1,0 +1,189 @@
+"""The list of runs, a run's head, its key figures and success rates."""
+
+import tomllib
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, iteration_row
+from trainer_backend.job.load import dump_job, parse_job
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.pages.facts import chosen_keys, differing_keys, to_begin_from
+from trainer_backend.pages.run_view import Ends, head_of, key_figures, seconds_an_iteration, success_rates
+from trainer_backend.pages.runs import run_line
+from trainer_backend.pages.series import spark_of
+from trainer_backend.rundir.state import RunState
+from trainer_backend.store.rows import JobRow, RunSummary, Series
+
+NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+CONFIG = '[job]\nname = "tiny"\n[model]\npreset = "tiny-0.3m"\n[training]\niterations = 20\n'
+JOB = JobRow(
+    number=1, id="a1", name="tiny", state="running", wanted="run", config=CONFIG, run_dir="/runs/tiny-2",
+    run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON,
+    started=NOON - timedelta(minutes=3), ended=None, code=None, detail=None, version=1,
+)  # fmt: skip
+NONE = Ends(None, None)
+
+
+def head(job=JOB, state=None, **changes):
+    given = {"iteration": 4, "rate_s": None, "place": "0.0", "now": NOON, "can_control": True}
+    return head_of(job, state, **(given | changes))
+
+
+def series(*values):
+    return Series(tuple(range(1, len(values) + 1)), values, values, values)
+
+
+def test_a_line_of_the_list_says_how_far_a_run_is_and_how_it_does():
+    numbers = {"eval/outcome_reward": 3.0, "eval/outcome_reward_low": 2.5, "eval/outcome_reward_high": 3.5}
+    line = run_line(RunSummary(JOB, 4, NOON, {"episode/outcome_reward": 2.0}, numbers), series(1.0, 2.0))
+    assert (line.where, line.tags, line.done, line.total) == ("tiny-2", ("who=me",), 4, 20)
+    assert (line.outcome, line.held_out, line.bounds) == ("2", "3", "2.5 to 3.5")
+    assert line.spark.points == "0.0,23.0 100.0,1.0"
+    assert line.spark.told == "training outcome from 1 to 2"
+
+
+def test_a_run_without_a_finished_iteration_has_a_line_too():
+    line = run_line(RunSummary(replace(JOB, config="not TOML ["), 0, None, {}, {}), None)
+    assert (line.total, line.spark.points, line.bounds, line.took) == (0, "", "", "")
+
+
+def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():
+    assert spark_of(series(5.0, 5.0), "x").points == "0.0,23.0 100.0,23.0"
+    assert spark_of(series(5.0), "x").points == ""
+
+
+def test_the_head_of_a_run_says_what_is_under_way_and_how_long_it_may_take():
+    state = RunState("training", 1, iteration=5, stage="collect 6", done=3, total=8, starts=2)
+    shown = head(state=state, rate_s=9.0)
+    assert shown.progress == "5 of 20 iterations · collect 6, 3 of 8 · about 2 min left"
+    assert (shown.live, shown.actions) == (True, ("pause", "cancel"))
+    assert dict(shown.facts)["starts"] == "2"
+    assert dict(shown.facts)["begun"] == "3 min ago"
+
+
+def test_what_a_run_wrote_of_itself_is_not_believed_after_its_end():
+    state = RunState("training", 1, iteration=5, stage="collect 6", done=3, total=8)
+    ended = replace(JOB, state="succeeded", ended=NOON)
+    shown = head(ended, state, rate_s=10.0)
+    assert (shown.progress, shown.live, shown.actions) == ("4 of 20 iterations", False, ())
+    assert dict(shown.facts)["took"] == "3 min"
+
+
+@pytest.mark.parametrize(
+    ("state", "actions"),
+    [
+        ("queued", ("pause", "cancel")),
+        ("pausing", ("cancel",)),
+        ("paused", ("resume", "cancel")),
+        ("failed", ("resume",)),
+        ("cancelled", ("resume",)),
+        ("cancelling", ()),
+        ("succeeded", ()),
+    ],
+)
+def test_only_what_makes_sense_is_offered(state, actions):
+    assert head(replace(JOB, state=state)).actions == actions
+    assert head(replace(JOB, state=state), can_control=False).actions == ()
+    assert head(replace(JOB, state=state, origin="cli")).actions == ()
+
+
+def test_an_iteration_takes_what_its_stages_took_of_late():
+    assert seconds_an_iteration({"a": series(100.0, 1.0, 1.0, 1.0, 1.0, 1.0), "b": series(2.0)}) == 3.0
+    assert seconds_an_iteration({}) is None
+
+
+def test_key_figures_compare_with_the_first_row_and_leave_out_what_there_is_not():
+    iterations = Ends(iteration_row(1, 1.0), iteration_row(2, 2.0))
+    held_out = Ends(evaluation_row(0, FIRST, None, None), evaluation_row(2, LAST, 1.0, 3.0))
+    found = {one.name: (one.value, one.beside) for one in key_figures(iterations, held_out, "score")}
+    assert found == {
+        "held-out score": ("2", "95 % 1 to 3, 0.5 at iteration 0"),
+        "Crafter score": ("12.5 %", "geometric mean of success rates"),
+        "training score": ("2", "1 at iteration 1"),
+        "reward an episode": ("2", "1 at iteration 1"),
+        "decisions with event reward": ("50 %", "50 % at iteration 1"),
+        "entropy": ("1.5", "1.5 at iteration 1"),
+    }
+    assert key_figures(NONE, NONE, "score") == []
+    plain = {name: value for name, value in iteration_row(1, 1.0).items() if "unique" not in name}
+    names = [one.name for one in key_figures(Ends(plain, plain), NONE, "score")]
+    assert names == ["training score", "reward an episode", "entropy"]
+
+
+def test_success_rates_stand_beside_those_of_the_first_evaluation_the_most_frequent_first():
+    first, last = evaluation_row(0, FIRST, None, None), evaluation_row(2, LAST, 1.0, 3.0)
+    rates = success_rates(Ends(first, last), {"eval/success_rates/eat_cow": series(0.0, 1.0)})
+    assert (rates.before, rates.after) == ("iteration 0", "iteration 2")
+    assert [(row.name, row.before, row.after) for row in rates.rows] == [
+        ("eat cow", "0%", "100%"), ("collect wood", "50%", "50%"), ("place table", "0%", "50%"),
+    ]  # fmt: skip
+    assert all(row.low <= row.last <= row.high for row in rates.rows)
+    assert [row.spark.points for row in rates.rows] == ["0.0,23.0 100.0,1.0", "", ""]
+    alone = success_rates(Ends(first, first), {})
+    assert (alone.before, alone.rows[0].before) == ("", "–")  # noqa: RUF001
+    assert success_rates(NONE, {}).rows == ()
+
+
+def test_of_a_job_the_keys_are_shown_that_were_chosen():
+    default = str(TrainingTable.model_fields["iterations"].default)
+    gamma = AlgorithmTable.model_fields["gamma"].default
+    config = CONFIG.replace("20", "21") + f"[algorithm]\ngamma = {gamma}\n"
+    found = {key: rest for key, *rest in chosen_keys(replace(JOB, config=config))}
+    assert found["training.iterations"] == ["21", default]
+    assert found["model.preset"] == ['"tiny-0.3m"', "–"]  # noqa: RUF001
+    assert "algorithm.gamma" not in found  # as it is by itself
+
+
+def test_a_job_to_begin_from_has_what_was_chosen_and_reads_back_to_the_same_job():
+    job = tiny_job(training__iterations=21, job__runs_dir="elsewhere", services__gateway_host="0.0.0.0")
+    text = to_begin_from(replace(JOB, config=dump_job(job)))
+    assert "checkpoint_every = 1" in text and "iterations = 21" in text
+    assert "runs_dir" not in text and "gateway_host" not in text and "entropy_coef" not in text
+    again = parse_job(tomllib.loads(text), where="test").config
+    own = {"job": job.job.model_copy(update={"runs_dir": again.job.runs_dir}), "services": again.services}
+    assert again == job.model_copy(update=own)
+    every_default = replace(JOB, config=CONFIG + "[warmup]\n")
+    assert "[warmup]" in to_begin_from(every_default)
+
+
+def test_a_job_with_two_fixed_policies_and_a_schedule_begins_another_as_it_is():
+    written = """
+[model]
+preset = "tiny-0.3m"
+[[rollout_only]]
+name = "strong-1"
+inference_url = "http://127.0.0.1:8000/v1"
+model = "big"
+weight = 3.0
+objective = "single_ratio"
+[[rollout_only]]
+name = "clone_2"
+model_path = "runs/clone"
+baseline = "per_policy"
+[rollout_allocation_schedule]
+type = "step"
+switch_steps = [2, 7]
+initial_policy = "actor"
+unit = "group"
+"""
+    job = parse_job(tomllib.loads(written), where="test").config
+    stored = replace(JOB, config=dump_job(job))
+    text = to_begin_from(stored)
+    assert parse_job(tomllib.loads(text), where="test").config == job
+    assert text.count("[[rollout_only]]") == 2 and "switch_steps" in text
+    again = replace(JOB, config=dump_job(parse_job(tomllib.loads(text), where="test").config))
+    assert to_begin_from(again) == text
+    chosen = {key: value for key, value, _ in chosen_keys(stored)}
+    assert chosen["rollout_only.strong-1.weight"] == "3.0"
+    assert chosen["rollout_only.clone_2.model_path"] == '"runs/clone"'
+    assert "rollout_only.clone_2.weight" not in chosen  # as it is by itself
+
+
+def test_of_several_jobs_the_keys_are_shown_in_which_they_differ():
+    other = replace(JOB, config=CONFIG.replace("20", "30") + "[algorithm]\ngamma = 0.5\n")
+    assert differing_keys([JOB, other]) == [
+        ("training.iterations", ["20", "30"]), ("algorithm.gamma", ["–", "0.5"]),  # noqa: RUF001
+    ]  # fmt: skip

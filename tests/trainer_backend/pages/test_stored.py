@@ -1,0 +1,145 @@
+"""What is kept of rollouts and pictures."""
+
+import asyncio
+from threading import Event
+
+import httpx
+import pytest
+
+from tests.conftest import tiny_job
+from tests.trainer_backend.pages.hand_made import WOOD, rollout, small_run
+from tests.trainer_backend.pages.shown import Shown
+from tests.trainer_backend.pages.test_pages import FIRST_ROLLOUT
+from trainer_backend.errors import RunDirectoryError, TaskAppError
+from trainer_backend.pages.stored import Frame, Frames, Kept, NoPictures, StoredRollouts, can_be_drawn
+
+
+def test_the_last_few_are_kept_and_the_one_that_nobody_asked_for_longest_goes_first():
+    made = []
+    kept = Kept(2)
+    for key in ("a", "b", "a", "c", "a", "b"):
+        assert kept.get(key, lambda key=key: made.append(key) or key) == key
+    assert made == ["a", "b", "c", "b"]
+    assert (kept.known("b"), kept.known("c")) == ("b", None)
+
+
+def test_what_cannot_be_made_is_tried_again():
+    kept = Kept(2)
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        kept.get("a", fail)
+    assert kept.get("a", lambda: 1) == 1
+
+
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    path = run.rollouts_file("iteration_1")
+    stored = StoredRollouts()
+    first = stored.read(path, "r/g0/1/0")
+    assert first is stored.read(path, "r/g0/1/0")
+    assert [columns["reward"] for columns in first.columns] == [1.0, 0.5]
+    path.write_bytes(run.rollouts_file("iteration_2").read_bytes())
+    assert [columns["reward"] for columns in stored.read(path, "r/g0/1/0").columns] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("what", ["gone", "no parquet", "without it"])
+def test_a_rollout_that_cannot_be_read_is_said_with_its_file(tmp_path, what):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    path = run.rollouts_file("iteration_1")
+    if what == "gone":
+        path.unlink()
+    elif what == "no parquet":
+        path.write_bytes(b"PAR1 no")
+    with pytest.raises(RunDirectoryError, match=r"iteration_1\.parquet cannot be read for rollout r/none"):
+        StoredRollouts().read(path, "r/none")
+
+
+def test_only_a_world_of_a_seed_with_pictures_can_be_drawn():
+    whole = rollout(1, [WOOD])
+    assert can_be_drawn(whole)
+    assert not can_be_drawn(whole.model_copy(update={"trajectory": None}))
+    for change in ({"achievements_counts": {}}, {"parent_rollout_id": "r/0"}):
+        episode = whole.trajectory.model_copy(update=change)
+        assert not can_be_drawn(whole.model_copy(update={"trajectory": episode}))
+
+
+async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_holds_no_thread(tmp_path):
+    played, begun, go_on = [], Event(), Event()
+
+    def source(_job, episode, turns):
+        played.append(list(turns))
+        begun.set()
+        assert go_on.wait(20)
+        return [Frame(turn, b"png") for turn in turns]
+
+    shown = Shown(tmp_path, source=source)
+    job_id = shown.small(tmp_path / "run")
+    transport = httpx.ASGITransport(shown.client.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
+        address = f"/runs/{job_id}/frame.png?rollout={FIRST_ROLLOUT}&turn=1"
+        # Starlette has 40 threads for all pages.
+        asked = [asyncio.create_task(client.get(address)) for _ in range(60)]
+        assert await asyncio.to_thread(begun.wait, 20)
+        async with asyncio.timeout(20):
+            assert (await client.get(f"/runs/{job_id}")).status_code == 200
+        go_on.set()
+        assert {(await one).content for one in asked} == {b"png"}
+    shown.store.close()
+    assert len(played) == 1
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"services__task_url": ["https://elsewhere:1"]},
+        {"services__task_plugins": ["code.py"]},
+        {"multi_turn__enable": True, "multi_turn__interaction_config_path": "users.yaml"},
+    ],
+)
+async def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
+    job = tiny_job(**named)
+    given = []
+
+    def source(seen, *_):
+        given.append(seen)
+        return [Frame(0, b"png")]
+
+    await Frames(source).of(small_run(job, tmp_path / "tiny").path, rollout(1, [WOOD]))
+    (seen,) = given
+    assert (seen.services.task_url, seen.services.task_plugins) == ((), ())
+    assert seen.multi_turn.interaction_config_path is None
+    assert seen.rollout == job.rollout
+
+
+async def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    answers = [TaskAppError("away"), [Frame(0, b"png")]]
+
+    def source(*_):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    frames, shown = Frames(source), rollout(1, [WOOD])
+    with pytest.raises(TaskAppError, match="away"):
+        await frames.of(run.path, shown)
+    assert await frames.of(run.path, shown) == {0: b"png"}
+
+
+async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reason_stays(tmp_path):
+    run = small_run(tiny_job(), tmp_path / "tiny")
+    played = []
+
+    def source(*_):
+        played.append(1)
+        raise NoPictures("the replay departed")
+
+    frames, shown = Frames(source), rollout(1, [WOOD])
+    for _ in range(2):
+        with pytest.raises(NoPictures, match="departed"):
+            await frames.of(run.path, shown)
+    assert (len(played), frames.known(run.path, shown)) == (1, "the replay departed")

@@ -1,0 +1,216 @@
+"""How a run begins, and begins again: real task app, real model, a real signal."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service_kit.errors import PortTaken
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import Trajectory
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job
+from tests.trainer_backend.pages.hand_made import WOOD, rollout
+from tests.trainer_backend.test_train import finished
+from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.work import Collection
+from trainer_backend.errors import CheckpointError, TaskAppError
+from trainer_backend.run.beginning import Beginning, Stopped
+from trainer_backend.run.stopping import STOPPING
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
+from trainer_backend.rundir.state import watch
+from trainer_backend.start import run_job
+
+
+class Interrupting(ListReporter):
+    """Sends Ctrl-C when the warm-up has made its first step."""
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        super().stage(name, done, total)
+        if (name, done) == ("warm-up", 1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory):
+    """A run that was stopped in its warm-up."""
+    job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1000)
+    directory, reporter = create_run(job, tmp_path_factory.mktemp("stopped") / "run"), Interrupting()
+    with pytest.raises(Stopped, match="in the warm-up"):
+        asyncio.run(run_job(job, directory, reporter, resume=False))
+    return directory, reporter
+
+
+def test_ctrl_c_ends_the_warm_up_and_its_thread_within_a_few_steps(stopped):
+    _, reporter = stopped
+    _, done, total = reporter.stages[-1]
+    assert reporter.stages[-1][0] == "warm-up"
+    assert done < total / 10
+    assert not [thread for thread in threading.enumerate() if "asyncio" in thread.name]
+
+
+def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
+    directory, _ = stopped
+    (before,) = rows_of(directory, "teacher")
+    stored = read_rollouts(directory.rollouts_file("warmup"))
+    again, reporter, progress = train_job(
+        tiny_job(training__iterations=0, evaluation__instances=1), directory.path, resume=directory
+    )
+    assert progress.iteration == 0
+    assert not any(name == "collect teacher" for name, _, _ in reporter.stages)
+    assert read_rollouts(directory.rollouts_file("warmup")) == stored
+    (evaluated,) = read_rollouts(directory.rollouts_file("evaluation_0"))
+    assert evaluated.run_id != stored[0].run_id, "what a killed start left at a task app is not met again"
+    (after,) = rows_of(again, "teacher")
+    played = {name: before[name] for name in before if name == "time/collect_s" or name.startswith("app/")}
+    assert {**after, **played} == before
+    (warmup,) = rows_of(again, "warmup")
+    assert warmup["warmup/steps"] > 0
+
+
+def test_a_flipped_bit_in_the_weights_is_told_before_anything_starts_with_the_checkpoint_to_go_on_from(
+    trained: tuple[RunDirectory, Any, Any], tmp_path: Path
+):
+    run = open_run(shutil.copytree(trained[0].path, tmp_path / "run"))
+    newest = run.checkpoints / "iteration_2"
+    weights = newest / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+
+    def told() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            asyncio.run(run_job(tiny_job(), run, ListReporter(), resume=True))
+        return str(caught.value)
+
+    assert told().startswith(f"{newest}: the checkpoint is damaged: model.safetensors has the crc32 ")
+    assert f"iteration_1 is whole. To go on from there: `mv {newest} " in told()
+    (newest / "state.json").unlink()  # a folder that has lost this is not passed over for the one before
+    (newest / "digests.json").unlink()
+    assert "iteration_2: the checkpoint is damaged: digests.json is missing" in told()
+    newest.rename(f"{newest}_damaged")
+    assert latest_checkpoint(run.checkpoints) == run.checkpoints / "iteration_1"
+
+
+class OneEpisode:
+    """A collector that plays one episode, whatever it is asked for."""
+
+    async def collect(self, requests: Sequence[RolloutRequest], progress: object, keep: object) -> Collection:
+        return Collection((rollout(1, [WOOD]),))
+
+    async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
+
+
+async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter) -> list[Trajectory]:
+    collector: Any = OneEpisode()
+    planner = Planner(tiny_job(), "run.1")
+    beginning = Beginning(directory, planner, {}, collector, reporter, asyncio.Event())
+    return await beginning._played("teacher", planner.warmup())
+
+
+async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):
+    directory = create_run(tiny_job(), tmp_path / "run")
+    broken = rollout(1, [WOOD]).model_copy(update={"status": "failed", "trajectory": None})
+    write_rollouts(directory.rollouts_file("warmup"), [broken])
+    (played,) = await played_by_the_teacher(directory, ListReporter())
+    assert played.outcome_reward == 1.0
+    assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
+
+
+@pytest.mark.parametrize("left", [b"", b"PAR1 but no more"])
+async def test_a_stored_stage_that_cannot_be_read_is_set_aside_told_and_played_again(
+    tmp_path: Path, left: bytes
+):
+    directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
+    for number in (1, 2):
+        directory.rollouts_file("warmup").write_bytes(left)
+        assert len(await played_by_the_teacher(directory, reporter)) == 1
+        assert [item.status for item in read_rollouts(directory.rollouts_file("warmup"))] == ["finished"]
+        aside = directory.rollouts / f"warmup.parquet.unreadable-{number}"
+        assert aside.read_bytes() == left
+        assert any(f"it is left as {aside.name}" in line for line in reporter.lines)
+
+
+async def test_what_a_killed_start_had_of_the_teachers_episodes_is_not_played_again(tmp_path: Path):
+    asked: list[int] = []
+
+    class Collector:
+        def __init__(self, most: int) -> None:
+            self._most = most
+
+        async def collect(
+            self, requests: Sequence[RolloutRequest], progress: object, keep: Callable[[Rollout], None]
+        ) -> Collection:
+            asked.append(len(requests))
+            played = tuple(finished(request) for request in requests[: self._most])
+            for item in played:
+                keep(item)
+            if len(played) < len(requests):
+                raise TaskAppError("killed")
+            return Collection(played)
+
+        async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
+
+    job = tiny_job()
+    directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
+    for start, most in ((1, 10), (2, 24)):
+        collector: Any = Collector(most)
+        planner = Planner(job, f"run.{start}")
+        beginning = Beginning(directory, planner, {}, collector, reporter, asyncio.Event())
+        plan = planner.warmup()
+        if start == 1:
+            with pytest.raises(TaskAppError):
+                await beginning._played("teacher", plan)
+        else:
+            assert len(await beginning._played("teacher", plan)) == 24
+    assert asked == [24, 14]
+    assert rows_of(directory, "teacher")[0]["recovery/rollouts_reused"] == 10.0
+    assert "10 rollouts of warmup.spool.jsonl were collected before, and are used" in reporter.lines
+    assert not directory.spool_file("warmup").exists()
+
+
+def test_every_start_has_ids_of_its_own_at_the_task_app(trained):
+    directory, _, _ = trained
+    (rollout, *_) = read_rollouts(directory.rollouts_file("iteration_1"))
+    assert rollout.run_id.startswith(directory.run_id + ".")
+    assert rollout.rollout_id.startswith(rollout.run_id + "/train/1/")
+
+
+class ImpatientAtOnce(ListReporter):
+    """Sends Ctrl-C when the task app is up."""
+
+    def say(self, text: str) -> None:
+        super().say(text)
+        if text.startswith("task app:"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Path):
+    job, reporter = tiny_job(), ImpatientAtOnce()
+    with pytest.raises(Stopped, match="before anything was played"):
+        asyncio.run(run_job(job, create_run(job, tmp_path / "run"), reporter, resume=False))
+    assert (reporter.lines[-1], reporter.stages) == (STOPPING, [])
+    state = watch(tmp_path / "run").state
+    assert state is not None
+    assert (state.state, state.detail) == (
+        "stopped",
+        "stopped before anything was played; nothing new to save",
+    )
+
+
+def test_a_taken_gateway_port_is_told_before_anything_is_started(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job = tiny_job(services__gateway_port=taken.getsockname()[1])
+        directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
+        with pytest.raises(PortTaken):
+            asyncio.run(run_job(job, directory, reporter, resume=False))
+    assert (reporter.lines, reporter.stages) == ([], [])
+    assert not (directory.path / "task_app.log").exists()

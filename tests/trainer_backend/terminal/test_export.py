@@ -1,0 +1,159 @@
+"""`turnwise export`: files that other tools read, with what was left out and why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from shared_schemas.rollouts import Rollout
+from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
+from tests.trainer_backend.store.runs import CREDITS, failed, new_run
+from trainer_backend.__main__ import app
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.rollout_files import write_rollouts
+from trainer_backend.terminal.export import Choice, export_run
+
+
+def spoken(item: Rollout, *, model: str = "", rollout_id: str) -> Rollout:
+    steps = tuple(
+        step.model_copy(update={"action_taken": {"type": "text", "content": "é"}})
+        for step in item.trajectory.steps
+    )
+    trajectory = item.trajectory.model_copy(update={"steps": steps, "model": model})
+    return item.model_copy(update={"trajectory": trajectory, "rollout_id": rollout_id})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Two episodes and a failure of training, one of the warm-up, one of an evaluation."""
+    found = new_run(tmp_path / "run")
+    played = [
+        spoken(rollout(1, [WOOD, (), COW]), model="tiny/actor", rollout_id="two"),
+        spoken(rollout(2, [(), ()]), model="tiny/actor", rollout_id="none"),
+    ]
+    write_rollouts(found.rollouts_file("iteration_1"), [*played, failed(1)], CREDITS)
+    teacher = spoken(rollout(3, [WOOD, TABLE, COW]), rollout_id="teacher")
+    write_rollouts(found.rollouts_file("warmup"), [teacher])
+    write_rollouts(
+        found.rollouts_file("evaluation_1"), [spoken(rollout(2**30, [WOOD]), rollout_id="held out")]
+    )
+    return found
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sessions(path: Path) -> list[str]:
+    return list(dict.fromkeys(row["metadata"]["session_id"] for row in lines(path)))
+
+
+def test_by_default_all_is_exported_but_what_measures_the_policy(run: RunDirectory, tmp_path: Path):
+    told = export_run(run, tmp_path / "out/all.jsonl", Choice())
+    assert sessions(tmp_path / "out/all.jsonl") == ["two", "none", "teacher"]
+    assert (told.rows, told.episodes) == (3 + 2 + 3, 3)
+    assert str(told) == "8 rows of 3 episodes; left out: 1 not finished (task_app_lost)"
+
+
+@pytest.mark.parametrize(
+    ("choice", "left"),
+    [
+        (Choice(min_reward=2.0), ["two", "teacher"]),
+        (Choice(achievements=["place_table"]), ["teacher"]),
+        (Choice(achievements=["collect_wood", "eat_cow"]), ["two", "teacher"]),
+        (Choice(policy="actor"), ["two", "none"]),
+        (Choice(policy="openai"), ["teacher"]),
+        (Choice(stages=["evaluation"]), ["held out"]),
+    ],
+)
+def test_each_option_narrows(run: RunDirectory, tmp_path: Path, choice: Choice, left: list[str]):
+    export_run(run, tmp_path / "some.jsonl", choice)
+    assert sessions(tmp_path / "some.jsonl") == left
+
+
+def test_a_parquet_file_and_a_folder_hold_the_same_rows(run: RunDirectory, tmp_path: Path):
+    for name in ("x.jsonl", "x.parquet", "x"):
+        export_run(run, tmp_path / name, Choice())
+    rows = lines(tmp_path / "x.jsonl")
+    found = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert found == pq.read_table(tmp_path / "x/data/train-00000-of-00001.parquet").to_pylist()
+    assert [row["metadata"] for row in found] == [row["metadata"] for row in rows]
+    assert [json.loads(row["tools"]) for row in found] == [row["tools"] for row in rows]
+    messages = [
+        [{key: value for key, value in item.items() if value is not None} for item in row["messages"]]
+        for row in found
+    ]
+    assert messages == [row["messages"] for row in rows]
+    card = (tmp_path / "x/README.md").read_text(encoding="utf-8")
+    assert "path: data/train-*" in card and "8 rows of 3 episodes" in card
+
+
+def test_nothing_that_exists_is_replaced(run: RunDirectory, tmp_path: Path):
+    (tmp_path / "x.jsonl").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="exists; nothing is replaced"):
+        export_run(run, tmp_path / "x.jsonl", Choice())
+    assert (tmp_path / "x.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x"])
+def test_an_export_without_a_row_leaves_nothing_and_says_why(run: RunDirectory, tmp_path: Path, name: str):
+    before = set(tmp_path.iterdir())
+    with pytest.raises(
+        RunDirectoryError, match="nothing to export: 0 rows of 0 episodes; left out: 3 --min-"
+    ):
+        export_run(run, tmp_path / name, Choice(min_reward=9.0))
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_another_ending_or_stage_is_refused(run: RunDirectory, tmp_path: Path):
+    with pytest.raises(RunDirectoryError, match=r"--to is .*x.csv; known"):
+        export_run(run, tmp_path / "x.csv", Choice())
+    with pytest.raises(JobError, match="--stage is 'training'; known: train, warmup"):
+        Choice(stages=["training"])
+
+
+def test_a_file_that_cannot_be_read_is_named_and_not_the_one_that_is_written(
+    run: RunDirectory, tmp_path: Path
+):
+    broken = run.rollouts_file("warmup")
+    broken.write_bytes(b"PAR1 but no more")
+    with pytest.raises(RunDirectoryError) as told:
+        export_run(run, tmp_path / "x.parquet", Choice())
+    assert str(told.value).startswith(f"{broken} cannot be read: ")
+
+
+def test_a_file_that_retention_removes_meanwhile_is_named_and_not_the_one_that_is_written(
+    run: RunDirectory, tmp_path: Path
+):
+    class Stages(tuple[str, ...]):
+        def index(self, *stage: Any) -> int:
+            """Asked when the files have been listed, and none was read."""
+            run.rollouts_file("warmup").unlink(missing_ok=True)
+            return super().index(*stage)
+
+    with pytest.raises(RunDirectoryError) as told:
+        export_run(run, tmp_path / "x.jsonl", Choice(stages=Stages(("train", "warmup"))))
+    assert str(told.value).startswith(f"{run.rollouts_file('warmup')} was removed while it was exported")
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_what_a_killed_export_left_is_in_nobodys_way(run: RunDirectory, tmp_path: Path):
+    (tmp_path / ".x.tmp").mkdir()
+    (tmp_path / ".x.tmp/half").write_text("")
+    export_run(run, tmp_path / "x", Choice())
+    assert not (tmp_path / ".x.tmp").exists()
+    assert not (tmp_path / "x/half").exists()
+
+
+def test_the_command_tells_what_it_wrote(run: RunDirectory, tmp_path: Path):
+    to = tmp_path / "x.jsonl"
+    done = CliRunner().invoke(
+        app, ["export", str(run.path), "--to", str(to), "--min-reward", "1", "--stage", "train"]
+    )
+    assert done.exit_code == 0
+    assert "3 rows of 1 episodes; left out: 1 --min-reward, 1 not finished" in " ".join(done.output.split())
+    assert sessions(to) == ["two"]
