@@ -1,4 +1,4 @@
-"""The names of the tools with which a model edits its own context; task_app.context_tools has the tools."""
+"""Names of the tools with which a model edits its context (task_app/episode has the tools)."""
 
 from typing import Annotated
 

@@ -108,11 +108,8 @@ def _port(text: str) -> int:
     return int(text)
 
 
-# The task app on a port: bounded connections, and a stop that drains.
-
-
 def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
-    """A server that drains when it is told to stop: still answering, but taking nothing new."""
+    """Make a server that drains on a stop signal: it still answers, but accepts no new work."""
     services: Services = app.state.services
     settings = services.settings
 

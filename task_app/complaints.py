@@ -17,7 +17,7 @@ def most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] = ()) -> InvalidRequest:
-    """The first of pydantic's errors as one of ours.
+    """Turn the first of pydantic's errors into one of ours.
 
     Args:
         error: an element of `ValidationError.errors()`.

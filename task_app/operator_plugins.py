@@ -71,9 +71,6 @@ def _joined(known: Mapping[str, Any], more: Mapping[str, Any], *, kind: str, fil
     return {**known, **more}
 
 
-# A Python file that the operator named, as a module: run once, under a name of its own.
-
-
 def module_of(file: Path) -> ModuleType:
     """Import the file. Its neighbours can be imported by it.
 

@@ -286,9 +286,6 @@ class RewardFunction(Protocol):
         """
 
 
-# The published base class of interactions; `task_app.protocols` has it beside the other interfaces.
-
-
 class BaseInteraction:
     """Answers the model as its user. A class of the operator's file; an object of it lives for one episode.
 

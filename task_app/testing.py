@@ -28,7 +28,7 @@ from task_app.protocols import (
 Calls = tuple[ToolRequest, ...]
 
 
-# After so many decisions a moment is kept and restored, where the environment can do that.
+# After these numbers of decisions a snapshot is taken and restored, if the environment can do that.
 RESTORED_AT = (0, 1, 7, 30)
 
 
@@ -268,9 +268,6 @@ def decide(environment: Environment, calls: Calls) -> DecisionOutcome:
     if not calls and isinstance(environment, ConversationalEnvironment):
         return environment.answer("words without a call")
     return environment.step(calls)
-
-
-# What the contract of an environment looks at (task_app.testing): each check fails with a sentence.
 
 
 def check(holds: bool, sentence: str) -> None:

@@ -222,16 +222,7 @@ class RemoteRefused(InferenceError):
     title = "The server of a fixed policy gave no sample"
 
 
-# What the core refuses: the branch of the trainer's error tree about credit and tokens.
-#
-# TrainerError (trainer_backend.errors)
-# └── CreditError          also a ValueError; `where` is the rollout, turn and token
-# ├── RewardError      r_t cannot be built (stop 9 of the route)
-# ├── AdvantageError   an advantage cannot be computed (stop 10)
-# ├── SegmentError     the tokens of a decision do not fit together (stop 7)
-# └── BatchError       segments cannot be packed or weighted (stop 11)
-#
-# What is wrong with an argument that a job sets (gamma, a clip range) is a plain ValueError.
+# If an argument that a job sets (gamma, a clip range) is wrong, the core raises a plain ValueError instead.
 
 
 class CreditError(TrainerError, ValueError):
@@ -266,8 +257,6 @@ def place(rollout_id: str, turn: int | None = None, token: int | None = None) ->
     parts += [] if token is None else [f"token {token}"]
     return ", ".join(parts)
 
-
-# What the API refuses on purpose, beside the errors of jobs and of the store.
 
 # Of what waits for a place, or for a database that starts.
 RETRY_S = 5

@@ -157,8 +157,7 @@ def _keys(algorithm: frozenset[str] = frozenset(), training: frozenset[str] = fr
     return frozenset({f"algorithm.{key}" for key in algorithm} | {f"training.{key}" for key in training})
 
 
-# For each name of a board the keys of the job that are read with it, in one place for `check` and the docs:
-# a key that none of the job's own names reads, and some other would, is refused where it is set.
+# The job's keys that each name reads; a set key that only unchosen names read is refused (`check`).
 READS: dict[str, dict[str, frozenset[str]]] = {
     "algorithm.advantage": {
         name: _keys(plug.takes, _OF_CRITICS if plug.needs_values else frozenset())
@@ -189,7 +188,7 @@ def refuse_unknown(key: str, name: str) -> None:
 
 
 def estimator(name: str) -> EstimatorPlug:
-    """The advantage estimator of that name; JobError, which lists those there are, if there is none."""
+    """Return the named advantage estimator; JobError, which lists the names, if there is none."""
     return _chosen(ESTIMATORS, name, key="algorithm.advantage")
 
 

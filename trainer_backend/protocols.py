@@ -98,7 +98,7 @@ class InferenceServer(Protocol):
         """
 
     def totals(self) -> Mapping[str, float]:
-        """What was inferred since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
+        """Counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 
 
 class Reporter(Protocol):

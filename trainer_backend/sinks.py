@@ -1,4 +1,4 @@
-"""What a sink of metrics is, and what of a row it gets. Reading this file imports no sink's library."""
+"""Sinks of metrics: their interface, Weights & Biases, TensorBoard. Importing it loads no sink's library."""
 
 import importlib.util
 import math
@@ -13,7 +13,7 @@ from trainer_backend.job.tables import SinksTable
 
 
 class Sink(Protocol):
-    """Takes rows of metrics.jsonl, oldest first. May raise anything; then it is told and dropped."""
+    """Takes rows of metrics.jsonl, oldest first. Any exception is reported, and the sink dropped."""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Take one row; returns at once."""
@@ -85,7 +85,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# Weights & Biases: one run of the project for one run directory, also after a resume.
+# A run directory is one run of the W&B project, also after a resume.
 
 
 def open_wandb(opening: Opening) -> Sink:
@@ -123,7 +123,7 @@ class _Wandb:
         self._run.finish()
 
 
-# TensorBoard: a scalar a metric, by iteration, in event files under RUN/tensorboard.
+# TensorBoard gets a scalar for each metric, by iteration, in event files under RUN/tensorboard.
 
 
 def open_tensorboard(opening: Opening) -> Sink:

@@ -43,7 +43,7 @@ _AFTER = " after"
 
 
 async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
-    """Iterate until the job is done or `stop` is set; the state of the last finished iteration.
+    """Iterate until the job is done or `stop` is set; return the state of the last finished iteration.
 
     A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
     so what is saved is always the end of an iteration. That holds for errors of rollouts and updates too.
@@ -162,7 +162,7 @@ class Iteration:
         )
 
     async def _credit_and_store(self, newest: Collection) -> None:
-        """Rollouts that cannot be credited are stored too: what was wrong with them can be looked at."""
+        """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
         collection, branches = joined(self._rounds), joined(self._branches)
         policies = self._credit.policies
 
@@ -185,7 +185,7 @@ class Iteration:
         keep(self._credited.credits)
 
     async def _measure(self, collection: Collection, branches: Collection) -> Measured:
-        """Stop 8, where the estimator or the rewards of the job need it: of what is not measured yet."""
+        """Stop 8 of the route: measure new rollouts, if the job's estimator or rewards need it."""
         known, credit, learner = self._measured, self._credit, self._run.learner
         values, after, scored = dict(known.values), dict(known.after or {}), dict(known.scored)
         if credit.estimator.needs_values:
@@ -256,7 +256,7 @@ async def _learn(run: Run, saving: Saving, progress: Progress, result: Iteration
 
 
 async def _updated(run: Run, result: IterationResult, iteration: int) -> dict[str, float]:
-    """Metrics of the update. Where every group was flat and is skipped, there is none to make."""
+    """Update the policy and return its metrics; if all groups are flat and skipped, there is no update."""
     episodes = result.credited.episodes
     if not episodes:
         run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")

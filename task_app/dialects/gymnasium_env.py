@@ -139,8 +139,6 @@ gymnasium.register(
 )
 
 
-# gymnasium spaces of what has no shape: a text, a JSON object, a decision.
-
 _LONGEST_SAMPLE = 4
 
 

@@ -138,8 +138,6 @@ def _data(
     return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}
 
 
-# Pure: the JSON Schemas that OpenEnv's GET /schema answers, from the tools of an environment.
-
 _NUMBERS = {"type": "array", "items": {"type": "number"}}
 _COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}}
 

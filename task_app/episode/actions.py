@@ -38,8 +38,8 @@ class Choice:
 class ReadAction:
     """An action as the episode uses it: `tool_calls` go on record, `requests` to the environment.
 
-    `text` is that of an answer without a call: only a conversational environment takes it as one, for all
-    others `invalid_reason` says what is wrong. It is None of a reply that could not be read.
+    `text` is an answer without a call, which only a conversational environment accepts; for other
+    environments `invalid_reason` says what is wrong. It is None if the reply could not be read.
     """
 
     tool_calls: tuple[ToolCall, ...] = ()

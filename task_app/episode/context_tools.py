@@ -1,4 +1,4 @@
-"""The context tools: every method whose name a model may call gives its result text."""
+"""The context tools, with which a model edits its own history; each such method returns its result text."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def summaries(history: History) -> frozenset[int]:
     return frozenset(i for i, change in history.changes().items() if change.kind == "summary")
 
 
-# What a model writes in place of an id is told apart one by one, so any JSON comes this far.
+# Any JSON is accepted here: the tool itself refuses each value that is no id, with a reason.
 AnyId = Annotated[Any, WithJsonSchema({"type": "integer", "minimum": 0})]
 _IDS = WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_IDS})
 AnyIds = Annotated[list[Any], _IDS]
@@ -90,7 +90,7 @@ Quote = Annotated[str, Field(min_length=1, max_length=2_000)]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What is left of an episode. Tokens are those of the gateway's last reply; None where nobody counts.
+    """The rest of an episode's budget. The gateway's last reply has the token counts; None: nobody counts.
 
     Attributes:
         used_tokens: of the last prompt and its answer.
@@ -104,9 +104,9 @@ class Budget:
 
 
 class ContextEditor:
-    """One call on one history: `history` is the edited one afterwards, or the one that was given.
+    """Carries out one call on one history; `history` then holds the edited history, or the given one.
 
-    `fields`, of a call that answers with more than a text: what its result says, key by key.
+    `fields` holds the result key by key, if the call answers with more than a text.
     """
 
     def __init__(self, history: History, budget: Budget) -> None:
@@ -223,8 +223,6 @@ def _listed(ids: Iterable[int]) -> str:
     return ", ".join(map(str, ids))
 
 
-# Pure: a part of a text, named by its first and its last words, is cut out.
-
 Span = tuple[int, int]
 
 
@@ -302,11 +300,6 @@ def _length(spans: Sequence[Span]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-# Pure: which messages matter least to the task. Proposes, and never deletes by itself.
-#
-# importance = (age + use) / 2, both in [0, 1]: `age` is the message's place in the history, 0 the oldest;
-# `use` the share of its different words that the task or a later message of the assistant names as well.
-
 # Short words stand everywhere and say nothing about use.
 _WORD = re.compile(r"\w{4,}")
 
@@ -321,7 +314,12 @@ class Proposal:
 
 
 def proposed_deletes(history: History, *, chars: int) -> tuple[Proposal, ...]:
-    """The least important messages that free so many characters together; all there are when none do."""
+    """Propose the least important messages that together free `chars` characters; all if that is too few.
+
+    Nothing is deleted here. importance = (age + use) / 2, both in [0, 1]: `age` is the message's place in the
+    history, 0 the oldest; `use` is the share of its different words that the task or a later message of the
+    assistant also uses.
+    """
     chosen: list[Proposal] = []
     freed = 0
     for proposal in sorted(_deletable(history), key=lambda one: (one.importance, one.msg_id)):
@@ -355,9 +353,6 @@ def _words(text: str | None) -> set[str]:
     return set(_WORD.findall((text or "").casefold()))
 
 
-# Pure: a history and a call of a context tool -> the next history, and the result text of the call.
-
-
 @dataclass(frozen=True, slots=True)
 class Applied:
     """What a context tool did.
@@ -365,9 +360,9 @@ class Applied:
     Attributes:
         history: with the edit, or the one that was given. The result is not in it yet.
         text: the result of the call.
-        fields: the same key by key, where it is an object; a history that shows ids puts them beside these.
-        edited: whether the view changed; where it did not, the next prompt continues the one before.
-        refused: why the call itself could not be read. An id that is refused is no such reason.
+        fields: the result key by key, if it is an object; a history that shows ids adds them to these.
+        edited: whether the view changed; if not, the next prompt continues the previous one.
+        refused: why the call itself could not be read; a refused id does not count.
     """
 
     history: History
@@ -378,7 +373,7 @@ class Applied:
 
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
-    """The named context tools, for the loop to offer beside those of the environment."""
+    """Return the named context tools, which the loop offers beside the environment's tools."""
     return tuple(_specs()[name] for name in names)
 
 

@@ -132,7 +132,7 @@ class Conversation:
         return tool in self._context_tools
 
     def _answer_calls(self, read: ReadAction, outcome: DecisionOutcome, budget: Budget) -> DecisionOutcome:
-        """Every call has a result, in order; those of the environment were carried out before."""
+        """Give every call its result, in order; the environment's calls were carried out before."""
         results, texts = self._results(read, outcome), []
         invalid_reason = outcome.invalid_reason
         ended_by = _ended_by(results) if outcome.terminated or outcome.truncated else None
@@ -192,7 +192,7 @@ class Conversation:
         return Carried(outcome, parts, reply.should_terminate, silent, told, took_s)
 
     def _speaks(self, text: str) -> bool:
-        """Say an answer of the user, whoever gives it; False where it has given all that it may."""
+        """Add an answer of the user, whoever plays the user; False if no more answers are allowed."""
         limit = self._multi_turn.max_user_turns
         if limit is not None and self._user_turns >= limit:
             return False

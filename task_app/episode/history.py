@@ -120,7 +120,7 @@ class History:
         return self._appended(replace(entry, shown=self._shown(entry, text, fields or {"message": text})))
 
     def with_edit(self, changes: Mapping[int, Change]) -> "History":
-        """After one edit; an empty one changes nothing. What was undone before can then not be redone."""
+        """Return the history after one edit, which ends redoing; an empty edit changes nothing."""
         if not changes:
             return self
         unknown = sorted(changes.keys() - range(self._length))
@@ -129,13 +129,13 @@ class History:
         return replace(self, _edits=_Edits(dict(changes), self._edits), _undone=None, _was_edited=True)
 
     def undone(self) -> "History | None":
-        """Without the last edit in force; None where there is none."""
+        """Undo the last edit in force; None if there is none."""
         if self._edits is None:
             return None
         return replace(self, _edits=self._edits.before, _undone=_Undone(self._edits, self._undone))
 
     def redone(self) -> "History | None":
-        """With the edit that was undone last; None where there is none, or another edit came after it."""
+        """Redo the edit that was undone last; None if there is none, or another edit came after it."""
         if self._undone is None:
             return None
         return replace(self, _edits=self._undone.edits, _undone=self._undone.rest)

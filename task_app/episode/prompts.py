@@ -68,7 +68,7 @@ class Prompts(Protocol):
     context_length_penalty: float
 
     def opened(self) -> AbstractAsyncContextManager[None]:
-        """Around the whole episode: whoever answers in it is there until its end, whatever that is."""
+        """Keep the interaction open for the whole episode, however it ends."""
 
     @property
     def past(self) -> Sequence[PastDecision]: ...
@@ -77,7 +77,7 @@ class Prompts(Protocol):
         """The environment has been brought to its start."""
 
     def prompt(self, observation: Observation) -> Prompt:
-        """That of the next decision."""
+        """Make the prompt of the next decision."""
 
     async def carry_out(
         self, choice: Choice, read: ReadAction, before: Observation, execute: Execute, budget: Budget
@@ -88,7 +88,7 @@ class Prompts(Protocol):
         """Let a step know the conversation after it; `before` is the step before it."""
 
     def outcome(self) -> tuple[float, str]:
-        """Reward and definition of an episode whose environment has no outcome of its own."""
+        """Return the outcome reward and its definition, for an environment that defines no outcome."""
 
     def kept(self) -> dict[str, Any]:
         """What the trajectory keeps of the conversation, by field."""
@@ -96,7 +96,7 @@ class Prompts(Protocol):
 
 @dataclass(slots=True)
 class TokenCount:
-    """Tokens of an episode, as the server's last reply counted them; one that does not is not limited.
+    """Tokens of an episode, as the server's last reply counted them; without counts there is no limit.
 
     Attributes:
         sampled: by the policy, in all decisions.

@@ -105,7 +105,7 @@ def ended(
 ) -> StepData:
     """The last step, marked: `terminated` is an end of the task, `truncated` a cut by a limit.
 
-    `penalty` is that of a context that does not fit: the decision pays whose consequence it is.
+    `penalty` is for a context that does not fit: the decision that caused it pays.
     """
     if penalty and reason is StopReason.CONTEXT_LENGTH:
         parts = (*step.reward_parts, RewardPart(source="penalty", value=penalty))
@@ -133,13 +133,13 @@ def _step_info(decided: Decided) -> StepInfo:
 
 
 def policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """The exact tokens, all fields or none: a missing log-prob is told apart from one of 0."""
+    """Return the exact tokens, with all fields or none, so that a missing log-prob never looks like a 0."""
     found = {name: log_probs.get(name) for name in LOGPROB_FIELDS}
     return None if any(value is None for value in found.values()) else PolicyLogprobs.model_validate(found)
 
 
 def _own_logprobs(log_probs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a policy tells beside the exact tokens that has no place of its own in the record."""
+    """Return the policy's other log-prob data, which has no field in the record."""
     own = {name: value for name, value in log_probs.items() if name not in RECORDED_ELSEWHERE}
     told: dict[str, Any] = encodable_json({name: value for name, value in own.items() if value is not None})
     return told or None

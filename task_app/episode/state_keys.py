@@ -1,9 +1,9 @@
-"""State keys: what makes two states the same, for estimators that compare decisions made in one state.
+"""State keys name states, so that estimators can compare decisions that were made in the same state.
 
-A key is a digest of a canonical form of what the policy could see: stable across processes and machines,
-unlike `hash()`. Its text begins with the version of its function, so that keys of two versions never meet.
-Of a conversation the policy sees its prompt, its own earlier answers in it: equal questions after different
-answers are different states (DESIGN.md 4.7).
+A key is a digest of everything that the policy could see, in canonical form: stable across processes and
+machines, unlike `hash()`. Its text begins with its function's version, so keys of two versions never meet.
+In a conversation the policy sees the whole prompt with its own earlier answers: equal questions after
+different answers are different states (DESIGN.md 4.7).
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def _text(observation: Observation) -> str:
     return observation.text
 
 
-# Of every environment, whose own ones stand beside it. What they compare says shared_schemas/state_keys.py.
+# The keys that every environment has; shared_schemas/state_keys.py says what each compares.
 STATE_KEYS: Mapping[str, StateKey] = {
     "text": StateKey(_text),
     "text_last_2": StateKey(_text, past=1),
@@ -71,7 +71,7 @@ Chosen = Mapping[str, StateKey | PromptKey]
 
 
 class EpisodeStateKeys:
-    """The keys of one episode's decisions, in order; each reads what is new, however long the episode.
+    """Makes the keys of one episode's decisions, in order; each call reads only what is new.
 
     Args:
         chosen: by the name under which a key is asked for.
@@ -85,7 +85,7 @@ class EpisodeStateKeys:
         self._shown: list[tuple[bytes, bool]] = []
 
     def next(self, observation: Observation, prompt: Prompt) -> dict[str, str]:
-        """The keys of the next decision, by name: what it was made from."""
+        """Return the keys of the next decision's state, by name."""
         if self._reads_prompts:
             self._shown = self._shown[: prompt.reused]
             for place, message in prompt.changed.items():
@@ -114,7 +114,7 @@ class EpisodeStateKeys:
 def keys_by_name(
     of_environment: Mapping[str, StateKey], *, conversation: bool
 ) -> dict[str, StateKey | PromptKey]:
-    """All keys that an environment has: its own, those of every environment, and "default".
+    """Return an environment's keys: its own, the keys that every environment has, and "default".
 
     "default" is the first of the environment's own, or its text.
 

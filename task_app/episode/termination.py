@@ -15,7 +15,7 @@ from shared_schemas.trajectory import StopReason
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFacts:
-    """What is known after the last decision, or after the attempt to take one.
+    """The facts after the last decision, or after the attempt to take one.
 
     Attributes:
         decisions_done: completed decisions of the episode.

@@ -207,7 +207,7 @@ class RLRolloutWorker:
         )
 
     def _outcome(self) -> tuple[float, str]:
-        """The environment's, or of one that has none of its own, that of whoever answers in it."""
+        """Return the environment's outcome, or else the outcome of the interaction that answers in it."""
         definition = self._environment.outcome_definition
         if not definition:
             return self._prompts.outcome()
@@ -225,7 +225,7 @@ class RLRolloutWorker:
         self._prompts.begin(begun.past)
 
     async def _decide(self) -> EpisodeFacts:
-        """Try to complete one decision; say what is known after it."""
+        """Try to complete one decision; return the facts after it."""
         prompt = self._prompts.prompt(self._observation)
         observation = self._prepare_policy_observation(prompt)
         asked_s = self._clock()
@@ -287,7 +287,7 @@ class RLRolloutWorker:
         return None if asked is None else policy_logprobs(asked[0].log_probs)
 
     def _prepare_policy_observation(self, prompt: Prompt) -> PolicyObservation:
-        """The next prompt, the data behind it, and what is left of the episode's tokens."""
+        """Make the next prompt, with the data behind it and the rest of the episode's token budget."""
         limit = self._multi_turn.max_episode_tokens
         left = None if limit is None else limit - self._tokens.sampled
         return PolicyObservation(prompt.messages, self._observation.data, max_tokens=left)
@@ -391,9 +391,6 @@ def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Mes
     return FreshPrompts(environment, opening)
 
 
-# One action in its environment, within its time: the half of a decision that costs env steps.
-
-
 async def execute(
     environment: Environment,
     read: ReadAction,
@@ -402,11 +399,11 @@ async def execute(
     timeout_s: float,
     threads: Threads | None,
 ) -> DecisionOutcome:
-    """Carry out what was read of an action. A quick step runs inline: tens of microseconds.
+    """Carry out one action in the environment. A quick step runs inline: tens of microseconds.
 
     Args:
-        before: what was shown last; a terminate action, which runs no env step, leaves it standing.
-        timeout_s: all of an episode's time: what the policy has used up is no fault of the environment.
+        before: the last observation; a terminate action, which runs no env step, keeps it.
+        timeout_s: the whole episode's time, since the environment is not to blame for the policy's share.
 
     Raises:
         CriticalError: the environment raised what it may not raise.
@@ -430,18 +427,15 @@ async def execute(
             raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
 
 
-# One question to a policy, within its time: the half of a decision that waits for a model.
-
-
 async def ask(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
 ) -> tuple[Choice, ReadAction] | None:
-    """What the policy chose; None: it was too slow, which is its own doing and ends the episode.
+    """Ask the policy for one action; None: it was too slow, which is its own fault and ends the episode.
 
     Raises:
-        PolicyUnavailable: the model could not be asked; also where the time ran out meanwhile.
+        PolicyUnavailable: the model could not be reached, whether or not the time also ran out.
         ContextLengthExceeded: the prompt does not fit.
-        CriticalError: the policy raised what it may not raise, or its action is none.
+        CriticalError: the policy raised an unexpected error, or returned no action.
     """
     try:
         async with asyncio.timeout(max(0.0, timeout_s)):

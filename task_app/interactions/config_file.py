@@ -1,4 +1,4 @@
-"""`--interactions FILE`: the published file that says which interactions there are, as YAML or as TOML.
+"""`--interactions FILE` reads the published YAML or TOML file of interactions, and offers its import names.
 
     interaction:
       - class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
@@ -161,7 +161,7 @@ def _class(class_name: str, *, where: str) -> type[Any]:
 
 
 def _imported(module_name: str, place: str) -> ModuleType:
-    """One that is not there is told in a line; what the code of one raises has its traceback in the log."""
+    """Import a class. A missing one is reported in a line; an error in its code is logged with traceback."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
@@ -183,13 +183,6 @@ def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
         told = exc.detail if exc.detail.startswith(where) else f"{where}: {exc.detail}"
         raise SettingsError(told) from exc
 
-
-# What published interaction classes import, where it is not installed: ours, from then on.
-#
-# offer_stand_ins()
-# importlib.import_module("theirs")   # from verl.interactions.base import BaseInteraction
-#
-# A class may import within a method too, whenever that is called, on whatever thread; so they stay.
 
 # Module -> what stands in it; the packages above hold nothing.
 _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -222,7 +215,11 @@ STAND_INS = _StandIns()
 
 
 def offer_stand_ins() -> None:
-    """Let the published modules be imported in this process; a second call changes nothing."""
+    """Let published interaction classes import `verl` modules where verl is not installed: they get ours.
+
+    The stand-ins stay, since a class may import within a method, at any time and on any thread. A second call
+    changes nothing.
+    """
     if STAND_INS not in sys.meta_path:
         # The last one asked: a verl that is installed wins, also where a newer one lacks some of these.
         sys.meta_path.append(STAND_INS)

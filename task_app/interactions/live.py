@@ -140,7 +140,7 @@ DEADLINE = "interaction_deadline"
 
 
 class LiveInteraction:
-    """What the episode loop and the routes use. Whoever starts it closes it.
+    """A running interaction, as the episode loop and the routes use it. The caller that starts it closes it.
 
     Args:
         name: of its entry.
@@ -214,11 +214,11 @@ class LiveInteraction:
         return self._ending
 
     def _log(self, event: str, **facts: Any) -> None:
-        """For who traces the flow; what was said stands in no line."""
+        """Log an event for tracing; log lines never contain the conversation."""
         log.debug(event, interaction=self.name, instance_id=self._calls.instance_id, **facts)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
-        """Begin it on its loop; to cancel what is returned cancels it there."""
+        """Start a call on the interaction's loop; a cancel of the returned future cancels the call there."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _stop_loop(self) -> None:
@@ -302,5 +302,5 @@ async def _end_of(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 def _published(message: Message) -> dict[str, Any]:
-    """In OpenAI's form. Of calls alone the content is None there, which published classes break on."""
+    """Return messages in OpenAI's form, but never with content None: published classes fail on that."""
     return {**message.model_dump(mode="json", exclude_none=True), "content": message.content or ""}

@@ -102,7 +102,7 @@ def _text(found: Any, *, where: str, at_the_end: bool) -> str:
 
 
 def _metadata(found: Any, *, where: str) -> dict[str, Any]:
-    """JSON as it is; what is no JSON (an array, an exception) stands there as what it prints."""
+    """Return JSON unchanged; other values (an array, an exception) become their text."""
     if found is None:
         return {}
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""The interactions that a service offers: `opened` is the door that the episode loop uses."""
+"""The interactions of a service: for the episode loop (`opened`), and as sessions that clients ask."""
 
 import asyncio
 import secrets
@@ -30,7 +30,7 @@ class ConnectedInteraction(Protocol):
 
 
 class Interactions:
-    """Those of the operator's file, and the ones that live.
+    """The interactions of the operator's file, and the running ones.
 
     Args:
         entries: by name.
@@ -132,7 +132,7 @@ class Interactions:
         return live
 
     async def close(self) -> None:
-        """Finalise what is open, as far as it can be within moments."""
+        """Finalise open interactions, as far as a few moments allow."""
         ending = [live.begin_close() for live in self._open]
         if ending:
             await asyncio.wait(ending, timeout=_CLOSE_S)
@@ -153,9 +153,6 @@ class Interactions:
 def _connect(interaction: BaseInteraction, context: PolicyContext) -> None:
     if isinstance(interaction, ConnectedInteraction):
         interaction.connect(context)
-
-
-# An interaction that a client asks itself, as a session behind an id.
 
 
 @dataclass(slots=True, eq=False)

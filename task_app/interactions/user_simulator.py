@@ -96,7 +96,7 @@ class UserSimulatorInteraction(BaseInteraction):
         return ended, said.replace(self._settings.end_marker, "").strip(), score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """That of the last answer; 0 where none is given."""
+        """Return the score of the last answer; 0 without one."""
         return self._score
 
     def _scored(

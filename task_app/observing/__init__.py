@@ -1,1 +1,1 @@
-"""What is counted, drawn and shown of what happens."""
+"""Counts, pictures and replays of episodes."""

@@ -142,7 +142,7 @@ class Replay:
 
 
 def replay_of(record: Record, boards: PlugBoards) -> Replay:
-    """What is needed to play a rollout again.
+    """Return everything needed to replay a rollout.
 
     Raises:
         Conflict: it has not finished, or began at a snapshot, which is not kept.

@@ -70,7 +70,7 @@ class MapMemory:
         return make_facts(data, ground, walks)
 
     def snapshot(self) -> dict[str, Any]:
-        """What is remembered, as JSON-able data."""
+        """Return the memory as JSON-able data."""
         return {"step": self._step, "cells": [[x, y, name] for (x, y), name in self._cells.items()]}
 
     def restore(self, state: Any) -> None:

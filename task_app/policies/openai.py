@@ -216,7 +216,7 @@ class OpenAIAgentPolicy:
     def request_body(
         self, messages: Collection[Message], tools: list[dict[str, Any]], sampling: Sampling
     ) -> dict[str, Any]:
-        """The chat-completions request; what is off is left out, for servers that know less."""
+        """Make the chat-completions request without unused options, which some servers do not know."""
         body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [message.model_dump(exclude_none=True) for message in messages],

@@ -1,4 +1,4 @@
-"""The settings of a policy that asks an OpenAI-compatible server."""
+"""The settings of a policy that asks an OpenAI-compatible server, and the address that it may ask."""
 
 from collections.abc import Collection
 from typing import Any, Literal, Self
@@ -111,8 +111,6 @@ class OpenAIConfig(Body):
         """Which keeps a conversation's ids, and knows what of the request is no word of OpenAI's."""
         return self.ask_token_ids and self.exact_tokens == "turnwise"
 
-
-# Pure: the inference_url of a request -> the address to POST to, if the operator allows its host.
 
 CHAT_PATH = "/v1/chat/completions"
 # In the policy's config.

@@ -1,4 +1,4 @@
-"""Random arguments for any tool, drawn from its JSON Schema. Pure, but for the source of chance."""
+"""Random arguments for any tool, from its JSON Schema, and policies that draw by chance."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -95,9 +95,6 @@ def _definition(reference: str, root: Schema) -> Schema:
         found = found[name]
     assert isinstance(found, Mapping), "a definition is a schema"
     return found
-
-
-# Policies that draw: the state of a source of chance as JSON-able data, and back.
 
 
 class ByChance:

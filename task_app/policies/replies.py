@@ -1,4 +1,4 @@
-"""Pure: the JSON of a chat completion -> an action, the text, the exact tokens.
+"""Pure: reads a chat completion: the action, the text and the exact tokens, also from a server like vLLM.
 
 What a model may write is data: no tool call, several, unknown names, broken arguments. What a server may
 not answer is a PolicyUnavailable with code `inference_protocol`: no choices, lists that do not fit, a NaN.
@@ -49,7 +49,7 @@ class Reply:
         return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)
 
 
-# The exact tokens in a reply and its first choice; None where they are not told.
+# Returns the exact tokens of a reply and its first choice; None if the server does not send them.
 ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | None]
 
 
@@ -196,7 +196,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """Those that a gateway of ours sends; None where one of its fields is missing.
+    """Read the exact tokens that our own gateway sends; None if one of its fields is missing.
 
     Raises:
         PolicyUnavailable: they are there, and are no tokens with their log-probs.
@@ -214,7 +214,7 @@ def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLog
 
 
 def _plain_logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
-    """`logprobs.content` of a choice; None where there is none: of a reply that only calls, as a rule."""
+    """Return `logprobs.content` of a choice; None if absent, as in most replies with calls only."""
     source = choice.get("logprobs")
     content = source.get("content") if isinstance(source, dict) else None
     if not isinstance(content, list):
@@ -266,13 +266,7 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-# The exact tokens of a server that is no gateway of ours: vLLM's words for them, all of them in each reply.
-#
-# prompt_token_ids            at the top of the reply      (request: return_token_ids)
-# token_ids                   in choices[0]                (the same)
-# logprobs.content[].logprob  in choices[0]                (request: logprobs)
-
-# Nobody trains what such a server serves; whoever does, publishes it elsewhere.
+# Nobody trains the model of such a server, so it has one version.
 _ONE_VERSION = ((0, 0),)
 # What rounding may make of a certain token; anything above is a probability, or nothing at all.
 _ROUNDED = 1e-3
@@ -281,10 +275,15 @@ _IMPOSSIBLE = -1_000.0
 
 
 class WholeReplies:
-    """Reads the replies of one conversation. What a prompt shares with the last prompt and answer counts as
-    reused, as a gateway of ours would say it: so wire and segments grow with the conversation alone.
+    """Reads the exact tokens from a server like vLLM, which sends all of them in each reply.
 
-    Call it with a reply and its first choice.
+        prompt_token_ids            at the top of the reply      (request: return_token_ids)
+        token_ids                   in choices[0]                (the same)
+        logprobs.content[].logprob  in choices[0]                (request: logprobs)
+
+    One object reads one conversation; call it with a reply and its first choice. The part of a prompt that
+    repeats the last prompt and answer counts as reused, as in replies of our own gateway. So wire and
+    segments grow only with the conversation.
 
     Raises:
         PolicyUnavailable: token ids or log-probs are missing, or do not fit. A sample without them can be

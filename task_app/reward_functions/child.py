@@ -97,7 +97,7 @@ def _answer(
 
 
 def _told(exc: TaskAppError, name: str) -> str:
-    """One sentence; for an answer that is none, without the exception that says so."""
+    """Return an error as one sentence; for an invalid answer the exception's name is left out."""
     cause = exc.__cause__
     if isinstance(cause, NoResult):
         return f"reward function {name!r} {cause}"

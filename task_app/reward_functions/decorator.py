@@ -124,7 +124,7 @@ def finding(exc: ValidationError) -> str:
 
 
 def _told(answer: Any) -> str:
-    """What was returned: its type, and a number itself."""
+    """Describe a returned value in an error: its type, and its value if it is a number."""
     if answer is None:
         return "None"
     kind = type(answer).__name__

@@ -88,7 +88,7 @@ class RewardPool:
         return await asked.result
 
     async def close(self) -> None:
-        """End all processes; calls that run end with them, and who waits for one is told."""
+        """End all processes; running calls end with them, and their callers get an error."""
         for asked in self._waiting:
             self._give_up(asked)
         self._waiting.clear()

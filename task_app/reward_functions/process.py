@@ -98,7 +98,7 @@ class RewardProcess:
 
     @property
     def waits(self) -> bool:
-        """Whether it lives and has answered what it was asked."""
+        """Whether the process lives and has answered every call."""
         return self._answered and self._process.returncode is None
 
     async def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Pure: an episode as a reward function is given it, and the trajectory with what it said."""
+"""Pure: an episode as a reward function gets it, and the trajectory with the rewards that it returned."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -63,8 +63,6 @@ def rewarded(trajectory: Trajectory, result: EvaluateResult, *, name: str, rollo
         }
     )
 
-
-# Pure: what a reward function says of steps -> the base_reward of each decision, and what did not fit.
 
 _NAMED = 5
 

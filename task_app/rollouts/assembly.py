@@ -1,4 +1,7 @@
-"""From a rollout request to the worker that runs it; whatever is wrong with a request is found here."""
+"""Makes the worker that runs a rollout request, and refuses a request that is wrong.
+
+It also keeps snapshots of an episode, at which other episodes can begin.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -223,9 +226,6 @@ def _told(env: EnvSpec, other: EnvSpec) -> str:
         return f"environment {env.env_name!r}"
     odd = {name: value for name, value in env.config.items() if other.config.get(name) != value}
     return f"{env.env_name!r} with {odd}"
-
-
-# An episode's environment before chosen decisions, as a snapshot that another episode can begin at.
 
 
 @dataclass(frozen=True, slots=True)

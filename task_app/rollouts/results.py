@@ -1,4 +1,4 @@
-"""What the service remembers of rollouts: their state, and their results until acknowledged. No I/O.
+"""The state of rollouts, and their results until they are acknowledged. No I/O but a line of log.
 
 A result is kept as the JSON that it will be sent as, dumped once.
 """
@@ -179,7 +179,7 @@ class Results:
         return f"{self.instance_id}.{sequence}"
 
     def sequence_of(self, cursor: str | None) -> int:
-        """The number in a cursor of ours; 0 for none.
+        """Return the number in a cursor; 0 without a cursor.
 
         Raises:
             CursorExpired: the cursor is of another instance, whose rollouts are gone.
@@ -227,8 +227,6 @@ def page_json(records: Iterable[Record], *, cursor: str, unfinished: int, instan
     return b'{"rollouts":[' + body + tail.encode()
 
 
-# Pure: which requests of a batch are new, and which were accepted before: the same id, the same rollout.
-
 New = tuple[int, RolloutRequest, Fingerprint]
 
 
@@ -266,8 +264,6 @@ def fingerprint_of(request: RolloutRequest) -> Fingerprint:
     text = request.model_dump_json().encode()
     return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))
 
-
-# How a rollout that ended is told: a line of log (the runner binds its ids), and the `Rollout` as JSON.
 
 log = structlog.get_logger("task_app")
 

@@ -81,7 +81,7 @@ class RolloutRunner:
         self._draining = False
 
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
-        """Queue what is new; all of the batch is checked before any of it is queued.
+        """Queue the new requests of a batch; the whole batch is checked first.
 
         Raises:
             InvalidRequest, UnknownName, HostNotAllowed: a request cannot run; `where` is its body path.

@@ -114,7 +114,7 @@ class Runs:
         run.unfinished += 1
 
     def ended(self, run_id: str, status: RolloutStatus) -> None:
-        """A rollout of the run ended in this way; wakes whoever waits for that."""
+        """Note how a rollout of the run ended, and wake the callers that wait for it."""
         run = self._touch(run_id)
         run.unfinished -= 1
         run.ended[status] += 1

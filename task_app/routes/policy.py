@@ -206,7 +206,7 @@ def _named(answer: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def _choice_meta(choice: Choice, read: ReadAction) -> dict[str, Any]:
-    """What is known of the choice: its text, its exact tokens, how they were drawn."""
+    """Return the data of a choice: its text, its exact tokens, and how they were drawn."""
     known = {name: value for name, value in choice.log_probs.items() if value is not None}
     sampling = known.pop("sampling", None)
     return known | {
@@ -216,9 +216,6 @@ def _choice_meta(choice: Choice, read: ReadAction) -> dict[str, Any]:
         "value_estimate": choice.value,
         "sampling": sampling.model_dump(mode="json") if sampling is not None else None,
     }
-
-
-# A living policy session as an `AgentPolicy`, for /policy/step and whole rollouts alike.
 
 
 class SessionPolicy:

@@ -1,4 +1,4 @@
-"""/rollouts: ask for many at once, fetch what ended, acknowledge, look at one, cancel one."""
+"""Routes that accept, list, acknowledge and cancel rollouts (/rollouts), and abort whole runs (/run)."""
 
 from typing import Annotated, Any
 
@@ -63,8 +63,6 @@ async def cancel(request: Request, rollout_id: str) -> Response:
     """End a rollout that has not ended; its state afterwards. Repeating it changes nothing."""
     return Response(await services_of(request).runner.cancel(rollout_id), media_type=JSON)
 
-
-# /run: abort a run, and see what became of it; for POST /rollouts and POST /rollout alike.
 
 runs_router = APIRouter(prefix="/run", tags=["rollouts"])
 

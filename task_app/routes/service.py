@@ -1,4 +1,4 @@
-"""Who is there: / and /health."""
+"""Routes about the task app itself: /, /health, /info, /task_info, and /metrics for Prometheus."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
@@ -53,9 +53,6 @@ async def health(request: Request) -> dict[str, Any]:
     return answer
 
 
-# GET /metrics: what a Prometheus scraper reads.
-
-
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Counts, latencies and what is held, in Prometheus' text format (docs/operations.md)."""
@@ -68,11 +65,7 @@ async def metrics(request: Request) -> Response:
     )
 
 
-# What this task app hosts: /info for the whole service, /task_info for its tasks.
-#
-# Both known shapes of /info are there at once: `service.task`, `dataset`, `capabilities`, `limits` of the
-# one,
-# `service.endpoints` and `inference.endpoints` of the other.
+# /info has both published shapes at once: service.task with limits, and service.endpoints.
 
 info_router = APIRouter(tags=["info"])
 
@@ -208,9 +201,6 @@ async def _task(services: Services, environment: Environment, seed: int) -> dict
         "dataset": {"seed": seed, "seed_range": SEED_RANGE},
         "task_metadata": {"seed": seed},
     }
-
-
-# The service's counts in Prometheus' words, gathered when somebody scrapes.
 
 
 def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:

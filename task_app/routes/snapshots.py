@@ -1,4 +1,4 @@
-"""/env/snapshot, /env/restore, /policy/snapshot, /policy/restore: a session by value, and a new one from it.
+"""Routes of snapshots and branches: a session by value, a new session from it, and children of live ones.
 
 A snapshot travels in the answer; the task app also holds it for a while under `snapshot_id`. Nothing is
 written to disk, so the `path` that other task apps tell is null here.
@@ -171,9 +171,6 @@ def _given(services: Services, body: Restore) -> bytes:
         hint = f"only {most} are held, and none over a restart; restore it by value, as 'snapshot'"
         raise UnknownId("snapshot", body.snapshot_id, where="snapshot_id", hint=hint)
     return data
-
-
-# /branch: children of live sessions, each going on from here on its own.
 
 
 Children = dict[str, list[str]]

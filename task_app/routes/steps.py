@@ -1,4 +1,4 @@
-"""POST /env/step and /env/step_many: decisions of environments that callers step."""
+"""POST /env/step and /env/step_many: decisions of environments that callers step, with a short way."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -129,15 +129,6 @@ def _requests(
         raise InvalidRequest(str(exc), where=where + "tool_calls") from exc
 
 
-# The short way of POST /env/step, as ASGI middleware: a decision that nothing delays is answered in one go.
-#
-# A deadline, a lock, a thread and the memory of answers are for requests that wait or come twice. A plain
-# one
-# does neither: its body is whole, it has no Idempotency-Key, nobody holds its session, and the environment
-# promises quick steps. It is answered here, before all of these and before FastAPI, which costs as much as
-# a
-# step. What is not plain goes the long way, by the route, which also words what is wrong with a body.
-
 # Where the long way ends; metrics count both ways under its path.
 ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.name == "step")
 KEYS = EnvStep.model_fields.keys()
@@ -145,7 +136,12 @@ JSON = b"application/json"
 
 
 class ShortWay:
-    """Wraps the long way; stands behind service_kit.gate, which has read the body.
+    """ASGI middleware that answers a plain POST /env/step at once, without FastAPI.
+
+    FastAPI costs as much as a step. A request is plain if its body is whole, without Idempotency-Key, nobody
+    holds its session, and the environment promises quick steps: then it needs no deadline, lock, thread or
+    memory of answers. All other requests, and faulty bodies, go the long way by the route. This stands behind
+    service_kit.gate, which has read the body.
 
     Args:
         app: the long way.

@@ -1,7 +1,7 @@
-"""GET /env/{env_id}/view: a page for people that shows an environment as it is now, and goes on showing it.
+"""Pictures for people: an environment now (GET /env/{env_id}/view), and a rollout that is played again.
 
-One file, no script or style from elsewhere. The page asks for itself again every second and is told 304 while
-nothing has happened. Watching is no use of the environment: it expires as if nobody looked.
+The page is one file without scripts or styles from elsewhere. It asks for itself every second and gets 304
+if nothing has happened. Watching does not count as use of the environment: it expires as if nobody looked.
 """
 
 import base64
@@ -143,8 +143,6 @@ def _row(decision: RecentDecision) -> str:
         f'<td class="number">{reward:g}</td><td>{marks or "&ndash;"}</td></tr>'
     )
 
-
-# Pictures for people: of an environment now, and of a finished rollout by playing it again.
 
 frames_router = APIRouter(tags=["frames"])
 

@@ -1,4 +1,4 @@
-"""Pure: observations, outcomes and actions as the environment and policy routes show them."""
+"""Pure: observations, outcomes and actions as routes show them, and the base of bodies in others' shapes."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -85,8 +85,6 @@ def messages_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
     return [message.model_dump(mode="json", exclude_none=True) for message in messages]
 
 
-# The base of bodies whose shape others made: unknown keys are kept, but a misspelling of ours is refused.
-
 MISSPELT = "misspelt_key"
 # High enough to let real keys of other task apps pass: `run_id` beside our `rl_run_id`, `parent_env_id`.
 _CUTOFF = 0.85
@@ -103,7 +101,10 @@ EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
 
 class ForeignBody(OpenBody):
-    """An open body: `{"sed": 7}` would else be dropped in silence and start the world of seed 0."""
+    """An open body, whose shape others made, that keeps unknown keys but refuses a misspelling of our keys.
+
+    Otherwise `{"sed": 7}` would be dropped in silence and start the world of seed 0.
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -172,7 +172,7 @@ def _check_same(earlier: str, digest: str) -> None:
 
 
 def _lost_answer(reason: str) -> Answer:
-    """What a retry is told when its request may have been carried out, but the answer is not there."""
+    """Answer a retry whose request may have been carried out, although its answer is lost."""
     return _answer_of(
         AnswerLost(
             f"the first request with this Idempotency-Key may have been carried out, but {reason}",

@@ -12,7 +12,7 @@ undoes all of it, and its retry does it. When another request comes to one of it
 done so far is written before anything else happens there, and its key in the state `open`. It is not undone
 any more, and after a kill its retry is told that the answer is lost (409 answer_lost).
 
-What cannot be written is kept in memory, and written before anything else happens to the session.
+If a write fails, its statements stay in memory and are written before anything else happens to the session.
 """
 
 import asyncio
@@ -105,10 +105,10 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What a request did to sessions and the database does not hold yet: statements, by session.
+    """The statements of one request that the database does not hold yet, by session.
 
-    One with an Idempotency-Key is written with its answer, or in part before, for another request: then it
-    `is_begun`. `survives`: the answer is of use to the next process.
+    The work of a keyed request is written together with its answer, or partly before, when another request
+    needs a session: then it `is_begun`. `survives`: the next process can use the answer.
     """
 
     key: str = ""
@@ -129,7 +129,7 @@ class Work:
         return bool(self.changes) or self.is_begun
 
 
-# What the request that is being carried out does, if it has an Idempotency-Key.
+# The work of the current request; None without an Idempotency-Key.
 WORK: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
@@ -223,7 +223,7 @@ class Database:
                 self.write(work, NOTHING_DONE)
 
     def record(self, session_id: str, statements: list[Statement], wording: Wording, *, whole: bool) -> None:
-        """Keep what was done to a session for the answer of its keyed request; without a key, write it now.
+        """Keep a session's statements until its keyed request is answered; without a key, write them now.
 
         Args:
             session_id: whose it is.
@@ -419,7 +419,7 @@ class SessionStore:
 class SessionJournal:
     """Writes one session down while it lives (task_app.sessions.sessions.Journal).
 
-    What is done without an Idempotency-Key is in the database when these return, or they raise JournalFailed.
+    Work without an Idempotency-Key is in the database when these return, or they raise JournalFailed.
 
     Args:
         store: where it is written.
@@ -446,7 +446,7 @@ class SessionJournal:
         self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:
-        """The environment has been reset; what was before does not count any more."""
+        """Note a reset of the environment; earlier steps no longer count."""
         self._since = 0
         self._write(self._row(_facts(session), None), whole=True, done="the reset was done, but")
 

@@ -15,9 +15,9 @@ from task_app.errors import CapacityReached, SessionBusy, ShuttingDown, UnknownI
 
 
 class SessionLock(asyncio.Lock):
-    """A lock that is waited for so long and no longer: what waits behind a hung step must be answered too.
+    """A lock with a bounded wait, so that requests behind a hung step get an answer too.
 
-    `on_release` is told whenever it is free again.
+    `on_release` is called whenever the lock is free again.
     """
 
     at_most_s = 30.0
@@ -160,7 +160,7 @@ class Sessions(Generic[S]):
         return session
 
     def expire(self) -> dict[str, S]:
-        """Forget what was idle for too long, and say what it was; what is held is in use."""
+        """Forget sessions that were idle for too long and return them; a locked session is in use."""
         before_s = self._clock() - self._idle_s
         old = [session_id for session_id, used_s in self._used_s.items() if used_s < before_s]
         idle = [session_id for session_id in old if not self._sessions[session_id].lock.locked()]

@@ -32,7 +32,7 @@ SHOWN = 12
 
 
 class RecentDecision(NamedTuple):
-    """What was done and earned. Of the observations only the counters are kept: sessions should be small."""
+    """One decision's calls and rewards. To stay small it keeps only the counters of the observations."""
 
     turn: int
     before: Mapping[str, int]
@@ -69,10 +69,10 @@ T = TypeVar("T")
 
 
 class Journal(Protocol):
-    """Where a session is written down; called with its lock held (task_app.sessions.journal).
+    """Writes a session down; called with the session's lock held (task_app.sessions.journal).
 
-    On return what was done survives the process. Where it cannot be written, a request without an
-    Idempotency-Key is told so by JournalFailed; one with a key is by task_app.sessions.idempotency.
+    After a return the change survives the process. If a write fails, a request without an Idempotency-Key
+    gets JournalFailed; one with a key gets its error from task_app.sessions.idempotency.
     """
 
     def ready(self, session: "EnvironmentSession | PolicySession") -> None:

@@ -125,7 +125,7 @@ def environment_session(snapshot: EnvironmentSnapshot, boards: PlugBoards) -> En
 def episode_start(
     snapshot: EnvironmentSnapshot, asked: Start, threads: Threads | None = None
 ) -> EpisodeStart:
-    """The start of an episode that goes on from the snapshot, which was `asked` for by value."""
+    """Return the start of an episode that continues from a snapshot, which the request sent by value."""
 
     async def begin(environment: Environment) -> Begun:
         return Begun(await resumed(environment, snapshot.state, threads), snapshot.facts.past)
@@ -134,14 +134,14 @@ def episode_start(
 
 
 def seal_environment(snapshot: EnvironmentSnapshot, *, at_most_bytes: int) -> bytes:
-    """The snapshot as it travels; errors as in `snapshots.seal`."""
+    """Seal a snapshot for the wire; errors as in `snapshots.envelope.seal`."""
     with boundary("environment.snapshot"):
         head = snapshot.facts.model_dump(mode="json")
         return seal("environment", Contents(head, snapshot.state), at_most_bytes=at_most_bytes)
 
 
 def open_environment(data: bytes, *, at_most_bytes: int) -> EnvironmentSnapshot:
-    """What `seal_environment` was given.
+    """Return the snapshot that `seal_environment` sealed.
 
     Raises:
         SnapshotRefused: it is none of an environment, not whole, or does not say what it should.

@@ -137,9 +137,6 @@ def _inflated(body: bytes, *, at_most_bytes: int) -> bytes:
     return inside
 
 
-# What a service keeps for a while, within a bound: the least recently used goes first.
-
-
 class Held:
     """Byte strings by name.
 
@@ -164,7 +161,7 @@ class Held:
         return self._items.get(name)
 
     def put(self, name: str, data: bytes) -> bool:
-        """Keep them, at the cost of what was not used for longest; False when they alone are too many."""
+        """Keep byte strings and drop the least recently used; False if these alone exceed the bound."""
         if len(data) > self._at_most_bytes:
             return False
         self._bytes += len(data) - len(self._items.pop(name, b""))

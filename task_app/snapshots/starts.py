@@ -18,7 +18,7 @@ WORLDS_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What is known when an episode begins; `past` is history that its first prompt shows."""
+    """The known facts at an episode's start; `past` is history that its first prompt shows."""
 
     observation: Observation
     past: tuple[PastDecision, ...] = ()
@@ -69,7 +69,7 @@ async def resumed(environment: Environment, state: bytes, threads: Threads | Non
 
 
 def impossible(name: str, exc: ValueError) -> SnapshotRefused:
-    """What a plug-in has against a state, as an error of ours."""
+    """Make our error from a plug-in's refusal of a state."""
     first_line = (str(exc).splitlines() or [""])[0][:300]
     return SnapshotRefused(f"{name!r} cannot go on from this snapshot: {first_line}")
 

@@ -66,7 +66,7 @@ def function_tool(function: Callable[..., str]) -> FunctionTool:
     return FunctionTool(spec, arguments, function)
 
 
-# Of a function's text alone: every episode binds its own methods, and a schema costs a millisecond.
+# Cached by function, since every episode binds its own method, and a schema costs a millisecond.
 @lru_cache(maxsize=256)
 def _described(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
     name = function.__name__

@@ -59,7 +59,7 @@ class App:
         self.weight = self.weight + 1 if finished else max(self.weight / 2, _LEAST_WEIGHT)
 
     def judge_anew(self) -> None:
-        """Let what comes count for more than what was, as a collection begins."""
+        """Give new answers more weight than old ones, at the start of a collection."""
         self.weight = (self.weight + 1) / 2
 
     async def look(self, *, attempts: int = 1) -> None:

@@ -74,7 +74,7 @@ class Collector:
         return tally.collection({desk.app.label: desk.figures() for desk in work.desks})
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
-        """Let the task apps forget what is stored. Each app ignores ids that it does not know."""
+        """Tell the task apps to forget stored rollouts. Each app ignores unknown ids."""
         ids = [rollout.rollout_id for rollout in rollouts]
         if ids:
             await asyncio.gather(*(self._ack(app, run_id, ids) for app in self._apps.members))
@@ -132,7 +132,7 @@ class _Crew:
             raise first from first.__cause__  # which the group must not replace
 
     async def each(self, last: Callable[[Lane], Awaitable[None]]) -> None:
-        """The last word to each task app, within a bound: what it is not told it finds out by itself."""
+        """Send each task app a last message, within a time limit; without it the app finds out by itself."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
                 await asyncio.gather(*(last(lane) for lane in self._lanes))

@@ -64,7 +64,7 @@ class Lane:
             await tolerantly(self._client.ack(self._work.run_id, names))
 
     async def abandon(self) -> None:
-        """Cancel what is unfinished, let go of all results. Errors are passed over: one is under way."""
+        """Cancel unfinished rollouts and drop all results. Errors are ignored: another is being raised."""
         ids = [*self.desk.asked, *self.desk.unwanted]
         await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in ids))
         done = [*ids, *self.desk.settled, *self.desk.unacked]
@@ -122,7 +122,7 @@ class Lane:
         await self._ack(done)
 
     async def _look_for_losses(self, page: RolloutPage, asked: Mapping[str, str]) -> None:
-        """What the task app was asked for before this page, and does not have any more."""
+        """Find rollouts that the task app accepted before this page and no longer has."""
         missing = self._still_missing(asked)
         restarted = [name for name in missing if asked[name] != page.instance_id]
         if restarted:
@@ -140,7 +140,7 @@ class Lane:
             await asyncio.sleep(_PAUSE_S)
 
     def _still_missing(self, asked: Mapping[str, str]) -> list[str]:
-        """Of what it was asked for, what it has not brought and was not asked for anew since."""
+        """Return the requests that the task app has not answered and that were not sent again since."""
         return [name for name, instance in asked.items() if self.desk.asked.get(name) == instance]
 
     def _lose_some(self, names: Collection[str], why: str) -> None:

@@ -1,4 +1,4 @@
-"""The figures of played episodes: what `metrics.jsonl`, `turnwise eval` and the report say of them."""
+"""The figures of played episodes for `metrics.jsonl`, `turnwise eval` and the report."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,10 +117,7 @@ def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Traje
     return found
 
 
-# How the episodes of a row of metrics came out: the one figure of a run, and what its environment calls it.
-#
-# A definition may explain itself after a colon (`unique achievements: how many different ...`). What stands
-# before it is the name that a person reads beside every figure.
+# A definition may explain itself after a colon; the part before the colon is the outcome's name.
 
 # Rows of before they named their outcome are all of Crafter.
 _UNIQUE = "unique achievements"

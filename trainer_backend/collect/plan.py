@@ -131,7 +131,7 @@ class Planner:
         policy_config: Mapping[str, Any] | None = None,
         most: int | None = None,
     ) -> list[RolloutRequest]:
-        """One episode on each held-out origin; the sampling seeds are those of every other evaluation.
+        """Plan one episode on each held-out origin, with the same sampling seeds in every evaluation.
 
         Args:
             most: make only so many, the first ones; absent: all.
@@ -282,7 +282,7 @@ class Planner:
         return EnvSpec(env_name=rollout.env_name, config={**rollout.env_config, **origin.env_config})
 
     def _limits(self, *, decisions_done: int = 0, invalid: int = 0, used_s: float = 0.0) -> RolloutLimits:
-        """What is left of an episode's limits after so many decisions."""
+        """Return the rest of an episode's limits after a number of decisions."""
         rollout = self.job.rollout
         return RolloutLimits(
             max_decisions=self.job.max_decisions - decisions_done,

@@ -1,4 +1,4 @@
-"""What the groups of an iteration start from: worlds of an environment, or rows of a data set. Pure."""
+"""The worlds or rows that the groups of an iteration start from, and the policy that samples each. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def source_of(job: JobConfig, data: DataSet | None) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Worlds:
-    """Worlds by their seeds: those of rollout.seeds in shuffled epochs, or ever new ones."""
+    """Worlds by their seeds: the seeds of rollout.seeds in shuffled epochs, or always new ones."""
 
     job_seed: int
     seeds: tuple[int, ...]
@@ -226,9 +226,6 @@ def row_of(group_id: str) -> str | None:
     """The row's id that a group is named with, if it is."""
     parts = group_id.split("/", 3)
     return parts[3] if len(parts) == 4 else None
-
-
-# Who samples a rollout, and what its policy is told of server and sampling. Pure.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A task app of the job's own: a child process on a free loopback port, with a fresh key.
+"""The task apps of a job: a child process of its own on the loopback, or the ones that [services] names.
 
 It lives exactly as long as this process: it is told to stop at the end, and its standard input is a pipe
 from us, so that it also ends when this process is killed and can tell nobody anything.
@@ -105,8 +105,6 @@ class EmbeddedTaskApp:
             raise JobError(f"the job's own task app did not start: {lines[-1].removeprefix('task_app: ')}")
         raise TaskAppError(f"the embedded task app ended with exit code {code}; see {self._log_file}")
 
-
-# The task apps of a job: its own child process, or those that [services] names.
 
 # What a request holds beside its row: ids, limits, the configs of policy and environment.
 _BESIDE_A_ROW = 1 << 18

@@ -160,7 +160,7 @@ async def _refuse_unknown_reward(client: TaskAppClient, name: str | None) -> Non
 
 
 async def _refuse_unknown_interactions(client: TaskAppClient, asked: frozenset[str | None]) -> None:
-    """Those of every row: the one that misspells its own may be the last of an epoch."""
+    """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch."""
     if not asked:
         return
     known = (await client.about()).capabilities.interactions

@@ -1,4 +1,4 @@
-"""What a task app answered, when it is an error or nothing that a task app would say. Pure."""
+"""The wire to task apps: rollout requests as JSON, in batches, and the errors that may come back. Pure."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -78,8 +78,6 @@ def first_finding(error: ValidationError) -> str:
     place = ".".join(map(str, first["loc"])) or "the answer"
     return f"{place}: {first['msg']}" + (f" (and {len(others)} more)" if others else "")
 
-
-# Rollout requests as they are sent: as JSON, and as many at a time as a task app takes. Pure.
 
 # What a task app takes by default, where it does not say.
 DEFAULT_BODY_BYTES = 1 << 20

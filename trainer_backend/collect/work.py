@@ -76,7 +76,7 @@ class Collection:
 
 
 class Tally:
-    """What has ended so far, over all task apps."""
+    """The rollouts that have ended so far, over all task apps."""
 
     def __init__(self, total: int, progress: Progress | None, keep: Keep | None = None) -> None:
         self._total, self._progress, self._keep = total, progress, keep
@@ -119,7 +119,7 @@ class Tally:
 
 
 def with_reused(found: Collection, left: Sequence[Rollout]) -> Collection:
-    """What was collected, beside finished rollouts that an earlier start of the run has left."""
+    """Join a collection with the finished rollouts of an earlier start."""
     rollouts = tuple(sorted((*left, *found.rollouts), key=_place))
     return replace(found, rollouts=rollouts, reused=frozenset(item.rollout_id for item in left))
 
@@ -177,7 +177,7 @@ class Planned:
 
 @dataclass(slots=True, eq=False)
 class Desk:
-    """What one task app has of a collection.
+    """The part of a collection that one task app has.
 
     Attributes:
         group: what nobody has yet of the group that it took last.
@@ -211,7 +211,7 @@ class Desk:
         return self.app.lost is None and not self.app.retired
 
     def take_back(self, planned: Planned) -> bool:
-        """It is not this app's any more; whether it may have been asked for it."""
+        """Take a rollout from this app; return whether the app may have received its request."""
         del self.given[planned.rollout_id]
         planned.desk = None
         if self.asked.pop(planned.rollout_id, None) is not None:
@@ -318,7 +318,7 @@ class Work:
         return group.popleft() if group else None
 
     def _take_back(self, planned: Planned, *, but_from: Desk) -> None:
-        """From whoever has it; an app that may be running it and has not brought it is told to stop."""
+        """Take a rollout from the app that has it, and cancel it there if it may still be running."""
         desk = planned.desk
         if desk is None:
             self._again.remove(planned)

@@ -58,7 +58,7 @@ class AdaptiveSchedule(DrawnSchedule):
 
 
 def _gaps(known: Sequence[Past], window: int) -> list[float]:
-    """After each iteration that told of both: mean outcome of the fixed policies less the actor's."""
+    """Return, for each iteration with both, the mean outcome of the fixed policies minus the actor's."""
     of_actor, of_fixed = deque[Past](maxlen=window), deque[Past](maxlen=window)
     gaps = []
     for past in known:

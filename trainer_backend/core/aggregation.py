@@ -1,4 +1,4 @@
-"""How much each sampled token counts in an optimizer step: loss aggregation by name (DESIGN.md 4.8).
+"""Weights of sampled tokens in an optimizer step: loss aggregation, and shared ratios (DESIGN.md 4.8).
 
 Weights are made before segments are packed and cut. So the loss is sum(weight * surrogate), whatever the
 order, the packing or the number of devices.
@@ -117,8 +117,6 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], object]
     tokens = Counter(name for row in units for name in row)
     return [[1.0 / (len(tokens) * tokens[name]) for name in row] for row in units]
 
-
-# Whose ratio, or behaviour weight, a token has: its own, its decision's or its episode's (DESIGN.md 4.8).
 
 _OF: dict[RatioLevel, Callable[[Segment, int], Hashable]] = {
     "token": lambda segment, position: (id(segment), position),

@@ -238,7 +238,7 @@ class _Chosen(DrawnSchedule):
 
 
 def refuse_no_share(**found: float) -> None:
-    """ValueError for what is no probability, by its name."""
+    """Raise ValueError, with the name, for a value that is no probability."""
     for name, value in found.items():
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name} is a probability, in [0, 1], got {value}")

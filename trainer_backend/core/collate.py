@@ -64,7 +64,7 @@ class Batch:
     weight_N: float32, how much the token counts, see `core.aggregation`.
     proximal_logprob_N: float32, nats: the learner's own before the step, the clip's denominator.
     behaviour_weight_N: float32, how much it counts beside that, by who sampled it: `core.behaviour`.
-    unit_N: int64, equal for tokens that share a ratio or a weight, see `core.units`; from 0, over the step.
+    unit_N: int64, equal for tokens that share a ratio or a weight, see `units_of`; from 0, over the step.
     policy_N: int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job.
     critic: the columns of the value loss; None where there is no critic.
     reference_logprob_N: float32, nats: of what a KL term pulls towards; None where there is no such term.
@@ -182,7 +182,7 @@ def collate(
         weights: for each segment, [N] as `core.aggregation` gives them.
         proximal: for each segment, [N] log-probs (nats) as `by_segment` gives them.
         behaviour: for each segment, [N] as `core.behaviour` gives them.
-        units: for each segment, [N] as `core.units` gives them.
+        units: for each segment, [N] as `core.aggregation.units_of` gives them.
         policies: for each segment, the number of who sampled it.
         row_tokens: most tokens in a row.
         critic: rollout id -> what its values were and are to become; None: no critic.

@@ -1,4 +1,4 @@
-"""What is told about a batch of conversations: how answers were scored, how the context was kept. Pure.
+"""Metrics of a batch of conversations: scores of answers, and edits of the context. Pure.
 
 A conversation is an episode whose history the task app kept (`Trajectory.full_history`); metric names are
 listed in docs/metrics.md.
@@ -29,7 +29,7 @@ def scores(step: StepData) -> list[float]:
 
 
 def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | list[float]]:
-    """How the model's answers were scored; empty where none was.
+    """Return the metrics of answers' scores; empty if no answer was scored.
 
     Args:
         trajectories: episodes of one batch; those that are no conversations are passed over.

@@ -15,7 +15,7 @@ ValueLevel = Literal["decision", "token"]
 
 @dataclass(frozen=True, slots=True)
 class ByToken:
-    """One number for each sampled token of an episode; what is by decision is a plain [T] sequence.
+    """One number for each sampled token of an episode; numbers for each decision are a plain [T] sequence.
 
     rows_T: for each decision, its numbers in order of its tokens; T >= 1, no row empty.
     """
@@ -29,7 +29,7 @@ class ByToken:
 
     @property
     def firsts_T(self) -> list[float]:
-        """[T] that of the first token of each decision."""
+        """[T] the number of the first token of each decision."""
         return [row[0] for row in self.rows_T]
 
     @property
@@ -104,7 +104,7 @@ def values_of_episode(
 
 
 def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> list[float]:
-    """[N] the number of each sampled token of a segment: its own, or that of its decision.
+    """[N] the number of each sampled token of a segment: its own, or its decision's.
 
     Raises:
         BatchError: a token without a number, or with one that is not finite; more numbers than tokens.

@@ -19,7 +19,7 @@ def refuse_lost_reward(
     rollout_id: str,
     kl_T: Sequence[float] = (),
 ) -> None:
-    """Nothing that was achieved is lost, and nothing counts twice.
+    """Refuse rewards that lose an achievement or count one twice.
 
         decision_stepwise   sum of unique_delta = achievements unlocked from the first observation to the end
                             sum of r_t = deltas + bonuses of unlocking + reward_parts

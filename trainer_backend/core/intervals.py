@@ -1,4 +1,4 @@
-"""The Crafter score with its interval. Pure."""
+"""Intervals of rates, and the Crafter score with its interval. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,9 +45,6 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]]) -> Interval:
     variance = math.fsum(shift**2 for shift in shifts) / (total - 1)
     half = t_quantile_975(total - 1) * math.sqrt(variance / total)
     return Interval(math.expm1(m), max(math.expm1(m - half), 0.0), min(math.expm1(m + half), 100.0), total)
-
-
-# Intervals of rates. Pure.
 
 
 def wilson_interval(successes: int, count: int) -> Interval:

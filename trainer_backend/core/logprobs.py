@@ -70,7 +70,7 @@ def _kept_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Keeps hidden states, head and [N] entropies; what is as wide as the vocabulary is made anew.
+    """Keeps hidden states, head and [N] entropies; tensors as wide as the vocabulary are recomputed.
 
     With p = softmax(z / T) and H its entropy:
 

@@ -47,7 +47,7 @@ def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Te
 
 
 def merge_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Metrics of one step from those of its cuts: `_min` and `_max` by name, everything else adds up."""
+    """Merge the metrics of a step's cuts: `_min` and `_max` by name, everything else adds up."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

@@ -129,7 +129,7 @@ def policy_gradient_loss(
 
 
 def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
-    """Log-probs whose ratio to the proximal ones is that of their whole unit: for `ratio_level`.
+    """Return log-probs whose ratio to the proximal ones is their whole unit's ratio: for `ratio_level`.
 
         log s_u = mean of (logprob - proximal) over the tokens of unit u
         result  = proximal + log s_u + (logprob - stop_gradient(logprob))

@@ -111,13 +111,13 @@ class Objective:
         return unit_means(units, ratios, tokens.weights)
 
     def levelled(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """[N] log-probs whose ratio to the denominators is that of the token's unit."""
+        """[N] log-probs whose ratio to the denominators is the ratio of the token's unit."""
         if unit_logs is None or not self.clips:
             return tokens.logprobs
         return at_level_of(unit_logs, tokens.logprobs, self.denominators(tokens))
 
     def surrogate(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """The loss of these tokens, in reward units; those of the cuts of a step add up."""
+        """The loss of these tokens, in reward units; the losses of a step's cuts add up."""
         levelled, denominators = self.levelled(tokens, unit_logs), self.denominators(tokens)
         weights, loss = tokens.weights, self.loss
         if self.kind == "decoupled":

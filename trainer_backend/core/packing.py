@@ -7,7 +7,7 @@ from trainer_backend.errors import BatchError
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Rows of at most `row_tokens` tokens: best-fit decreasing.
+    """Pack into rows of at most `row_tokens` tokens: best-fit decreasing.
 
     Each sequence, longest first, goes to the fullest row that still has room for it. The bound is that of
     first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection.

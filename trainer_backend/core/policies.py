@@ -25,7 +25,7 @@ def player_of(model: str | None, policy_name: str) -> str:
 
 
 def policy_in(job_name: str, model: str | None) -> str:
-    """The same of what a policy has *told*, which may be any server's name for a model.
+    """The same for a reported policy, which may be any server's name for a model.
 
     `Qwen/Qwen3-0.6B` names no policy of a job `crafter`, so what it sampled is the actor's.
     """

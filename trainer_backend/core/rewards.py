@@ -191,9 +191,6 @@ def _event_reward(record: DecisionRewards, config: RewardConfig, *, decisions_le
     return delta + config.indicator_lambda + config.beta * decisions_left
 
 
-# Returns of an episode from its rewards.
-
-
 def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
     """Return-to-go G_t of every decision of one episode.
 

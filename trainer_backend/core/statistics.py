@@ -1,4 +1,4 @@
-"""What is told about a batch of episodes: decision-reward logs and evaluation figures. Pure.
+"""Statistics of a batch of episodes: decision-reward logs and evaluation figures. Pure.
 
 Metric names are `room/what`; docs/metrics.md lists them.
 """

@@ -16,7 +16,7 @@ from trainer_backend.core.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class CriticColumns:
-    """[N] columns beside those of the policy's loss, in the same order.
+    """[N] columns for the critic, in the order of the policy loss's columns.
 
     value_N: float32, V as scored before the update.
     return_N: float32, what it is to become.

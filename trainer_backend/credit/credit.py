@@ -36,7 +36,7 @@ from trainer_backend.rundir.rollout_files import Credit
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of rollouts after they were played, for estimators that ask; by rollout id.
+    """Measurements of rollouts after they were played, by rollout id, for estimators that need them.
 
     Attributes:
         values: of a critic; they are stored with the credit.
@@ -111,7 +111,7 @@ class _Estimated:
         return decision_metrics([self.trajectories[index] for index in own], paid) | met
 
     def _credit(self, index: int, gamma: float) -> Credit:
-        """What is stored with the episode of that index; with a critic, returns are its targets."""
+        """Return the credit that is stored with one episode; with a critic, returns are its targets."""
         episode, advantages, targets = self.episodes[index], self.advantages, self.targets[index]
         discounted_T = discounted_returns(episode.rewards_T, gamma)
         return Credit(
@@ -221,7 +221,7 @@ class CreditAssignment:
         return _Estimated(trajectories, policies, earned, episodes, advantages, trained, targets)
 
     def _compared_with(self, rollout: Rollout) -> str:
-        """The key of the episodes that it is compared with: its group, or those of its policy in there."""
+        """Return the key of the episodes to compare with: its group, or its policy's part of the group."""
         policy = self.policies.policy_by(rollout)
         alone = policy != ACTOR and self.policies.of_name(policy).baseline == "per_policy"
         return f"{rollout.group_id}/{policy}" if alone else rollout.group_id
@@ -279,7 +279,7 @@ class CreditAssignment:
         ]
 
     def _return_from(self, turn: int, branch: Rollout, scored: Mapping[str, ScoredTokens]) -> float:
-        """G of a branch, which counts its decisions anew: its horizon is what was left of the parent's."""
+        """Return G of a branch. It counts decisions from 1, so its horizon is the rest of the parent's."""
         earned = self.rewards.earned_by(branch, scored, decisions_done=turn - 1)
         return discounted_returns(earned.rewards_T, self.algorithm.gamma)[0]
 

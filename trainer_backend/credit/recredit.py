@@ -1,4 +1,4 @@
-"""The stored rollouts of a run through every estimator, without new rollouts."""
+"""`turnwise recredit`: every estimator on a run's stored rollouts, with tables and files of the results."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ def stored_iterations(run: RunDirectory, wanted: Sequence[int]) -> list[list[Rol
 
 
 def stored_measured(run: RunDirectory, wanted: Sequence[int]) -> list[Measured]:
-    """What was measured in each of `stored_iterations`: by a critic, by branches, by a reference.
+    """Return each stored iteration's measurements by a critic, by branches and by a reference.
 
     Raises:
         RunDirectoryError: as `stored_files`.
@@ -153,9 +153,7 @@ def with_records(rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"trajectory": episode.model_copy(update={"steps": steps})})
 
 
-# `turnwise recredit` for a terminal: what estimators gave, and how they agree.
-#
-# "Same sign" is the share of decisions where two agree, among those where neither is 0.
+# "Same sign" is the share of decisions where two estimators agree, among those where neither is 0.
 
 Agreement = Callable[[Sequence[float], Sequence[float]], float | None]
 
@@ -204,8 +202,6 @@ def _table(title: str, names: Sequence[str], of: Callable[[str, str], float | No
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:+.3f}"
 
-
-# What `turnwise recredit` leaves on disk: figures as JSON, advantages as Parquet, one page of charts.
 
 _POINTS = 4_000
 
@@ -270,9 +266,6 @@ def figures(found: Recredited, cosines: Mapping[tuple[str, str], float] | None =
         ],
         "refused": dict(found.refused),
     }
-
-
-# `turnwise recredit`: from a run directory to tables and files.
 
 
 def recredit_run(

@@ -1,4 +1,4 @@
-"""Stop 9 of the route, as a job sets it: r_t of a finished rollout, in which nothing is lost. Pure."""
+"""Stop 9 of the route: r_t of a finished rollout, and the policy and segments that it trains. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -124,9 +124,6 @@ def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:
     return {"kl/reference": math.fsum(nats) / len(nats), "reward/kl": paid / len(episodes)}
 
 
-# Which policy of a job sampled a rollout, and the token sequences that it is trained on. Pure.
-
-
 @dataclass(frozen=True, slots=True)
 class Policies:
     """The policies that sample the rollouts of a job.
@@ -164,7 +161,7 @@ class Policies:
         return policy
 
     def segments_by(self, rollout: Rollout) -> list[Segment]:
-        """Stop 7 for a finished rollout; none for another.
+        """Stop 7 of the route: the segments of a finished rollout; empty for another rollout.
 
         What a fixed policy sampled is scored at the actor's temperature: the policy that is trained is
         softmax(logits / rollout.temperature), whoever sampled at whichever other (DESIGN.md 4.9).
@@ -204,5 +201,5 @@ class Policies:
         )
 
     def by_actor(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Those that the policy in training sampled: what its own curves are made of."""
+        """Return the rollouts that the policy in training sampled, for its own curves."""
         return [rollout for rollout in rollouts if self.policy_by(rollout) == ACTOR]

@@ -196,14 +196,14 @@ def _document(found: _Columns) -> str | None:
 
 
 def _fitting(found: _Columns, name: str, text: str, at_most: int) -> str:
-    """What is longer, the task app would refuse when it is played, hours later."""
+    """Refuse longer texts now: the task app would refuse them hours later, when they are played."""
     if len(text) > at_most:
         raise found.error(f"{name} has {len(text):,} characters; at most {at_most:,} are taken")
     return text
 
 
 def _one_question(found: _Columns, row: Row) -> str:
-    """Beside a document: what the policy reads with tools is asked about in one text."""
+    """Return the one question about a document, which the policy reads with tools."""
     if not isinstance(row.prompt, str) and len(row.prompt) > 1:
         raise found.error(
             f"{found.used['prompt']} begins with a message of {row.prompt[0]['role']!r}; beside "

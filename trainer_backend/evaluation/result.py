@@ -50,7 +50,7 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What came of an evaluation.
+    """The result of an evaluation.
 
     Attributes:
         policy: a folder, a policy's name, or a model and its server.
@@ -146,7 +146,7 @@ def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | 
 
 
 def as_json(result: Evaluated) -> str:
-    """The figures as JSON; what is not known (a bound of one episode) is null."""
+    """Return the figures as JSON; unknown ones (a bound of one episode) are null."""
     return json.dumps(asdict(result), indent=2, allow_nan=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Can a model hold the conversations of a job? A probe through its chat template, before anything else."""
+"""Checks of a model's chat: its template, its format of tool calls, and whether two tokenizers agree."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,11 +78,7 @@ def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
     )
 
 
-# Which tool-call format a model writes, and so how its replies are read; the formats are in `tool_formats`.
-#
-# Parsers are pure and never raise. A reply whose call cannot be read comes back as text, whole, with the
-# reason: nothing rewrites what was sampled, and the environment's next prompt can tell the model what was
-# wrong. Whether a tool exists and its arguments fit is the task app's business.
+# Parsers never raise or rewrite: an unreadable call comes back as whole text with the reason.
 
 
 def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
@@ -121,11 +117,7 @@ def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
     return str(named) if named is not None else next(found, None)
 
 
-# Do two tokenizers speak the same language? What one model sampled, another can only be asked about if so.
-#
-# The weight of a sample is a ratio of two probabilities of the same ids. Where an id is another piece of
-# text
-# to one of them, that ratio compares two different texts, and nothing would show it.
+# A sample's weight compares probabilities of the same ids, so both models must read an id as the same text.
 
 Tokenizer = PreTrainedTokenizerFast
 # Characters of a chat template that are shown where two differ.
@@ -133,7 +125,7 @@ _SHOWN = 40
 
 
 def first_difference(own: Tokenizer, other: Tokenizer) -> str | None:
-    """What keeps samples of `other` from being weighed by `own`, as a sentence about `other`; None: nothing.
+    """Return why `own` cannot weigh samples of `other`, as a sentence about `other`; None: it can.
 
     In this order: the size of the vocabulary, each of its entries, the special ids, the chat template and
     what it is told, the tool-call format, and the ids of a probe.
@@ -199,7 +191,7 @@ def _template(tokenizer: Tokenizer) -> str:
 
 
 def _probe(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
-    """What is not written in any of the above: merges, normalising, where a text is split."""
+    """Probe the parts that vocabularies do not show: merges, normalising, splits of a text."""
     text = probe_text(ChatRenderer(own))
     difference = first_other_id(*(ChatRenderer(tokenizer).encode(text) for tokenizer in (own, other)))
     if difference is not None:

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions: what we read of it, and what we refuse rather than ignore."""
+"""The body of POST /v1/chat/completions: keys that are read, and keys that are refused, never ignored."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -76,7 +76,7 @@ class ChatRequest(SamplingRequest):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-# OpenAI's newer word for the system's role.
+# OpenAI's newer name of the role "system".
 DEVELOPER = "developer"
 _ROLES = (*ROLES, DEVELOPER)
 # Of a message: what this server, a chat template or a rollout reads; and what clients add to an answer.

@@ -45,7 +45,7 @@ class Completion:
         )
 
     def choice(self, index: int, generation: Generation) -> Choice:
-        """What was sampled as a message: the text before a stop string or stop token, parsed."""
+        """Return the sampled text before a stop string or stop token, parsed as a message."""
         renderer = self.policy.renderer
         raw_text, stop_token = split_stop(generation, renderer)
         text = raw_text if generation.stop_string is None else cut_before(raw_text, self.request.stop)

@@ -1,4 +1,4 @@
-"""Would writing or tokenising the last answer again have given other tokens than were sampled? Pure."""
+"""Drift: whether writing or tokenising the last answer again would give other tokens, and counts of that."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,18 +53,6 @@ def _written_otherwise(answer: Answer, messages: Sequence[JsonObject], renderer:
         return None
 
 
-# What a gateway counts of the conversations with one policy, and so with one chat template.
-#
-# `edited`: a message before the last answer, or the answer itself, is another one, or gone. `fresh`: the
-# prompt
-# is too short to hold the last answer: a prompt of its own for each decision, or a request that was sent
-# again.
-# `tools`: other tools are offered. `reasoning`: nothing was edited, and the template drops the reasoning of
-# an
-# earlier answer. `template`: nothing was edited, and the template does not go on from what was sampled for
-# another reason. `other_model`: the last answer came from another policy. `unknown`: the messages hold an
-# answer, and nothing is known of the rollout: it was forgotten, or is played on from elsewhere.
-
 EDITED, FRESH, TOOLS, REASONING, TEMPLATE = "edited", "fresh", "tools", "reasoning", "template"
 OTHER_MODEL, UNKNOWN = "other_model", "unknown"
 CAUSES = (EDITED, FRESH, OTHER_MODEL, REASONING, TEMPLATE, TOOLS, UNKNOWN)
@@ -72,7 +60,17 @@ CAUSES = (EDITED, FRESH, OTHER_MODEL, REASONING, TEMPLATE, TOOLS, UNKNOWN)
 
 @dataclass(slots=True)
 class ConversationFigures:
-    """Counts since the start, written by the gateway's thread alone.
+    """Counts for one policy, and so one chat template, since the start. Only the gateway's thread writes.
+
+    Causes of a broken prefix:
+        edited: a message before the last answer, or the answer itself, was changed or removed.
+        fresh: the prompt is too short to hold the last answer: each decision has its own prompt, or the
+            request was repeated.
+        tools: the request offers other tools.
+        reasoning: nothing was edited, but the template drops the reasoning of an earlier answer.
+        template: nothing was edited, but the template does not continue the sampled text for another reason.
+        other_model: the last answer came from another policy.
+        unknown: the messages hold an answer of an unknown rollout, forgotten or continued from elsewhere.
 
     Attributes:
         prefix_extended: prompts that go on from all ids of the rollout's last prompt and response.

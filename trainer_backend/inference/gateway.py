@@ -240,7 +240,7 @@ class _Limit:
         return cls(engine.max_model_len, "the model's own")
 
     def refuse_text(self, request: ChatRequest, renderer: ChatRenderer, text: str) -> None:
-        """Refuse what is surely too long: encoding it would take seconds, to the same end."""
+        """Refuse a text that is surely too long before it is encoded, which would take seconds."""
         tokens = renderer.surely_more_than(self.most, text)
         if tokens is not None:
             raise ContextLengthExceeded(

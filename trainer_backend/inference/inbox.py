@@ -18,7 +18,7 @@ class Order:
     done: Future[None] = field(default_factory=Future)
 
     def carry_out(self) -> None:
-        """Errors of ours go to the caller; any other ends the engine, which then tells everyone."""
+        """Carry out a call. Our own errors go to the caller; any other error ends the engine for all."""
         if not self.done.set_running_or_notify_cancel():
             return
         try:

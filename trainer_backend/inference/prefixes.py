@@ -112,7 +112,7 @@ class Prefixes:
         return self._index.longest(wanted)
 
     def fill(self, found: Found, row: int) -> int:
-        """Copy what was found into a row; returns how many tokens that were."""
+        """Copy a found prefix into a row; return its number of tokens."""
         if found.held is None:
             return 0
         place = found.held.place

@@ -205,7 +205,7 @@ class RemoteEngine:
             raise RemoteUnavailable(f"the server of the fixed policy does not answer: {told}") from error
 
     def _tokens(self, choice: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], list[float]]:
-        """What was sampled, as something that can be weighed."""
+        """Return the sampled tokens with their log-probs, checked so that they can be weighed."""
         token_ids = _ids(choice, "token_ids")
         entries = choice.get("logprobs")
         logprobs = entries.get("token_logprobs") if isinstance(entries, dict) else None

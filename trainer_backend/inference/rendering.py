@@ -85,7 +85,7 @@ class ChatRenderer:
         return str(text)
 
     def refuse_other_settings(self, asked: JsonObject) -> None:
-        """A template is told what its model folder says, the same for every prompt of a policy.
+        """Refuse template settings other than the model folder's, which hold for all prompts of a policy.
 
         Raises:
             BadChatRequest: a request asks for something else, which would be ignored.

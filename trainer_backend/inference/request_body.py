@@ -1,4 +1,4 @@
-"""What the requests of both completion routes share: how to sample, and what is refused, never ignored."""
+"""The shared part of both completion requests: how to sample, and which keys are refused, never ignored."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -19,7 +19,7 @@ def null_is(default: object) -> BeforeValidator:
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-# Key -> the values that ask for nothing. Anything else would be ignored in silence, so it is refused.
+# Each key with its values that have no effect. Other values would be ignored in silence, so they are refused.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),

@@ -96,7 +96,7 @@ class EngineWorker:
             deliver(self._step())
 
     def new_version(self, version: int) -> None:
-        """The weights were replaced: what is sampled from now on is of this version."""
+        """Note that the weights were replaced: tokens sampled from now on have this version."""
         self.version = version
         self.batch.forget_prefixes()
         for request in self.batch.rows:

@@ -1,4 +1,4 @@
-"""Where the task apps of services.task_url are: a URL as it stands, or every address of a name.
+"""Addresses of a job: the task apps behind services.task_url, and the parts of other http URLs.
 
 `dns+http://name:port` stands for all addresses that the name has when it is looked up, as a headless service
 of Kubernetes or a scaled service of Compose has them. A plain `http://name:port` is one task app, wherever
@@ -63,7 +63,7 @@ async def looked_up(url: str, resolve: Resolve = addresses_of) -> list[Address]:
 
 
 def fault_in(url: str) -> str | None:
-    """What is wrong with an entry of services.task_url, as the end of a sentence; None: nothing."""
+    """Return the fault of an entry of services.task_url, as the end of a sentence; None: it is valid."""
     if "@" in url:
         return "holds a user name or password; the key belongs in the environment"
     try:
@@ -79,9 +79,6 @@ def fault_in(url: str) -> str | None:
     if url.startswith(DNS) and parts.path.strip("/"):
         return f"is {url!r}: the addresses of a name have no path"
     return None
-
-
-# URLs of inference servers, as a person writes them. Pure.
 
 
 def http_parts(url: str) -> SplitResult:

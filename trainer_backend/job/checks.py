@@ -1,4 +1,6 @@
-"""What the tables of a mixture must say together, and what cannot go with one. Pure."""
+"""Checks of a job beyond single keys: mixtures, keys without effect, advice, and missing files.
+
+Only the check for missing models and files, which runs before a run begins, reads the disk."""
 
 import difflib
 from collections import Counter
@@ -179,11 +181,8 @@ def _what_cannot_be_mixed(config: JobConfig) -> Iterator[Finding]:
         )
 
 
-# What a valid job may still have got wrong. Pure.
-
-
 def advice(config: JobConfig) -> list[str]:
-    """A sentence for everything that a person should be told of before it costs an hour."""
+    """Return a sentence for each setting of a valid job that is probably a mistake."""
     training = config.training
     found = []
     if training.step_rewards_beta > 0 and training.step_rewards_horizon == "realised":
@@ -338,9 +337,7 @@ def _alphas(table: AllocationTable, iterations: int) -> set[float]:
     return {schedule.alpha_at(step) for step in {1, iterations} | switched}
 
 
-# What is set must have an effect: keys that nothing reads, and state keys that nobody makes. Pure.
-
-# Told of (jobfile.advice), or in every job, so that jobs that differ in one name alone can be compared.
+# These keys are advised on, or stand in every job, so that jobs that differ in one name can be compared.
 _NEVER_REFUSED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
 
@@ -411,9 +408,6 @@ def _is_set(config: JobConfig, dotted: str) -> bool:
     return bool(getattr(home, key) != type(home).model_fields[key].get_default())
 
 
-# Is there a model in every folder that a job names, and a file at every path? Asked before a run.
-
-
 def refuse_no_model(config: JobConfig, places: Places) -> None:
     """
     Raises:
@@ -475,7 +469,7 @@ def _folder_meant(folder: Path, *, guess_name: bool) -> str:
 
 
 def _meant(path: Path, kind: Callable[[Path], bool]) -> str:
-    """`". Did you mean 'x'?"` for what is called much like it beside it, and of that kind."""
+    """Return `". Did you mean 'x'?"` if a file or folder of that kind with a similar name is beside it."""
     try:
         beside = [other.name for other in path.parent.iterdir() if kind(other)]
     except OSError:

@@ -1,8 +1,9 @@
-"""Several TOML files and `--set table.key=value` as one job: later ones go over earlier ones, key by key, and
-each value knows its place.
+"""Layers of a job: several TOML files and `--set table.key=value`, merged key by key.
 
-A relative path in a file is one from the file's folder, where it leads somewhere; otherwise, as with --set,
-one from the working directory.
+A later layer replaces keys of an earlier one, and each value knows the place it came from.
+
+A relative path in a file starts at the file's folder if something is there; otherwise, as with --set, it
+starts at the working directory.
 """
 
 import os
@@ -84,7 +85,7 @@ class Places:
         return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
     def _join(self, places: Iterable[str]) -> str:
-        """The files in their order, then what was overridden."""
+        """Join the files in their order, then the overrides."""
         given = dict.fromkeys(places)
         files = " + ".join(name for name in dict.fromkeys(self.files) if name in given)
         overrides = " ".join(place for place in given if place not in self.files)
@@ -207,7 +208,7 @@ def anchor(document: Mapping[str, Any], folder: Path) -> None:
 
 
 def _anchored(value: Any, folder: Path) -> Any:
-    """A path that leads nowhere stays as it was typed: it is told so, and a later place may have it."""
+    """Join a path with its file's folder, unless nothing is there: it then stays as typed."""
     if not isinstance(value, str) or not value or not os.path.exists(folder / value):
         return value
     return os.path.abspath(folder / value)  # not resolved: a link may be moved to another model
@@ -237,13 +238,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise JobError(f"{path}: not valid TOML: {error}") from error
 
 
-# A job as it is sent to a trainer service: its text as it stands, or several files and --set joined.
-#
-# Unlike in layers.read_layers, paths stay as they are written: they are those of the service's machine.
-
-
 def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> str:
-    """The TOML to send. What it means is for the service to say, which knows its own version.
+    """Return the TOML to send to a trainer service: one file's text as it stands, or the merged layers.
+
+    Paths stay as they are written, unlike in `read_layers`: they are paths on the service's machine. The
+    service, which knows its own version, checks the meaning.
 
     Raises:
         JobError: a file cannot be read, is no TOML where it has to be merge, or --set names no key.

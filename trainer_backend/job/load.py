@@ -1,4 +1,4 @@
-"""From a TOML file to a frozen JobConfig, or to an error that says where, what, and what was meant."""
+"""Reads a job TOML into a frozen JobConfig, or raises an error that says where, what, and what was meant."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ FOREIGN_TABLES = frozenset(
 )
 
 
-# Findings that are told of one job. Each repeats what is known in its place, and is compared with it.
+# One job shows at most this many findings: each lists the allowed keys, and is compared with them.
 MOST_FINDINGS = 20
 _LONGEST_LINE = 4_000
 # Of a key or a value in a finding.
@@ -77,7 +77,7 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
 
 
 def refuse_what_is_missing(config: JobConfig, *, where: str) -> None:
-    """What `load_new_job` refuses beside what is wrong in the text, for a job that came as a document.
+    """Refuse missing models, files and libraries, as `load_new_job` does, for a job that came as a document.
 
     Raises:
         JobError: a folder that it names holds no model, a file of interactions or plug-ins is not there, or
@@ -220,7 +220,7 @@ def _with_values_of_the_loss(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
-    """A copy of a table, empty where there is none."""
+    """Return a copy of a table; empty if it is absent."""
     found = tables.get(name, {})
     if not isinstance(found, dict):
         key = f"{inside}{name}"

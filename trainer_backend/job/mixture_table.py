@@ -185,5 +185,5 @@ class AllocationTable(Table):
         return steps
 
     def given(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Those of the keys that the job gives."""
+        """Return the keys that the job sets."""
         return {key: value for key in sorted(keys) if (value := getattr(self, key)) is not None}

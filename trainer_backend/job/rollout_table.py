@@ -1,4 +1,4 @@
-"""[rollout] and [warmup] of a job TOML: what is played, by whom, and what the job itself sends with it."""
+"""The tables [rollout], [warmup], [data] and [multi_turn] of a job TOML: what is played, and by whom."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -141,9 +141,6 @@ class WarmupTable(Table):
         return _refuse_keys(config, _SENT_BY_THE_JOB)
 
 
-# [data] of a job TOML: rows to train and evaluate on, where an environment does not make its own worlds.
-
-
 class DataTable(Table):
     """[data]"""
 
@@ -207,9 +204,6 @@ class DataTable(Table):
         return self
 
 
-# [multi_turn] of a job TOML: conversations, and who answers in them.
-
-
 class MultiTurnTable(Table):
     """[multi_turn]"""
 
@@ -247,7 +241,7 @@ class MultiTurnTable(Table):
     )
 
     def for_requests(self) -> MultiTurn:
-        """The part that a task app is told with every rollout."""
+        """Return the part of the table that every rollout request contains."""
         if not self.enable:
             return MultiTurn()
         return MultiTurn(

@@ -102,7 +102,7 @@ class JobConfig(Table):
 
     @property
     def fixed_policies(self) -> tuple[RolloutOnlyTable, ...]:
-        """Those of [rollout_only] that name a model, in their order; empty in most jobs."""
+        """The tables of [rollout_only] that name a model, in their order; most jobs have none."""
         return tuple(table for table in self.rollout_only if table.is_active)
 
     def fixed(self, name: str) -> RolloutOnlyTable:

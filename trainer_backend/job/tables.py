@@ -1,4 +1,4 @@
-"""[model] of a job: which model is trained, and how it is spoken to."""
+"""The tables [model], [services], [inference], [sinks] and [retention] of a job TOML."""
 
 import re
 from collections import Counter
@@ -82,9 +82,6 @@ class ModelTable(Table):
         return self
 
 
-# [services] of a job TOML: the task apps that are asked, and the gateway that they ask back.
-
-
 class ServicesTable(Table):
     """[services]"""
 
@@ -141,9 +138,6 @@ class ServicesTable(Table):
         return self
 
 
-# [inference] of a job TOML: how what is asked of the policy is answered.
-
-
 class InferenceTable(Table):
     """[inference]"""
 
@@ -176,9 +170,6 @@ class InferenceTable(Table):
         return self.max_running if self.kept_prefixes is None else self.kept_prefixes
 
 
-# [sinks] of a job TOML: where metrics go beside metrics.jsonl.
-
-
 class WandbTable(Table):
     """sinks.wandb"""
 
@@ -202,9 +193,6 @@ class SinksTable(Table):
         description='`{ project = "…" }`, also `entity`, `name`, `mode` (online, offline); needs '
         "`pip install 'turnwise[wandb]'`",
     )
-
-
-# [retention] of a job TOML: how long what a run has stored is kept.
 
 
 class RetentionTable(Table):

@@ -1,4 +1,4 @@
-"""Where posted jobs are read: each in a process of its own, which ends where that takes too long or too much.
+"""Reads each posted job in a process of its own, which is ended if it takes too long or too much memory.
 
 `python -m trainer_backend.jobs.check_process` is a server without threads that has imported what reads a job.
 It forks for each one: that costs milliseconds, and whatever a job has taken is given back with its process.
@@ -121,7 +121,7 @@ class CheckProcess:
         return _ENDED, exit_code
 
     def _connected(self) -> Connection:
-        """To a server that has imported what it needs.
+        """Connect to a server process that has imported everything it needs.
 
         Raises:
             OSError, EOFError: it cannot be started; stderr says why.

@@ -1,4 +1,4 @@
-"""Pause, resume, cancel: at any moment, as often as one likes."""
+"""Routes that pause, resume and cancel a job; each may be sent at any moment, and repeated."""
 
 from fastapi import APIRouter, Request
 
@@ -35,7 +35,7 @@ async def _asked(service: Service, verb: Verb, job_id: str) -> JobView:
 
 
 async def ask_for(service: Service, verb: Verb, job: JobRow) -> JobRow:
-    """The job, with what was asked of it written down; the supervisor does it.
+    """Write a verb into a job's row and return the row; the supervisor then does it.
 
     Raises:
         JobConflict: it makes no sense in the job's state, or another service runs it.

@@ -1,4 +1,4 @@
-"""The folder that a trainer service works in: its run directories, and whose folder it is."""
+"""The folder that a trainer service works in: its run directories, its owner, and the deletion of runs."""
 
 import asyncio
 import fcntl
@@ -106,7 +106,7 @@ class DataDir:
             return path.rename(aside)
 
     def aside(self) -> list[Path]:
-        """What was moved aside and is there still."""
+        """List the folders that were moved aside and are not removed yet."""
         return sorted((self.path / _SERVICE).glob(f"{_DELETED}*"))
 
     def _outside(self, path: Path) -> bool:
@@ -134,7 +134,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
     """Make the folder, or use it again; one service at a time runs jobs in it.
 
     Args:
-        runs_jobs: False for a service that only shows what is there: any number of those may.
+        runs_jobs: False for a service that only shows runs; any number of such services may share the folder.
 
     Raises:
         RunDirectoryError: it cannot be written, another service runs jobs in it, or it is a copy.
@@ -167,7 +167,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _home_of(file: Path) -> str:
-    """The folder's own name, made once, by whoever comes first."""
+    """Return the folder's own name; the first service that opens the folder makes it."""
     with writing(file), file.open("a+", encoding="utf-8") as home:
         fcntl.flock(home, fcntl.LOCK_EX)
         home.seek(0)
@@ -198,12 +198,11 @@ def _claim_place(folder: Path, home: str) -> None:
         note.write_text(f"{folder}\n", encoding="utf-8")
 
 
-# Deleting a job: its row, and where that is wanted its files. These are moved aside as a whole, and removed
-# while nobody waits; a kill in between leaves a run that is whole, or one that the next start removes.
+# Deletion moves a run's files aside as a whole and removes them later: a kill leaves all of them or none.
 
 log = structlog.get_logger("trainer")
 
-# What a request that was given up has still moved aside is found then.
+# The sweeper also looks this often, for folders that an abandoned request has moved aside.
 _LOOK_S = 60.0
 
 
@@ -249,7 +248,7 @@ def _held(job: JobRow, path: Path) -> Iterator[None]:
 
 
 def sweep(data: DataDir) -> None:
-    """Remove what was moved aside, also by a service that was killed over it. On a thread."""
+    """Remove the folders that were moved aside, also those that a killed service left. Runs on a thread."""
     for path in data.aside():
         if holder(path) is not None:  # its row is being deleted, and that may fail
             continue

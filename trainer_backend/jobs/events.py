@@ -127,7 +127,7 @@ async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is new since a place."""
+    """The events that are new since a place in the stream."""
 
     job: JobView
     rows: tuple[Any, ...]

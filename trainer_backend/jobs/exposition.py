@@ -147,7 +147,7 @@ class _Families:
 
 
 def _as_known(known: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Name there, name here and value; a `*` at the end of both stands for what is like it."""
+    """Yield their name, our name and the value; a `*` at the end of both names stands for any same ending."""
     numbers = dict(numbers_of(row)) | {name: row[name] for name in ("iteration",) if name in row}
     for name, ours in known.items():
         if not ours.endswith("*"):
@@ -163,11 +163,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
 
 
-# Names under which other systems publish what we measure, for dashboards that ask for those. Data alone.
-#
-# Each is a number of the last row of a run, by its own name in docs/metrics.md; a `*` stands for whatever
-# is
-# there. What is not the same thing there and here is not in this table.
+# Names that other systems give to our metrics; a `*` stands for any ending. Only equal quantities are here.
 
 # verl's names (prior art: verl HEAD), `/` written as `_`.
 OF_ITERATIONS: Mapping[str, str] = {

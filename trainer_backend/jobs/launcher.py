@@ -1,5 +1,6 @@
-"""The job that existing launchers send, as one of ours: published keys that mean something here are put where
-ours are; the others are named, and not read. Pure.
+"""Jobs in the shape that existing launchers send: the routes under /rl, and the translation into our keys.
+
+A published key that means something here becomes our key; the reply names the other keys, which are not read.
 
 The shape is that of synth-ai: `{job_type, compute, data: {endpoint_base_url, config, model}, tags}`.
 """
@@ -172,8 +173,6 @@ def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
         raise JobError(f"{name} is {found!r:.80}, but it is a table")
     return dict(found)
 
-
-# /rl: jobs in the shape that existing launchers send, and what they ask about them.
 
 router = APIRouter(tags=["launchers"])
 

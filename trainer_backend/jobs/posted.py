@@ -1,4 +1,4 @@
-"""What a posted job may be: valid as any job, and within what the operator has allowed.
+"""Posted jobs: their JSON or TOML is read, validated, and held to the bounds that the operator has set.
 
 Whoever may post jobs may train; he may not read the operator's files, run code of his own, send the
 operator's keys to a host of his choice, or listen where he likes. Errors never repeat a key.
@@ -47,7 +47,7 @@ _AT_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
 
 
-# Keys and items of lists; of a text what divides them, which is a little more.
+# The most keys and list items of a document; in a text their dividers are counted, a little more.
 MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 
 
@@ -89,8 +89,7 @@ def statements(text: str) -> Iterator[Statement]:
 
 
 def lines_of(text: str) -> dict[str, int]:
-    """The line of each dotted key and each table, from 1; of one that comes twice, the first. None of a text
-    that is too much."""
+    """Map each dotted key and each table to its first line, from 1; empty for a text that is too long."""
     lines: dict[str, int] = {}
     for statement in () if is_too_much(text) else statements(text):
         if statement.name:
@@ -99,9 +98,9 @@ def lines_of(text: str) -> dict[str, int]:
 
 
 def line_of(message: str, lines: Mapping[str, int], text: str) -> int | None:
-    """The line that a message is about: the one that it names, or that of the first key in it which is there.
+    """Return the line that a message is about: the line it names, or the line of the first key it names.
 
-    A key that is not there, or inside a value (an inline table), is on the line of what holds it.
+    A missing key, or a key inside a value (an inline table), gets the line of the table or value around it.
     """
     if match := _AT_LINE.search(message):
         return int(match.group(1)) if match.group(1) else max(1, text.count("\n") + (text[-1:] != "\n"))
@@ -194,7 +193,7 @@ def document_of(text: str) -> dict[str, Any]:
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
-    """Before anything walks through a document: what is too deep, too long a number, or too much for that.
+    """Refuse a document that is too deep or too large, or has too long a number, before anything walks it.
 
     Raises:
         JobError: with the table that holds it.
@@ -231,7 +230,7 @@ def _too_deep(what: str) -> str:
 def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None) -> Posted:
     """Validate a posted document, with the operator's addresses put where it names none.
 
-    A relative path is one from the first root that has such a file, or from the service's own folder.
+    A relative path starts at the first root that has such a file, or else at the service's own folder.
 
     Raises:
         JobError: it is wrong, or names what it may not; a line for each finding.
@@ -329,7 +328,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def _foreign_keys(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """Keys that would be used, and hosts that would be asked."""
+    """Yield a finding for each of the operator's keys and each foreign host that the job would use."""
     named = [("warmup", config.warmup.api_key_env)] if config.warmup is not None else []
     named += [("rollout_only", table.api_key_env) for table in config.rollout_only]
     for home, variable in named:
@@ -392,7 +391,7 @@ def _few(tags: Any) -> Any:
     return tags
 
 
-# Counted before each is looked at.
+# Tags are counted before each one is checked.
 Tags = Annotated[dict[str, str | int | float | bool], BeforeValidator(_few)]
 
 
@@ -411,9 +410,7 @@ def _tags(found: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-# Reads what somebody has sent as a job: to what it resolves, or what is wrong with it, finding by finding.
-#
-# It is anybody's text, so all of it is read in a process that can be ended (check_process.py).
+# The text may come from anybody, so it is read in a process that can be ended (check_process.py).
 
 _JSON = "application/json"
 _TOML = frozenset({"", "application/toml", "application/x-toml", "application/octet-stream"})

@@ -20,7 +20,7 @@ Command = Callable[[Path], Sequence[str]]
 
 
 def job_command(run_dir: Path) -> Sequence[str]:
-    """What is started for a job."""
+    """Return the command line of a job's process."""
     return (sys.executable, "-m", "trainer_backend.terminal.job_process", str(run_dir))
 
 
@@ -35,8 +35,9 @@ class JobProcess(Child):
     told = late = False
 
     def stop(self, grace_s: float) -> None:
-        """Ask it to save what is finished, and to end; once. After that time it is killed, by a clock of its
-        own: whoever asked may be waiting for a store that hangs."""
+        """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
+
+        The event loop's timer kills it, since the caller may be waiting for a store that hangs."""
         if not self.told:
             self.told = True
             self.signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Jobs: post one, check one, list them, look at one, delete one."""
+"""Routes of jobs (create, check, list, show, delete) and of the service itself (health, info, metrics)."""
 
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
@@ -144,8 +144,6 @@ async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery
     service.changed(job.id)
 
 
-# Whether the service lives, and what it is.
-
 info_router = APIRouter(tags=["service"])
 
 SERVICE = "turnwise-trainer"
@@ -191,9 +189,6 @@ async def info(request: Request) -> dict[str, Any]:
             "gateway_host": bounds.gateway_host,
         },
     }
-
-
-# GET /metrics, for Prometheus.
 
 
 @info_router.get("/metrics", response_class=PlainTextResponse)

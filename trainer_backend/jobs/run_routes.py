@@ -1,4 +1,4 @@
-"""What came of a job's run so far: its curves, its log."""
+"""Routes that read a job's run: its curves, and its log a piece at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,8 +101,7 @@ def _log(job: JobRow, query: LogQuery) -> Log:
     return Log(lines=tuple(lines[-query.tail :]), next_offset=piece.end)
 
 
-# Log files as they are handed out: a megabyte at a time at most, and of each line where it ends.
-
+# A reply holds at most this much of a log file.
 MOST_BYTES = 1 << 20
 
 
@@ -127,7 +126,7 @@ class Piece:
         return [part for line in self.lines for part in line.decode("utf-8", "replace").splitlines() or [""]]
 
     def told(self) -> Iterator[tuple[LogLine, int]]:
-        """Of run.log: what each line says, and where it ends; what is no line of ours is left out."""
+        """Yield each line of run.log and the offset where it ends; skip lines that are not in our format."""
         for line, end in zip(self.lines, self.ends, strict=True):
             if (row := object_of(line)) is not None:
                 yield line_of(row), end

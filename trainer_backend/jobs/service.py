@@ -1,4 +1,4 @@
-"""What the routes work with: one object of the application, made once at its start."""
+"""The object that all routes share, made once at the start, and the job that a request names."""
 
 import asyncio
 from collections.abc import Callable
@@ -64,7 +64,7 @@ class Service:
             raise late(self.store.shown, self.settings.store_s) from error
 
     def changed(self, job_id: str) -> None:
-        """Somebody asked for a change of a job: the supervisor looks now, and so do open pages."""
+        """Tell the supervisor and the open pages that a job's row has changed, so that both look now."""
         self.news.tell(job_id)
         if self.supervisor is not None:
             self.supervisor.wake()
@@ -77,8 +77,6 @@ def service_of(request: Request) -> Service:
     return found
 
 
-# From what a request names to a job: its id, the beginning of one, or a name that only one job has.
-
 _SHORTEST = 6
 _LOOKED_AT = 500
 _LONGEST = 64
@@ -86,9 +84,10 @@ _TOLD = 8
 
 
 async def job_named(service: Service, name: str) -> JobRow:
-    """
+    """Find a job by its id, the beginning of its id, or a name that only one job has.
+
     Raises:
-        UnknownJob: there is none, or more than one.
+        UnknownJob: no job matches, or more than one does.
         StoreUnavailable: the database does not answer.
     """
     try:
@@ -99,7 +98,7 @@ async def job_named(service: Service, name: str) -> JobRow:
 
 
 def refuse_foreign(service: Service, job: JobRow) -> None:
-    """Before anything is done to a job: several services may share a database, and no disk.
+    """Refuse to act on another service's job: several services may share a database, and no disk.
 
     Raises:
         RunsNoJobs: this service only shows runs.

@@ -1,4 +1,4 @@
-"""What a supervisor remembers of the jobs that run: lost with the service, and not missed by the next one."""
+"""The supervisor's memory of running jobs, which a restart may lose, and its calls with a deadline."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ from trainer_backend.store.database import StoreUnavailable
 
 @dataclass(slots=True)
 class Figures:
-    """What was done so far, for /metrics."""
+    """Counts since the service started, for /metrics."""
 
     started: int = 0
     restarts: int = 0
@@ -69,29 +69,27 @@ class Slot:
         return self.ending
 
     def wait_for_restart(self, until_s: float) -> None:
-        """Its process is gone, and the next is to be started then."""
+        """Note that the process is gone and that the next one starts at `until_s`."""
         self.process, self.ending, self.not_before_s = None, None, until_s
 
-
-# Questions that may hang, to a database or to a disk over the network: each with a deadline, one at a time.
-#
-# A thread that hangs cannot be ended. So whoever asks has one of his own: what he asks for next waits for
-# it,
-# no longer than for any other answer, so nothing piles up, and nobody else's threads are used up.
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# For the store to answer, whoever asks.
+# A call of the store may take this long.
 ANSWER_S = 20.0
 
 
 class Line:
-    """
+    """Runs calls that may hang, to a database or a network disk, one at a time, each with a deadline.
+
+    A thread that hangs cannot be ended. So each caller has a Line with one thread of its own: its next call
+    waits for the one that hangs, within the same deadline, and takes no thread from other callers.
+
     Args:
         name: of its thread.
         shown: the store, as an error may name it.
-        answer_s: for each answer; where the one before is not there yet, for both.
+        answer_s: for each answer; while the previous call still runs, for both together.
     """
 
     def __init__(self, name: str, shown: str, answer_s: float) -> None:
@@ -101,7 +99,7 @@ class Line:
     async def ask(
         self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Result:
-        """What a call returns. One that is late goes on, and what it returns is lost.
+        """Return the call's result. A call that misses the deadline goes on, and its result is lost.
 
         Raises:
             StoreUnavailable: it took too long.

@@ -1,4 +1,4 @@
-"""What becomes of a job whose process has ended. Pure."""
+"""The states of a job: after its process has ended, after a verb, and while another process trains. Pure."""
 
 import signal
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ def without_process(job: JobRow, now: datetime) -> Changes | None:
 
 
 def _told(ending: Ending) -> tuple[str, str]:
-    """A code and a sentence: what kept the process from starting, what it wrote of itself, what killed it."""
+    """Return a code and a sentence that say why the process did not start, failed, or was killed."""
     if ending.code is not None:
         return ending.code, ending.said or ""
     if ending.exit_code < 0:
@@ -120,9 +120,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# What pause, resume and cancel do to a job, whatever state it is in. Pure.
-#
-# A job that runs is told so by its process's supervisor; what is written here is what it should come to.
+# Pause, resume and cancel write the wanted state; the supervisor makes the running process follow it.
 
 Verb = Literal["pause", "resume", "cancel"]
 
@@ -141,7 +139,9 @@ def refuse_found(job: JobRow, verb: str) -> None:
 
 
 def changes_for(verb: Verb, job: JobRow, now: datetime) -> Changes | None:
-    """What to change; None where it is so already, so that asking twice is harmless.
+    """Return the changes that a verb makes; None where the job is in that state already.
+
+    So a request may be sent twice.
 
     Raises:
         JobConflict: it makes no sense in the state that the job is in.
@@ -191,11 +191,11 @@ def _refused(verb: Verb, job: JobRow) -> JobConflict:
     return JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")
 
 
-# What state a run is in that somebody else trains, by its lock and what it wrote last. Pure.
-
-
 def changes_for_found(job: JobRow, watched: Watched, now: datetime) -> Changes | None:
-    """What to change in its row; None: it is as the row says."""
+    """Return the changes for the row of a run that another process trains; None: the row is right.
+
+    The state follows from the run's lock and from the last state that its process wrote.
+    """
     state, code, detail = state_of_run(watched)
     if (job.state, job.code, job.detail) == (state, code, detail):
         return None

@@ -1,4 +1,4 @@
-"""POST /jobs from its bytes to a row of the store."""
+"""Jobs on their way into the store: POST /jobs from bytes to a row, and the dashboard's actions on jobs."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ Trial = Callable[[str], Awaitable[tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What somebody sent.
+    """A job as a client sent it.
 
     Attributes:
         content: the body as it came, or the tables of a job.
-        digest: of the body as it came: the same key with another one is refused.
+        digest: of the body as it came; an Idempotency-Key that comes again with another digest is refused.
         tags: beside those of the job.
         media_type: of a body.
     """
@@ -65,10 +65,10 @@ async def untried(toml: str) -> tuple[str, ...]:
 async def submit(
     service: Service, sent: Submission, key: str | None, trial: Trial = untried
 ) -> tuple[JobRow, bool, tuple[str, ...]]:
-    """Check and store it; the job, whether this request made it, and what may still be wrong with it.
+    """Check a job and store it; return the job, whether this request made it, and its warnings.
 
-    A request that was accepted before is answered with its job, whatever has become of the queue, of the
-    files that it names and of what posted jobs may name.
+    A repeated request gets the job of the accepted one, even if the queue is full now, files are gone, or the
+    rules for posted jobs have changed.
 
     Raises:
         JobError: it is wrong, or names what it may not.
@@ -112,8 +112,6 @@ async def _warnings_again(service: Service, sent: Submission) -> tuple[str, ...]
     except TrainerError:
         return ()
 
-
-# What the dashboard may do to jobs, by the same rules as the routes.
 
 _log = structlog.get_logger("trainer")
 

@@ -1,8 +1,8 @@
-"""The supervisor: as many jobs at a time as were allowed, each in its process, until it has ended.
+"""The supervisor starts, watches and restarts the processes of jobs, up to the allowed number at a time.
 
-It goes in rounds: what the store says of the jobs, and what is true of their processes, are compared and
-brought together. So it does not matter in which order things happen, what a round did not finish is done by
-the next, and after a restart of the service the first round finds everything as a later one would.
+It works in rounds: each compares the rows in the store with the processes, and acts on the difference. So
+the order of events does not matter, the next round finishes the work of an interrupted one, and after a
+restart of the service the first round works like any other.
 """
 
 import asyncio
@@ -65,11 +65,11 @@ class Supervisor:
 
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
-        """What has to have ended before the store is closed."""
+        """The threads that must end before the store is closed."""
         return self._line.thread, self._last_syncs.thread
 
     def wake(self) -> None:
-        """Something was asked for: look now."""
+        """Begin the next round now, because a job was changed."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -134,7 +134,7 @@ class Supervisor:
                 await self._boundary(job_id, self._settle(job_id, slot, slot.process))
 
     async def _boundary(self, job_id: str, work: Coroutine[None, None, None]) -> None:
-        """Do what is to be done for one job: what goes wrong with it, unforeseen, holds up no other."""
+        """Run the work of one job; an unforeseen error in it does not hold up other jobs."""
         try:
             await work
         except StoreUnavailable:
@@ -158,7 +158,7 @@ class Supervisor:
             log.exception("job_fault", job=job_id)
 
     def _let_go(self, job_id: str) -> None:
-        """Free the slot of a job that is gone; that of one that still has a process once this has ended."""
+        """Free the slot of a deleted job, or else stop its process, whose end frees the slot."""
         slot = self.slots.get(job_id)
         if slot is not None and slot.process is not None and slot.lives:
             slot.process.stop(self._grace_s)
@@ -267,14 +267,13 @@ def _waiting(told: str) -> Changes:
     return {"code": "waiting", "detail": told}
 
 
-# The store as a supervisor needs it: whose turn it is, and what becomes of jobs. Each question has a
-# deadline, and whoever waits for news of a job is told of each change.
-
 _MOST_ACTIVE = 1000
 
 
 class Books:
-    """Of the jobs of one home.
+    """The jobs of one home in the store, as the supervisor reads and changes them.
+
+    Each call has a deadline, and each change wakes whoever waits for news of the job.
 
     Raises (every method):
         StoreUnavailable: the store did not answer in time; what was asked for may be done later all the same.
@@ -318,7 +317,7 @@ class Books:
         await self.change(job_id, decide)
 
     async def settle(self, job_id: str, ending: Ending, *, closing: bool) -> tuple[JobRow, float | None]:
-        """Bring a job to what its process, or the attempt to start one, has come to.
+        """Write how a job's process, or the attempt to start one, has ended.
 
         Args:
             closing: the service stops, and with it its jobs.

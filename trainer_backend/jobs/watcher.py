@@ -35,7 +35,7 @@ from trainer_backend.store.sync import sync_run
 
 
 class News:
-    """Of one event loop. Whoever waits says what he has seen, so nothing is missed between two waits."""
+    """News of jobs in one event loop. A waiter says what it has seen, so it misses nothing."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -128,7 +128,7 @@ class Watcher:
 
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
-        """What has to have ended before the store is closed."""
+        """The threads that must end before the store is closed."""
         return self._looking, self._beside.thread
 
     async def run(self) -> None:
@@ -303,7 +303,7 @@ def _found_job(path: Path, home: str) -> NewJob:
 
 
 def _fingerprint(path: Path, names: Iterable[str]) -> tuple[int, ...]:
-    """Equal as long as nothing of these was written; empty where there is none of them."""
+    """Return a value that changes when one of these files is written; empty where none of them exists."""
     found: list[int] = []
     for name in names:
         try:

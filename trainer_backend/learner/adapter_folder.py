@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint on disk, as peft lays them out: read, compared with the job, taken out."""
+"""The adapters of a checkpoint on disk, in the layout of peft, and the linear layer that they change."""
 
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,6 @@ def _told(setting: Any) -> str:
     """All layers that have an adapter would fill a page."""
     is_long = isinstance(setting, list) and len(setting) > 4
     return f"{', '.join(setting[:2])} and {len(setting) - 2} more" if is_long else str(setting)
-
-
-# A linear layer with an adapter, as learner and engine compute it.
 
 
 class AdaptedLinear(LoraLinear):

@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class PackedAttention(Protocol):
-    """How a packed batch is laid out for the model, and what the model is told beside it."""
+    """The layout of a packed batch for the model, and the keywords that go with it."""
 
     @property
     def implementation(self) -> str:
@@ -73,7 +73,7 @@ class BlockMask:
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """One row of all tokens; `kernel` is told where its segments lie."""
+    """One row of all tokens; `kernel` gets the places of its segments."""
 
     kernel: Kernel
     implementation: str = ONE_ROW

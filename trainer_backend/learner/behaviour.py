@@ -1,7 +1,7 @@
-"""Who sampled what an update trains on: objectives and weights by policy, and what is told of each.
+"""The policies that sampled an update's tokens: their objectives, their weights, and metrics of each.
 
-A job without fixed policies has one objective, the actor's, for all of its tokens; the numbers are then those
-that they would be if nobody had heard of policies.
+A job without fixed policies has one objective, the actor's, for all tokens; its numbers are then the same as
+without any support for fixed policies.
 """
 
 import math
@@ -52,7 +52,7 @@ class Weighed:
 
 
 def objectives_of(job: JobConfig) -> dict[str, Objective]:
-    """What each policy's samples are trained by: the actor's first, then those of [rollout_only]."""
+    """Return the objective of each policy's samples: first the actor's, then the ones of [rollout_only]."""
     table, plug = job.training, policy_loss(job.algorithm.loss)
     clip = LossConfig(clip_low=table.clip_low, clip_high=table.clip_high, clip_dual=table.clip_dual)
     own = Objective("decoupled", plug.compute, clip, job.algorithm.ratio_level, _own_weighting(table))
@@ -79,7 +79,7 @@ def _own_weighting(table: TrainingTable) -> WeightConfig:
 
 
 def _weighting(table: TrainingTable, given: RolloutOnlyTable) -> WeightConfig:
-    """That of [training], but for what the fixed policy has for itself."""
+    """Return the weighting of [training], with the keys that the fixed policy's own table sets."""
     own = _own_weighting(table)
     return WeightConfig(
         cap=_or(given.behaviour_weight_cap, own.cap),
@@ -170,9 +170,7 @@ def _refuse_non_finite(segment: Segment, values: Sequence[float], what: str) -> 
             raise NonFiniteLoss(f"{where}, token {position}: {what} is {value}")
 
 
-# What an update tells of who sampled: the token check of the actor's samples, and the weights of all.
-
-# Of the actor these stand as `loss/…` too; told under its name beside those of the fixed policies.
+# The actor's are logged as `loss/…` too; here they are under its name, beside the fixed policies'.
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
 

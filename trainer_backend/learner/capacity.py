@@ -29,7 +29,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a run needs and what is there, in bytes."""
+    """The memory that a run needs, and the memory of this machine, in bytes."""
 
     placement: Placement
     needs: MemoryNeeds
@@ -37,7 +37,7 @@ class MemoryPlan:
     host_free: int
 
     def __str__(self) -> str:
-        """One line: what a person is told before the first step."""
+        """Return the line that a person reads before the first step."""
         need = sum(self.needs.device.values())
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
         kinds = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.device.items())
@@ -69,7 +69,7 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
 
 
 def memory_plan(job: JobConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()) -> MemoryPlan:
-    """The plan of a job on what is here now; the model's weights are not read.
+    """Plan a job's memory on this machine; the model's weights are not read.
 
     Args:
         checkpoint: a folder that the run goes on from; absent: what [model] names.

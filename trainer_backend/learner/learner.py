@@ -259,7 +259,7 @@ class LocalLearner:
         return self._reference
 
     def _started(self, folder: Path | None = None) -> Reference:
-        """The policy that RL started from, held where and in what the learner computes; None: that of now."""
+        """Return RL's starting policy on the learner's device, in its precision; None: the present one."""
         adapter, scorer = self._adapter, self.scorer
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))

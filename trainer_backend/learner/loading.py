@@ -1,4 +1,4 @@
-"""The model folder of a job, or a checkpoint of its run, checked for what it is going to be used for."""
+"""Loads a job's model folder or a checkpoint of its run, and weights that nobody trains, and checks them."""
 
 import copy
 from pathlib import Path
@@ -69,9 +69,6 @@ def _described(table: ModelTable) -> str | None:
         return described(read_config(model_folder(table, cached_only=True)))
     except ModelFolderError:
         return None
-
-
-# Weights that nobody trains: the base of adapters, the engine's copy, the reference of the KL term.
 
 
 def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:

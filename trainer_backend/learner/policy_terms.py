@@ -69,7 +69,7 @@ class PolicyTerms:
         return replace(batch, critic=replace(batch.critic, weight_N=weight_N) if weight_N.any() else None)
 
     def sums(self, batch: Batch) -> StepSums:
-        """Of a whole step: a mean that is told is over a policy's own samples."""
+        """Return sums over a whole step, so that a reported mean is over a policy's own samples."""
         weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
         return StepSums(
             len(batch.weight_N), weights, 0.0 if batch.critic is None else float(batch.critic.weight_N.sum())
@@ -153,7 +153,7 @@ class PolicyTerms:
         return objective.surrogate(tokens, unit_logs), found
 
     def _told(self, policy: str, found: Mapping[str, float], share: float) -> dict[str, float]:
-        """Metrics of a piece as means over the policy's own samples, once those of all pieces are added."""
+        """Return a piece's metrics; added over all pieces they are means over the policy's own samples."""
         of_step = {
             name: value if name.endswith(("_min", "_max")) else value / share for name, value in found.items()
         }

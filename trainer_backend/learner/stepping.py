@@ -1,4 +1,4 @@
-"""What differs between scoring and stepping: layers' checkpoints, adapters' dropout, memory running out."""
+"""The parts of an optimizer step: its segments, layer checkpoints, adapters' dropout, and lack of memory."""
 
 import re
 import warnings
@@ -76,9 +76,6 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         raise OutOfMemory(f"{doing}{more}.", where="[training]", hint=hint) from error
-
-
-# Which segments an optimizer step takes. Pure.
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> None:
     Raises:
         ModelFolderError: something stands between hidden states and logits that scoring would leave out
             (a bias, a scale, a soft cap); a layer attends differently than the mask says; positions depend
-            on a sequence's length (`models.attention_kinds`); the model has fewer of them than `longest`.
+            on a sequence's length (`models.layout`); the model has fewer of them than `longest`.
     """
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise ModelFolderError(f"{type(model).__name__} has no `model` and `lm_head`", where="model")

@@ -272,7 +272,7 @@ class PolicyUpdate:
         return loss, metrics
 
     def _mismatch_limit(self) -> float:
-        """That of the job, or what the precision of the products makes of it."""
+        """Return the job's limit, or else the limit for the precision of matrix products."""
         if self._table.mismatch_limit is not None:
             return self._table.mismatch_limit
         return MISMATCH_LIMIT_FLOAT32 if self._scorer.placement.low is None else MISMATCH_LIMIT_LOW

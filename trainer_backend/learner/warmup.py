@@ -161,17 +161,11 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
     )
 
 
-# Which decisions are worth learning by heart: for the warm-up, and for rows that other trainers get.
-
-
 def worth_imitating(step: StepData) -> bool:
-    """Not what was refused, nor an end without words, and not a detour that a policy marked `exploratory`."""
+    """Whether to imitate a decision: not if refused, an end without words, or marked `exploratory`."""
     refused = step.step_info.invalid_reason is not None
     says_something = bool(step.tool_calls or step.action_taken.get("content"))
     return says_something and not refused and not step.action_taken.get("exploratory", False)
-
-
-# What a preset's tokenizer is trained on: the prompts that were seen, and the words of the tools.
 
 
 def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:

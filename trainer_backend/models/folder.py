@@ -1,4 +1,4 @@
-"""A local Hugging Face folder, read and written: config, safetensors, tokenizer. No network, no pickle."""
+"""Local Hugging Face folders, read and written, and the models in them. No network, no pickle."""
 
 import hashlib
 import json
@@ -154,8 +154,6 @@ def _refuse_foreign_tokenizer(
                 )
 
 
-# Running out of memory while generating: what counts as that, and what it says to whoever asked.
-
 # In a bare RuntimeError: of the CPU's allocator; of Metal and the CUDA driver; of cuBLAS and cuDNN.
 _TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
 
@@ -175,9 +173,6 @@ def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutO
     )
 
 
-# A model that nobody trains: told from others by its weights, and cut to the ids that another one knows.
-
-
 def fingerprint(model: nn.Module) -> str:
     """sha256, in hex, over name, type, shape and bytes of every weight in the order of their names.
 
@@ -195,7 +190,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def drop_rows_beyond(model: PreTrainedModel, rows: int) -> int:
-    """Let the model know the first `rows` ids alone; how many it had beyond them.
+    """Cut the model to the first `rows` ids; return how many more it had.
 
     Large models of a family pad their embedding further than small ones. No tokenizer has those ids, and a
     smaller model could not even be asked what it thinks of one: a model without them never samples it, and

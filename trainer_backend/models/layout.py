@@ -1,4 +1,4 @@
-"""What the files of a model folder say before any weights are read: is it whole, and is it a model to train?
+"""Checks of a model folder before any weights are read: is it whole, and can it be trained here.
 
 No model code runs here, that of `transformers` included, and none of the folder's own ever.
 """
@@ -171,7 +171,7 @@ def _is_a_name(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
-# Attention that neither the engine's cache nor packed rows would compute as the model means it: refused.
+# Kinds of attention that neither the engine's cache nor packed rows compute as the model means are refused.
 
 
 def refuse_unsupported_attention(config: PreTrainedConfig, *, longest: int) -> None:
@@ -191,7 +191,7 @@ def refuse_unsupported_attention(config: PreTrainedConfig, *, longest: int) -> N
 
 
 def _refuse_windows(config: PreTrainedConfig, longest: int) -> None:
-    """A window that holds every sequence whole is none."""
+    """Refuse layers without full attention; a window that holds the longest sequence counts as full."""
     window = getattr(config, "sliding_window", None)
     # The models of before `layer_types` have the window in all layers.
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])

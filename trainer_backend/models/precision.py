@@ -25,9 +25,9 @@ def held_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) -> Mapping[str, Tensor]:
-    """How a model is told its tokens: with a low precision by their embeddings.
+    """Return a model's token inputs: in a low precision these are embeddings.
 
-    What a layer adds has the type of what it is added to: so these decide what the residual stream is.
+    A layer's output takes the type of the residual stream, and the embeddings set that type.
     """
     if low is None:
         return {"input_ids": ids_BL}

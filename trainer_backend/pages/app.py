@@ -1,4 +1,4 @@
-"""The dashboard's scripts, styles and pictures: read once, sent under the digest that their address names."""
+"""The dashboard: one router of all pages, and static files, each served under the digest in its address."""
 
 import mimetypes
 from functools import cache
@@ -13,7 +13,7 @@ _FOR_GOOD = "public, max-age=31536000, immutable"
 
 
 def static_file(asked: str, name: str) -> Response:
-    """404 for what is not there; what is asked for under an old digest is sent, and not kept."""
+    """404 for an unknown file; a file under an old digest is sent, and browsers do not keep it."""
     found = _files().get(name)
     if found is None:
         return Response(status_code=404, headers=dict(HEADERS))
@@ -24,7 +24,7 @@ def static_file(asked: str, name: str) -> Response:
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """By name: what is in this table can be asked for, and no path leads out of it."""
+    """Return the static files by name; only names in this table can be requested, so no path leads out."""
     return {
         path.relative_to(STATIC).as_posix(): (
             path.read_bytes(),
@@ -34,8 +34,6 @@ def _files() -> dict[str, tuple[bytes, str]]:
         if path.is_file()
     }
 
-
-# The dashboard: every page of it, as one router that the trainer's application takes in.
 
 router = APIRouter(include_in_schema=False)
 for part in (runs, run, rollouts, jobs):

@@ -49,7 +49,7 @@ class Side:
 
     @property
     def outcome(self) -> str | None:
-        """What its figures are called; None before there is one."""
+        """The name of the run's outcome; None before it has one."""
         return outcome_name(self.story.told) if self.story.told is not None else None
 
 
@@ -101,7 +101,7 @@ def settings(job: JobConfig) -> dict[str, str]:
 
 
 def outcome_of(sides: Sequence[Side]) -> str:
-    """What the figures of all runs are called; "outcome" where it is not the same in all."""
+    """Return the name of the runs' outcome, or "outcome" if they differ."""
     names = {side.outcome for side in sides} - {None}
     return str(names.pop()) if len(names) == 1 else "outcome"
 
@@ -202,7 +202,7 @@ def summary_rows(sides: Sequence[Side]) -> list[Sequence[str]]:
 
 
 def doubts(sides: Sequence[Side]) -> list[str]:
-    """What speaks against reading the differences as those of two policies, a sentence each."""
+    """Return a sentence for each reason to doubt that the two policies cause the differences."""
     first = sides[0].name
     evaluated = {side.last["iteration"] for side in sides if side.last is not None}
     uneven = "the last evaluations are after different numbers of iterations"

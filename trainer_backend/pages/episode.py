@@ -75,7 +75,7 @@ class Episode:
         return decision_view(self.trajectory, self.stored.columns, turn)
 
     def values(self) -> dict[str, Any]:
-        """What its page says of it as a whole."""
+        """The figures of the whole episode, as its page shows them."""
         failure = self.stored.rollout.failure
         return {
             "short": short_id(self.row.rollout_id),
@@ -150,7 +150,7 @@ def anchor_lines(dashboard: Dashboard, episode: Episode, decision: DecisionView)
 
 
 def segment_of(dashboard: Dashboard, episode: Episode, turn: int) -> dict[str, Any]:
-    """The segment that trains a decision; or why there is none to show."""
+    """Return the segment that trains a decision, or the reason why no segment can be shown."""
     assert episode.trajectory is not None
     try:
         segments = segments_of(episode.trajectory.steps, rollout_id=episode.row.rollout_id)

@@ -1,4 +1,4 @@
-"""Pure: one episode as its page shows it: a line a decision, and all of one decision."""
+"""Pure: how a page shows an episode: one line for each decision, and one decision with its whole prompt."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ def last_words(episode: Trajectory) -> list[str]:
 
 
 def told(message: Message) -> str:
-    """A message as `role: what it says`; of calls their names and arguments."""
+    """Return a message as `role: text`; calls are shown by name and arguments."""
     return f"{message.role}: {' '.join(_pieces(message))}"
 
 
@@ -49,7 +49,7 @@ def did(step: StepData) -> str:
 
 
 def parts_earned(step: StepData) -> list[str]:
-    """What was paid for it beside the environment's own reward."""
+    """Return the parts of a decision's reward beside the environment's own reward."""
     return [f"{part.source} {part.value:+g}" for part in step.reward_parts]
 
 
@@ -83,9 +83,7 @@ def _call(call: ToolCall) -> str:
     return f"{call.function.name} {call.function.arguments}"
 
 
-# Pure: the messages of a decision's prompt as the model saw them, and what it had deleted or cut before.
-
-# kept: as in the prompt before. new: not shown before. edited: another text stood there once.
+# kept: as in the previous prompt. new: not shown before. edited: its text was another one before.
 State = Literal["kept", "new", "edited"]
 
 
@@ -241,7 +239,7 @@ class DecisionLine:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with its name, and what it means for who does not know the name."""
+    """A number with its name, and an explanation for readers who do not know the name."""
 
     name: str
     value: str
@@ -253,7 +251,7 @@ class DecisionView:
     """All of one decision.
 
     Attributes:
-        credit: what training made of it; empty where it made nothing.
+        credit: its rewards and advantages in training; empty if it was not trained on.
         measured: what was counted and paid, each with what it means.
         prompt: the messages that the model saw.
         fresh: the prompt is written anew for each decision, so nothing in it is "new".
@@ -280,7 +278,7 @@ class DecisionView:
 
 
 def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[DecisionLine]:
-    """Every decision of an episode; `columns` are its stored ones, empty where there are none."""
+    """Return a line for every decision of an episode; `columns` are its stored columns, or empty."""
     known = [_column(columns, step.turn, "advantage") for step in episode.steps]
     largest = max((abs(value) for value in known if value is not None), default=0.0)
     talks = bool(episode.full_history)
@@ -378,7 +376,7 @@ def _facts(step: StepData) -> list[tuple[str, str]]:
 
 
 def _paid(step: StepData) -> list[str]:
-    """What is paid besides first unlocks: those say their names."""
+    """Return the rewards and costs beside first unlocks, which are shown by name."""
     parts = [f"{part.source} {signed(part.value)}" for part in step.reward_parts if part.value]
     if step.observation_data.achievements_counts:
         return parts

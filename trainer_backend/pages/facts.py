@@ -1,4 +1,4 @@
-"""Pure: what a job's author chose: its keys that are not at their defaults, and where jobs differ."""
+"""Pure: facts about a job: its keys that differ from their defaults, its row, and how jobs differ."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def differing_keys(runs: Sequence[JobRow]) -> list[tuple[str, list[str]]]:
 
 
 def to_begin_from(job: JobRow) -> str:
-    """A job's TOML for another one like it: what was chosen, but for what is the service's to choose."""
+    """Return a TOML for another job like this one: its chosen keys, without those that the service sets."""
     tables: dict[str, dict[str, Any]] = {
         table: {}
         for table, keys in tables_of(job.config).items()
@@ -100,9 +100,6 @@ def _default(table: str, key: str) -> str:
     if default is PydanticUndefined or default is None:
         return NONE
     return _told(default)
-
-
-# Pure: what a job's row says of it, as several pages show it.
 
 
 def took(job: JobRow) -> str:

@@ -1,4 +1,4 @@
-"""What the pages work with: one object of the application, made once at its start."""
+"""What all pages share: the Dashboard object, templates, saved pages, and errors shown as pages."""
 
 import base64
 import hashlib
@@ -30,7 +30,7 @@ Action = Literal["pause", "resume", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong with a job's text, or doubtful; `line` from 1, where it is known."""
+    """An error or a doubt about a job's text; `line` counts from 1, None if it is unknown."""
 
     text: str
     line: int | None = None
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found in a job's text; without errors it can start."""
+    """The findings in a job's text; a job without errors can start."""
 
     errors: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
@@ -100,7 +100,7 @@ def dashboard_of(request: Request) -> Dashboard:
     return found
 
 
-# From templates to responses and saved files: all is escaped, and a page runs and loads nothing but ours.
+# Everything is escaped, and a page runs and loads only our own files.
 
 ROOT = Path(__file__).parent
 STATIC = ROOT / "static"
@@ -122,9 +122,9 @@ def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
 
 
 def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
-    """The same template as one HTML file that needs no other file, no service and no network.
+    """Render a template as one HTML file that needs no other file, no service and no network.
 
-    Styles, scripts and the values of `charts` stand in it, and its policy allows these scripts alone.
+    It contains styles, scripts and the values of `charts`, and its policy allows these scripts alone.
     """
     style, uplot, drawing = _assets()
     policy = (
@@ -195,9 +195,6 @@ def _environment() -> Environment:
     return environment
 
 
-# A route whose errors are pages: what the API answers as problem+json, a person reads as a sentence.
-
-
 class PageRoute(APIRoute):
     """Every TrainerError of its function becomes a page, with the error's own status."""
 
@@ -217,7 +214,7 @@ class PageRoute(APIRoute):
 
 
 def problem_page(request: Request, error: TrainerError) -> Response:
-    """A page that says what is wrong."""
+    """Return a page that shows an error."""
     return page(
         "problem",
         status=error.status,
@@ -238,11 +235,8 @@ def page_router() -> APIRouter:
     return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
-# What the dashboard raises on purpose; drawn in the tree of trainer_backend/errors.py.
-
-
 class BadAddress(TrainerError):
-    """An address asks for what there cannot be: a number that is none, an order that is unknown."""
+    """An address has an impossible value: a malformed number, or an unknown order."""
 
     code = "address_invalid"
     status = 400

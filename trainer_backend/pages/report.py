@@ -1,4 +1,4 @@
-"""The best held-out episode: pictures of what it unlocked, and what each decision saw, did and earned."""
+"""The report of a run: one HTML file of charts, figures and a filmstrip, made from the run's files alone."""
 
 import base64
 import os
@@ -92,7 +92,7 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
 
 
 def _saw(episode: Trajectory) -> list[str]:
-    """Of each decision of a conversation what is new in its prompt; else the last message of its prompt."""
+    """Return what each decision saw: in a conversation the new part of its prompt, else its last message."""
     talks = bool(episode.full_history)
     texts = ["\n".join(news(step)) if talks else last_seen(step) for step in episode.steps]
     return [text if len(text) <= _CLIP else text[: _CLIP - 1] + "…" for text in texts]
@@ -104,8 +104,6 @@ def _shot(frame: Frame, earned: dict[int, str], *, last: int) -> Shot:
     return Shot(f"{frame.turn}: {said}", f"The game after decision {frame.turn}: {said}.", uri)
 
 
-# `write_report`: the dashboard's page of a run, saved as one HTML file, from the run's files alone.
-
 FILE = "report.html"
 _WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
 
@@ -113,10 +111,10 @@ Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: what the legend say
 
 
 def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
-    """Write report/report.html; a report that was there before is replaced.
+    """Write report/report.html and replace an earlier one.
 
-    A run that has only begun gets one that says what is missing. Blocks; where an event loop runs, call it
-    on a thread.
+    The report of a run that has only begun says what is missing. This blocks: under an event loop, call it on
+    a thread.
 
     Args:
         directory: the run.
@@ -189,7 +187,7 @@ def _job_row(directory: RunDirectory, story: Story) -> JobRow:
 
 
 def turn_charts(story: Story) -> list[Chart]:
-    """What was achieved and paid by decision turn: the first iterations beside the last ones."""
+    """Chart achievements and rewards by decision turn, the first iterations beside the last ones."""
     windows = _windows(story.by_actor)
     if not windows:
         return []
@@ -247,8 +245,6 @@ def _rewards(story: Story, rows: Sequence[Row]) -> list[float]:
     paths = [story.rollouts_file(f"iteration_{row['iteration']}") for row in rows]
     return reward_by_turn([path for path in paths if path is not None], story.job.job.name)
 
-
-# The figures of a run that no chart shows: differences, totals, what each policy played, failures.
 
 Line = tuple[str, str]
 _STAGES = (
@@ -360,7 +356,7 @@ def _failures(story: Story) -> list[Line]:
     return [*lines, ("rollouts lost for good", f"{lost} of {lost + finished}")]
 
 
-# What the report reads from a run's Parquet files: flat columns, and the one episode that it shows.
+# The report reads flat columns of the Parquet files, and in full only the one episode that it shows.
 
 
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Pure: the list of rollouts: what an address asks for, and the lines of its table."""
+"""Pages of rollouts: the list with its filters, one episode decision by decision, and its pictures."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Asked:
         return self.where != RolloutFilter()
 
     def query(self, **changes: Any) -> str:
-        """As an address has it; what is absent is left out."""
+        """The filters and the order as the query of an address, without absent ones."""
         known = {name: getattr(self.where, name) for name in _filters()}
         known |= {"sort": self.sort, "down": int(self.down), "cursor": self.cursor} | changes
         return urlencode({name: value for name, value in known.items() if value is not None})
@@ -87,10 +87,10 @@ class FacetLists:
 
 
 def asked_of(params: Mapping[str, str]) -> Asked:
-    """What an address asks for; a form sends its empty fields too, and they narrow nothing.
+    """Read the filters and the order from an address; empty fields, which forms also send, do not filter.
 
     Raises:
-        BadAddress: a number that is none, or an order that there is not.
+        BadAddress: a malformed number, or an unknown order.
     """
     given = {name: params[name] for name in _filters() if params.get(name, "").strip()}
     where = RolloutFilter(**{name: _value(name, text.strip()) for name, text in given.items()})
@@ -158,8 +158,6 @@ def _value(name: str, text: str) -> Any:
         raise BadAddress(f"{name} is {text[:40]!r}; it must be {what} of at most {_LARGEST}")
     return value
 
-
-# Pages of rollouts: the list, one episode decision by decision, and its pictures.
 
 router = page_router()
 

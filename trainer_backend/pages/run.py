@@ -1,4 +1,4 @@
-"""Pages of one run: its charts, alone or with others laid over them, its job and its log."""
+"""Pages of one run: its charts, alone or beside other runs, its job and its log, and their queries."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -193,8 +193,6 @@ def _overlaid(runs: Sequence[JobRow]) -> list[dict[str, str]]:
     return shown
 
 
-# What the pages of a run read from the store and its directory, a few queries each.
-
 POINTS = 400  # of all runs of a chart together, and one run has as many: it is some 400 pixels wide
 _MOST_EVALUATIONS = 10_000
 _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
@@ -218,7 +216,7 @@ def run_head(dashboard: Dashboard, job_id: str) -> Head:
 
 
 def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:
-    """The panels that these runs have something for, and those of all that stands in none of them."""
+    """Return the panels with data in these runs, and generated panels for all other metrics."""
     of_runs = reads.last_lines(store, job_ids, _KINDS).values()
     names = {outcome_name(_row(line)) for lines in of_runs for line in lines.values()}
     return panels_for(reads.known_metrics(store, job_ids), names, runs=len(job_ids))
@@ -227,11 +225,11 @@ def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[P
 def panels_for(
     metrics: Iterable[tuple[str, str]], outcomes: Collection[str], *, runs: int
 ) -> tuple[list[Panel], list[Panel]]:
-    """The panels of runs that have these metrics, and those of all that stands in none of them.
+    """Return the panels for these metrics, and generated panels for metrics that no panel names.
 
     Args:
         metrics: (kind, metric) pairs.
-        outcomes: what the runs call their outcome; where they differ in that, it is just that.
+        outcomes: the names of the runs' outcomes; if they differ, panels say just "outcome".
     """
     known = sorted(known for known in metrics if known[0] in _KINDS)
     outcome = next(iter(outcomes)) if len(outcomes) == 1 else outcome_name(None)

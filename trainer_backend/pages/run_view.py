@@ -1,4 +1,4 @@
-"""Pure: what stands above every page of a run: its state, how far it is, what may be asked of it."""
+"""Pure: what the pages of a run show: state, progress, key figures, evaluations and log lines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, ta
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands above every page of a run.
+    """The head of every page of a run.
 
     Attributes:
-        live: it may change by itself; `place` is how far this page has come, for the stream of events.
-        progress: what is under way, in words.
-        actions: what may be asked of it now.
+        live: it may change by itself; `place` tells the stream of events what this page shows already.
+        progress: the current stage, in words.
+        actions: the verbs that are allowed now.
     """
 
     id: str
@@ -110,8 +110,6 @@ def _actions(job: JobRow) -> tuple[str, ...]:
     return ("cancel",) if job.state == "pausing" else ()
 
 
-# Pure: a run's key figures: texts from the first and last rows of its metrics.
-
 _EVENT = "decision/nonzero_frac"
 _FIGURES: tuple[tuple[str, str, Form], ...] = (
     ("training {outcome}", "episode/outcome_reward", "number"),
@@ -137,7 +135,7 @@ def ends_of(rows: Sequence[Mapping[str, Any]]) -> Ends:
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
-    """One of the figures that a reader looks for first; `beside` says what it compares with."""
+    """A figure that a reader looks for first; `beside` is the value to compare it with."""
 
     name: str
     value: str
@@ -177,7 +175,7 @@ def _held_out(ends: Ends, outcome: str) -> list[KeyFigure]:
 
 
 def _before(ends: Ends, metric: str, form: Form) -> str:
-    """What it was at first; nothing where that is the same row."""
+    """Return the value in the first row; empty if the first row is also the last."""
     first, last = ends.first, ends.last
     if first is None or last is None or first["iteration"] == last["iteration"] or first.get(metric) is None:
         return ""
@@ -189,8 +187,6 @@ def bounds_of(row: Mapping[str, Any]) -> str:
     low, high = row.get("eval/outcome_reward_low"), row.get("eval/outcome_reward_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
-
-# Pure: the evaluations of a run, and the success rate of each achievement, last beside first.
 
 RATES = "eval/success_rates/"
 
@@ -291,9 +287,6 @@ def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Se
         high=round(100 * high, 1),
         spark=spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
     )
-
-
-# Pure: lines of a run's log with a clock that a person can read.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Pure: lines of the list of runs."""
+"""Pages of several runs: the list, and the comparison of chosen ones."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -69,8 +69,6 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
         took=took(job),
     )
 
-
-# Pages of several runs: the list, and the choice of those that are laid over one another.
 
 router = page_router()
 

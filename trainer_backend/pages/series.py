@@ -1,4 +1,4 @@
-"""Pure: from stored series to what a chart, its table and its one-sentence summary show."""
+"""Pure: series as charts, tables, one-sentence summaries and small curves."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class Chart:
     curves: tuple[Curve, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What static/charts.js draws; bounds are left out where there are none."""
+        """Return the chart as static/charts.js reads it; absent bounds are left out."""
         return {
             "key": self.panel.key,
             "title": self.panel.title,
@@ -96,7 +96,7 @@ class _Found(NamedTuple):
 
 
 def curves_of(rows: Iterable[Mapping[str, Any]], *, points: int) -> Curves:
-    """The curves of a run from the rows of its metrics, thinned as those of the store are."""
+    """Make the curves of a run from its rows of metrics, thinned in the same way as in the store."""
     values: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         for name, value in numbers_of(row):
@@ -195,7 +195,7 @@ def _rounded(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else round(value, digits) for value in values]
 
 
-# Pure: small curves beside a number, as points of an SVG that is WIDTH by HEIGHT.
+# The size of a small curve beside a number, in units of its SVG.
 
 WIDTH, HEIGHT = 100.0, 24.0
 

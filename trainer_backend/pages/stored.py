@@ -1,4 +1,4 @@
-"""Pictures of an episode: played again by a task app when somebody looks at it, all of its turns at once."""
+"""Stored rollouts for the pages: read from Parquet files, and replayed on a task app for their pictures."""
 
 import asyncio
 import tempfile
@@ -140,7 +140,7 @@ class Frames:
         self._one_at_a_time = asyncio.Lock()
 
     def known(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
-        """What `of` has at once, or the sentence that says why there are none; None: it would play."""
+        """Return the cached pictures, or the sentence why there are none; None: `of` would replay."""
         return self._kept.known((str(run_dir), rollout.rollout_id))
 
     async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
@@ -172,21 +172,21 @@ class Frames:
 
 
 def _by_itself(job: JobConfig) -> JobConfig:
-    """With a task app of its own that knows what comes with it, and nothing else.
+    """Return the job with its own task app, which has only built-in plug-ins.
 
-    Looking at a run must neither run the code that its job names nor send a key to a host that it names.
+    A viewer of a run must neither run the code that its job names nor send a key to a host that it names.
     """
     talking = job.multi_turn.model_copy(update={"interaction_config_path": None})
     return job.model_copy(update={"services": ServicesTable(), "multi_turn": talking})
 
 
-# Single rollouts from a run's Parquet files, the last few kept: pages turn from decision to decision.
+# The last few rollouts are kept in memory, since a reader turns from decision to decision.
 
 Value = TypeVar("Value")
 
 
 class Kept(Generic[Value]):
-    """The `most` values that were asked for last; safe from many threads, two of which may make one twice."""
+    """A thread-safe cache of the `most` last used values; two threads may make one value twice."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -194,7 +194,7 @@ class Kept(Generic[Value]):
         self._lock = Lock()
 
     def known(self, key: Hashable) -> Value | None:
-        """What is kept of a key; None where nothing is."""
+        """Return the value of a key, None if it is not in the cache."""
         with self._lock:
             return self._values.get(key)
 
@@ -245,13 +245,11 @@ def _read(path: Path, rollout_id: str) -> StoredRollout:
     return StoredRollout(read_rollout(path, rollout_id), read_decisions(path, rollout_id))
 
 
-# One environment of a task app, stepped from here over HTTP: /env/create, /env/step, /env/{id}/frame.
-
 _NOT_FOUND = 404
 
 
 class NoPictures(TaskAppError):
-    """There are none of an episode, and asking again would change nothing."""
+    """An episode has no pictures, and a retry would not change that."""
 
     code = "no_pictures"
 
@@ -295,10 +293,10 @@ class EnvironmentClient:
             await self._http.aclose()
 
     async def step(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """Carry out one decision; the answer of POST /env/step.
+        """Carry out one decision and return the reply of POST /env/step.
 
         Raises:
-            TaskAppLost: the task app does not answer, or with an error of its own; another one may.
+            TaskAppLost: the task app does not answer, or fails internally; another one may work.
         """
         wire = [call.model_dump(mode="json") for call in calls]
         return await self._post("/env/step", {"env_id": self._env_id, "tool_calls": wire})

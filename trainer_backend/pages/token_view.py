@@ -1,4 +1,4 @@
-"""Pure: the tokens of a segment as a page colours them, and the runs of context that it folds away.
+"""The tokens of a segment as a page colours them, and the context that it folds away.
 
 A token has up to three classes, and the page's style shows one of them: `a` its advantage, `p` its
 probability, `m` its mask. They are steps of a scale: a page without inline styles cannot have more of them.
@@ -137,7 +137,7 @@ def _places(segment: Segment) -> list[_Place]:
 def _around(
     places: Sequence[_Place], turns: Sequence[int], turn: int
 ) -> tuple[Sequence[_Place], Further | None, Further | None]:
-    """The runs of a decision and its neighbours, with the context around them; what is before and after."""
+    """Return the runs of tokens around a decision, and what is hidden before and after them."""
     at = turns.index(turn)
     near = turns[max(0, at - 1) : at + 2]
     found = [number for number, place in enumerate(places) if place.turn in near]
@@ -170,7 +170,7 @@ def advantage_step(value: float, largest: float) -> int:
 
 
 def probability_step(logprob: float) -> int:
-    """0 for what was all but certain, up to 5 for what was sampled against all odds."""
+    """Return the colour step of a probability: 0 is nearly certain, 5 is very improbable."""
     probability = math.exp(min(0.0, logprob))
     return sum(probability < bound for bound in _PROBABILITIES)
 
@@ -219,7 +219,7 @@ def _sampled(segment: Segment, place: int, decode: Decode, advantage: float | No
     return Token(decode(one), " ".join(kinds), ", ".join(told))
 
 
-# What a token id says, by the tokenizer of a checkpoint: without torch, which a page must not wait for.
+# This reads tokenizers without torch: a page must not wait for that import.
 
 _FILE = "tokenizer.json"
 

@@ -164,7 +164,7 @@ class Beginning:
         )
 
     async def _played(self, kind: str, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        """Finished episodes of a plan, and their row; those of an interrupted start are used again."""
+        """Return a plan's finished episodes and their row; an interrupted start's episodes are reused."""
         if not requests:
             return []
         path = self._directory.rollouts_file(_FILES[kind])

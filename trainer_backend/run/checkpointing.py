@@ -65,7 +65,7 @@ class Saving:
         prune_checkpoints(self._directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
 
     def take_seconds(self) -> float:
-        """What saving took since this was asked last."""
+        """Return the seconds that saving took since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 

@@ -1,7 +1,7 @@
-"""The fixed policies of a job: loaded once, served beside the actor, never trained; and what shows that.
+"""The fixed policies of a job are loaded once, served beside the actor, and never trained.
 
-Each is behind the job's gateway, which renders its prompts and reads its answers as it does the actor's. One
-whose model lies here has an engine of its own; one at somebody else's server is asked for token ids there.
+The job's gateway renders their prompts and reads their answers as it does for the actor. A policy whose model
+lies here has its own engine; a policy at somebody else's server is asked for token ids there.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class FixedWeights:
-    """The folder that a fixed policy was loaded from, and its weights' fingerprint (`models.frozen`)."""
+    """The folder that a fixed policy was loaded from, and its weights' `fingerprint`."""
 
     folder: str
     sha256: str
@@ -65,7 +65,7 @@ class RemoteModel:
 
     @property
     def identity(self) -> str:
-        """The server may move; where it does, that is told."""
+        """Say which model this is. The URL is left out: a server may move, which is reported separately."""
         return self.model
 
     @property
@@ -91,7 +91,7 @@ def begin_record(run: RunDirectory, found: Mapping[str, FixedModel]) -> None:
 
 
 def continue_record(run: RunDirectory, found: Mapping[str, FixedModel]) -> list[str]:
-    """A policy that the run had must be what it was; one that it did not have may come, and is written down.
+    """Check the policies against the run's record: known ones must be unchanged, new ones are added to it.
 
     Returns:
         A line for each whose model answers at another URL now.
@@ -129,11 +129,11 @@ def _recorded(run: RunDirectory) -> dict[str, FixedModel]:
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error
 
 
-# Of a sha256, where a person reads it.
+# Characters of a sha256 that a person is shown.
 _SHOWN = 12
-# Of a token that could not but be drawn. A softmax over one token is 1 exactly; a model is never so sure.
+# Log-probs above this are of a token that was the only choice: there a softmax is exactly 1.
 _CERTAIN = -1e-5
-# Tokens in which it may show that a model is not: some leave it no choice.
+# A probe samples this many tokens, since some leave a model no choice.
 _SOME = 8
 
 
@@ -170,7 +170,7 @@ class Remote:
     policy: ServedPolicy
 
     async def probed(self) -> str:
-        """A line about a server that can be mixed.
+        """Check that the server's samples can be weighted; return a line that describes it.
 
         Raises:
             JobError: it does not answer, or without token ids or log-probs; it has another tokenizer than the
@@ -197,7 +197,7 @@ class Remote:
         await self.engine.generate(ids, Sampling(max_tokens=1), request_id="probe")
 
     async def _refuse_raw(self) -> None:
-        """With top_k 1 each token is certain: of what was sampled from, its log-prob is 0."""
+        """Refuse log-probs that ignore truncation: with top_k 1 each token is certain and has log-prob 0."""
         ids = self.policy.renderer.encode(probe_text(self.policy.renderer))
         sampling = Sampling(top_k=1, temperature=0.5, max_tokens=_SOME)
         generation = await self.engine.generate(
@@ -216,7 +216,7 @@ class Remote:
 
 
 class FixedPolicies:
-    """Those of a job; none in most jobs."""
+    """The fixed policies of a job; most jobs have none."""
 
     def __init__(self, loaded: Sequence[Loaded] = (), remote: Sequence[Remote] = ()) -> None:
         self._loaded, self.remote = loaded, remote
@@ -259,10 +259,10 @@ class FixedPolicies:
         return [item.told for item in self._loaded]
 
     def compared(self) -> list[str]:
-        """A line for each, after the last rollout: its weights are those of the beginning.
+        """Return a line for each policy, which says after the last rollout that its weights are unchanged.
 
         Raises:
-            TrainerError: they are not, which nothing here may do: no sample of the run can be trusted.
+            TrainerError: weights have changed, so no sample of the run can be trusted.
         """
         for item in self._loaded:
             if (now := item.current()) != item.serves:
@@ -290,7 +290,7 @@ def fixed_models(tables: Sequence[RolloutOnlyTable], loaded: FixedPolicies) -> d
 
 
 def fixed_inferences(job: JobConfig, gateway: Inference) -> dict[str, Inference]:
-    """By name, where each fixed policy of the job is asked: at the actor's gateway, by a name of its own."""
+    """Return where to ask each fixed policy, by name: at the actor's gateway, under its own model name."""
     # What is drawn from a part of the vocabulary has to be weighed by its probability there.
     asks = {"processed_logprobs": True}
     return {
@@ -342,13 +342,10 @@ def _load(name: str, table: ModelTable, learner: LocalLearner, limits: EngineLim
     return Loaded(name, weights, policy, serves, lambda: fingerprint(served), told)
 
 
-# Fixed policies join a run: their models are loaded beside the actor's, and others' servers are tried.
-
-
 async def joined_policies(
     job: JobConfig, folders: Mapping[str, Path], learner: LocalLearner, reporter: Reporter
 ) -> FixedPolicies:
-    """The fixed policies of a job; all of them are known to speak as the actor does.
+    """Load the fixed policies beside the actor, and try others' servers; all must share the actor's tokens.
 
     Args:
         folders: by name, of those whose model lies here.

@@ -1,4 +1,4 @@
-"""What an iteration has gathered before its update, and what a row of metrics says of it. Pure."""
+"""Metrics of an iteration: what was collected, who sampled it, when a fixed policy is refused. Pure."""
 
 import math
 from collections import Counter
@@ -44,7 +44,7 @@ class IterationResult:
         branches: rollouts that were played on from decisions of those collected; measured with, not trained.
         refilled: groups that were asked for beyond the plan, in place of flat ones.
         started, ended: on the monotonic clock; collect_s of what lies between went into collecting.
-        mixture: who sampled, and what that was worth (`mixture.rollout_metrics`).
+        mixture: the metrics by policy (`rollout_metrics`).
     """
 
     collection: Collection
@@ -103,7 +103,7 @@ def _by_turn(episodes: Sequence[Trajectory]) -> dict[str, list[float]]:
 
 
 def _reused_decisions(result: IterationResult) -> int:
-    """Of an earlier start: no work of this one, whose speed is told."""
+    """Count decisions that an earlier start collected: they must not enter the speed of this one."""
     return sum(
         len(item.trajectory.steps)
         for part in (result.collection, result.branches)
@@ -123,7 +123,7 @@ def outcome_bounds(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) -> dict[str, Any]:
-    """What conversations tell of themselves; nothing where none were played.
+    """Return the metrics of conversations; empty where none were played.
 
     Args:
         failures: by code, of all rollouts that were asked for.
@@ -145,7 +145,7 @@ def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) ->
 
 
 def branch_metrics(branches: Collection) -> dict[str, float]:
-    """What was played on from decisions; nothing where no estimator asked for it."""
+    """Return the metrics of branches, which play on from decisions; empty where no estimator needs them."""
     if not branches.all:
         return {}
     decisions = sum(len(item.trajectory.steps) for item in branches.rollouts if item.trajectory is not None)
@@ -157,10 +157,10 @@ def branch_metrics(branches: Collection) -> dict[str, float]:
 
 
 def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What was inferred between two looks at `InferenceServer.totals`. Pure.
+    """Return the metrics of inference between two readings of `InferenceServer.totals`. Pure.
 
-    A step samples one token for every request that runs, so their mean number is tokens a step. What
-    truncation took away is a mean over the tokens that were sampled under it; absent where none was.
+    A step samples one token for every running request, so the mean number of requests is tokens a step. The
+    probability that truncation removed is a mean over tokens sampled under it; absent without such tokens.
     """
     used = {name: float(after[name] - before[name]) for name in after}
     steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
@@ -171,9 +171,7 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
     }
 
 
-# Who sampled the rollouts of an iteration, and whether a fixed policy no longer does. Pure.
-
-# What a task app calls a model that does not answer, or no more as it must: without log-probs, say.
+# Codes of a task app for a model that does not answer, or answers wrongly, for example without log-probs.
 _UNASKED = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
 # A policy of whose decisions at least this share is invalid is refused, once it has made this many.
 _NEARLY_ALL = 0.95
@@ -238,14 +236,16 @@ def refuse_unreadable_policy(policies: Policies, found: Collection) -> None:
 
 
 def refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], found: Collection) -> None:
-    """What a fixed policy sampled is trained on otherwise than what the actor did, so a rollout must tell who
-    it was, and that must be who was asked: by default it counts as the actor's.
+    """Refuse a rollout that another policy sampled than the one that was asked.
+
+    Samples of a fixed policy are trained on differently from the actor's, so a rollout must name its policy;
+    a rollout without a name counts as the actor's.
 
     Args:
-        requests: of a round; `found` is what came of them.
+        requests: of a round; `found` holds their rollouts.
 
     Raises:
-        SegmentError: another one told, or no policy where a fixed one was asked.
+        SegmentError: a rollout names another policy, or none although a fixed one was asked.
     """
     if not policies.fixed:
         return
@@ -271,7 +271,7 @@ def rollout_metrics(
     rollouts: Sequence[Rollout],
     credits: Sequence[Credit],
 ) -> dict[str, float]:
-    """Who sampled an iteration, and what each policy's episodes were worth; empty without fixed policies.
+    """Return metrics of each policy's share and episodes in an iteration; empty without fixed policies.
 
         rollout/policy_choice           share of the rollouts that the actor was to sample
         rollout/using_actor, …_fixed    1 where any was
@@ -329,7 +329,7 @@ def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
 
 
 def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
-    """By the name of a rollout, the policy that it was asked of."""
+    """Map each rollout's name, its id without the attempt, to the policy that was asked for it."""
     return {_name(request.rollout_id): sampler_of(request) for request in requests}
 
 

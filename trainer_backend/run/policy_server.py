@@ -1,4 +1,4 @@
-"""Policies behind the gateway, in this process: the learner's, and those of folders which nobody trains.
+"""Policies behind the gateway, in this process: the learner's, and untrained ones from folders.
 
 Each engine and the server have threads of their own.
 """
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class LocalServer:
-    """Implements `protocols.InferenceServer`, for the actor: what is served beside is never touched here."""
+    """Implements `protocols.InferenceServer` for the actor; it never touches policies served beside it."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
 def _gateway(
     served: Mapping[str, ServedPolicy], listener: Listener, key: SecretStr | None, *, max_model_len: int
 ) -> Iterator[Inference]:
-    """A gateway for policies by the names of their models; what is given is where the first one answers."""
+    """Serve policies by model name in a gateway; yield the address of the first one."""
     configure_logs_from()
     key = key or SecretStr(secrets.token_urlsafe(32))
     server = ServerThread(create_gateway(served, key=key), listener, respond=error_response)
@@ -227,12 +227,12 @@ def engine_limits(
 
 
 def in_folder(table: ModelTable, folder: Path) -> ModelTable:
-    """[model] of the job for another folder: spoken to and placed as it says."""
+    """Return the job's [model] table for another folder, with the same chat and device settings."""
     return table.model_copy(update={"preset": None, "name": None, "path": folder})
 
 
 def serving_part(plan: MemoryPlan) -> MemoryPlan:
-    """What of a job's plan serving alone needs. The model must fit; the cache grows with what is asked."""
+    """Return the part of a job's plan that serving needs. The model must fit; the cache grows with use."""
     needs = plan.needs.device
     device: dict[str, int] = {kind: needs[kind] for kind in ("engine", "cache", "overhead") if kind in needs}
     return replace(plan, needs=MemoryNeeds(device, {}, sum(device.values()) - needs["cache"]))

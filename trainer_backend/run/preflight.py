@@ -1,6 +1,6 @@
-"""Where the fixed policies of a job lie, and whether they fit its actor: told before anything is started.
+"""Checks before a run starts anything: doubtful settings, and whether the fixed policies fit the actor.
 
-What is read is config.json and the tokenizer; weights are not.
+They read config.json and the tokenizer, not the weights.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def checked_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str,
 
 
 def tokenizer_in(folder: Path, table: ModelTable) -> Tokenizer:
-    """The tokenizer of a folder, told of the chat what [model] tells the actor's."""
+    """Load a folder's tokenizer with the chat settings of [model], as for the actor."""
     tokenizer = load_tokenizer(folder)
     remember_chat_settings(tokenizer, table)
     return tokenizer
@@ -90,7 +90,7 @@ def place(name: str) -> str:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """What is wrong with a folder inside is told as that of this fixed policy."""
+    """Name the fixed policy in errors about its model folder."""
     try:
         yield
     except ModelFolderError as error:
@@ -119,12 +119,9 @@ def _actors(table: ModelTable, checkpoint: Path | None) -> Tokenizer | None:
     return tokenizer_in(folder, table)
 
 
-# What is wrong with a job, or worth knowing of it, that shows before anything is started.
-
-
 def told_before_a_run(job: JobConfig) -> list[str]:
-    """A line for each thing worth knowing: what is read of [data], which fixed policies there are, and what
-    biases the gradient.
+    """Return a line for each fact to show before a run: the rows of [data], the fixed policies, and settings
+    that bias the gradient.
 
     Raises:
         DataError: a row cannot be used.

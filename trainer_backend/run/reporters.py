@@ -1,4 +1,4 @@
-"""Writes into the run directory what a person is told: run.log and state.json. Neither can end a run."""
+"""Reporters write run.log and state.json and pass rows of metrics to sinks; none of them can end a run."""
 
 import os
 import threading
@@ -59,7 +59,7 @@ class RecordingReporter:
     @classmethod
     @contextmanager
     def opened(cls, directory: RunDirectory, reporter: Reporter) -> Iterator[Self]:
-        """One whose last state says how what is done inside has ended, unless `end` has said it."""
+        """Record how the block ends as the last state, unless `end` has recorded it."""
         recording = cls(directory, reporter)
         try:
             yield recording
@@ -79,7 +79,7 @@ class RecordingReporter:
         return self._state.starts - 1
 
     def runs_as(self, run_id: str) -> None:
-        """What task apps will know this start by; what was left behind has been ended, or tried to be."""
+        """Record the run id of this start, after an attempt to abort the previous start's rollouts."""
         with self._lock:
             self._change(self._state.state, run_id=run_id)
             self._write()
@@ -136,14 +136,11 @@ class RecordingReporter:
                 self._reporter.say(str(error))
 
 
-# Hands every row of metrics on to the job's sinks. None of them can end a run.
-
-
 class SinkReporter:
-    """Use as a context manager; a `protocols.Reporter` around another one.
+    """A `protocols.Reporter` around another one, which also passes rows to the job's sinks.
 
-    The first row brings all that metrics.jsonl holds: what was written before anybody looked, and, in a
-    resumed run, what an earlier start may have told its sinks and then done again.
+    Use it as a context manager. With the first row the sinks get all of metrics.jsonl: rows written earlier
+    and, in a resumed run, rows that replace those an earlier start had sent.
 
     Raises (on entering):
         JobError: a sink cannot be opened; it was asked for, so nothing is trained without it.

@@ -1,4 +1,4 @@
-"""What a run works with, joined once at its start."""
+"""The parts of a running job, joined once at its start, and the collection of a stage's rollouts."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from trainer_backend.rundir.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run works with.
+    """The parts of a running job.
 
     Attributes:
         run_id: names this start of the run at the task apps (start.run_job).
@@ -72,9 +72,6 @@ class Run:
         )  # fmt: skip
 
 
-# Collecting the rollouts of a stage so that a kill loses none that has finished.
-
-
 async def collected(
     requests: Sequence[RolloutRequest],
     collector: Collector,
@@ -82,10 +79,12 @@ async def collected(
     tell: Progress,
     stop: asyncio.Event,
 ) -> Collection | None:
-    """All of a plan: what an earlier start has left of it, and the rest from the task apps.
+    """Collect a plan's rollouts: the ones that an earlier start spooled, and the rest from the task apps.
+
+    With a spool, a kill loses no finished rollout.
 
     Args:
-        spool: of the stage; None: what is collected would be of no use to a later start.
+        spool: of the stage; None: a later start could not use these rollouts.
         tell: how many rollouts have ended, and of how many.
 
     Returns:

@@ -45,7 +45,7 @@ class BestMark(NamedTuple):
 
 
 def best_mark(checkpoints: Path) -> BestMark | None:
-    """The mark that was made last; None where there is none, or of a checkpoint that is gone."""
+    """Return the last mark; None if there is none, or its checkpoint is gone."""
     try:
         name, score = (checkpoints / "best").read_text(encoding="utf-8").split()
         mark = BestMark(checkpoints / name, float(score))

@@ -33,7 +33,7 @@ class Digests:
         self._flushed: list[Future[None]] = []
 
     def take(self) -> None:
-        """What is in the folder now is finished: begin with all of it that is new."""
+        """Begin to digest all new files; every file in the folder must be finished."""
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._pieces:

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, which grow at their end. A line that was cut short is no line."""
+"""Files of a run on disk: JSON lines that grow at their end, and files that are whole or absent."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, durable: boo
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object that a line is; None where it is none."""
+    """Return the JSON object of a line; None if it is not one."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -98,8 +98,7 @@ def _write(file: BinaryIO, data: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-# Files that are whole or not there, after a kill and after a power cut: written aside, flushed to the disk,
-# renamed, and the folder that holds the names flushed too.
+# A whole file survives kills and power cuts: written aside, flushed, renamed, and its folder flushed too.
 
 
 @contextmanager
@@ -143,9 +142,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Where an error of the disk becomes an error of ours.
-
-
 @contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
     """Whatever is written inside, to `path`, or a sentence that names it.
@@ -168,7 +164,7 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
         ) from error
 
 
-# The calendar, for what is written down to be shown. Nothing is decided by it.
+# Wall-clock times are stored only to be shown; no decision depends on them.
 
 
 def now() -> str:

@@ -66,7 +66,7 @@ class RunDirectory:
         return list(self.rollouts.glob("iteration_*.parquet"))
 
     def spool_file(self, name: str) -> Path:
-        """What has come of a stage that is not finished; see `rundir.spool`."""
+        """The finished rollouts of an unfinished stage; see `rundir.spool`."""
         return self.rollouts / f"{name}.spool.jsonl"
 
     def job(self) -> JobConfig:

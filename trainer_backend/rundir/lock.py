@@ -62,7 +62,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Before anything is opened that belongs to whoever trains there.
+    """Refuse a run directory in which another process trains, before anything in it is opened.
 
     Raises:
         RunDirectoryError: somebody does.

@@ -84,7 +84,7 @@ _WITHOUT_SNAPSHOTS = {"trajectory": {"steps": {"__all__": {"snapshot"}}}}
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What training made of one episode, decision by decision; each list is [T].
+    """The credit of one episode in training, decision by decision; each list is [T].
 
     rewards_T: r_t.
     advantages_T: what the update was given; where it was given them by token, their means.
@@ -168,7 +168,7 @@ def _write_card(folder: Path) -> None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever a damaged file makes of the libraries that read it, as one error.
+    """Turn all errors of libraries about a damaged file into one error of ours.
 
     Raises:
         FileNotFoundError: there is none.
@@ -265,7 +265,7 @@ def read_values_after(path: Path) -> dict[str, float] | None:
 
 
 def _has_column(path: Path, name: str) -> bool:
-    """Whether decisions of this file have it: those of an earlier version may not."""
+    """Whether this file has the column; files of an earlier version may not."""
     with _reading(path):
         return name in {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
 

@@ -31,7 +31,7 @@ _ENDING = ".spool.jsonl"
 
 
 class Spool:
-    """What has come of one stage. Begin it with `Spool.begun`."""
+    """The finished rollouts of one stage. Make it with `Spool.begun`."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], found: Mapping[str, Rollout]) -> None:
         self.path, self._header, self._found = path, header, found
@@ -66,7 +66,7 @@ class Spool:
         return cls(path, header, {})
 
     def standing_for(self, requests: Iterable[RolloutRequest]) -> dict[str, Rollout]:
-        """What was left, by the id of the request that it is the rollout of, and with its ids.
+        """Return rollouts of an earlier start by the id of the request that each answers, with its ids.
 
         A task app has logged it under the id of an earlier start, in which only the run's id was another.
         """
@@ -85,7 +85,7 @@ class Spool:
         append_text(self.path, rollout.model_dump_json(exclude_unset=True), durable=False)
 
     def remove(self) -> None:
-        """What it held is stored for good."""
+        """Delete the spool, after its rollouts are stored for good."""
         with writing(self.path):
             self.path.unlink(missing_ok=True)
 
@@ -133,7 +133,7 @@ def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
 
 
 def _asked_for(request: RolloutRequest, gateway_url: str | None) -> dict[str, Any]:
-    """A request without what is another in every start."""
+    """Return a request without the parts that differ in every start."""
     wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
     wire["rollout_id"] = planned_id(request.rollout_id)
     config = wire["policy"]["config"]
@@ -160,7 +160,7 @@ def _named(rollout: Rollout, request: RolloutRequest) -> Rollout:
 
 
 def _rollouts_in(path: Path) -> list[Rollout]:
-    """Those after the header; a line that cannot be read is none, and is asked for again."""
+    """Return the rollouts after the header. An unreadable line is skipped; its rollout is requested again."""
     found = []
     for line in read_texts(path)[1:]:
         try:
@@ -170,7 +170,7 @@ def _rollouts_in(path: Path) -> list[Rollout]:
     return found
 
 
-# ledger.jsonl: which rollouts each finished update has learned from. No planned one is in it twice.
+# ledger.jsonl lists the rollouts that each finished update has learned from; none is in it twice.
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -211,7 +211,7 @@ def append_consumed(folder: Path, consumed: Consumed) -> None:
 
 
 def planned_id(rollout_id: str) -> str:
-    """What was planned, in whichever start and attempt: `run.1/train/3/0/1:1` is train/3/0/1. Pure."""
+    """Return a rollout's id without start and attempt: `run.1/train/3/0/1:1` is train/3/0/1. Pure."""
     start, slash, path = rollout_id.partition("/")
     return (path if slash else start).partition(":")[0]
 

@@ -1,5 +1,8 @@
-"""state.json: what a run is doing, for whoever watches it. Written by the process that trains, for others to
-read; nothing of the run depends on it, and the lock beside it says whether that process still lives."""
+"""The state of a run on disk: state.json, run.log, and the exit of its process.
+
+The training process writes them for others to read; the run does not depend on them, and the lock beside
+them says whether that process still lives.
+"""
 
 import errno
 import json
@@ -73,7 +76,7 @@ def watch(folder: Path) -> Watched:
 
 
 def read_state(folder: Path) -> RunState | None:
-    """The last state that was written; None where there is none, or none that can be read."""
+    """Return the last written state; None if there is none, or it cannot be read."""
     try:
         found = json.loads((folder / STATE_FILE).read_bytes())
         values = {field.name: found[field.name] for field in fields(RunState)}
@@ -93,7 +96,7 @@ def write_state(folder: Path, state: RunState) -> None:
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=False)
 
 
-# How the process of a job says how it ended (terminal/job_process.py says it, jobs/ hears it).
+# terminal/job_process.py writes how a job's process ended; jobs/ reads it.
 
 # Begins the last line of one that ended with an error.
 ERROR = "error: "
@@ -130,7 +133,7 @@ def is_final(error: ServiceError) -> bool:
     return error.status < 500 or isinstance(error, UpdateStopped)
 
 
-# run.log: every line that a run has told a person, with its time.
+# run.log has every line that a run has shown a person, with its time.
 
 LOG_FILE = "run.log"
 

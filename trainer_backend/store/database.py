@@ -1,4 +1,4 @@
-"""The door to the database: its address, its transactions, and what goes wrong with it as one sentence."""
+"""The door to the database: its address, transactions, migrations, and its errors as one sentence."""
 
 import os
 import sqlite3
@@ -150,7 +150,7 @@ class Store:
 
     @contextmanager
     def migrating(self) -> Iterator[Connection]:
-        """As `writing`, for `schema_version.migrate`: a table of SQLite that is copied to be changed takes
+        """As `writing`, for `migrate`: a table of SQLite that is copied to be changed takes
         nothing with it that refers to it.
 
         Raises:
@@ -269,8 +269,6 @@ def _unavailable(shown: str, error: SQLAlchemyError) -> StoreUnavailable:
         hint="Runs go on without it; what they write is in their run directories, and synced later.",
     )
 
-
-# From whatever version a database has to that of this code, by Alembic; never past what this code knows.
 
 _FOLDER = Path(__file__).parent / "migrations"
 # Any number: two services that start together on one PostgreSQL migrate one after the other.

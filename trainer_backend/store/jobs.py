@@ -1,4 +1,4 @@
-"""Jobs: made once, changed by compare-and-set, claimed by one. What they mean is `states.py`."""
+"""Jobs in the store: made once, changed by compare-and-set, claimed by one; which states may follow."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """What a job is made of.
+    """The values that a new job is made of.
 
     Attributes:
         config: the resolved TOML, without secrets.
@@ -182,7 +182,7 @@ def counts(store: Store, home: str) -> dict[str, int]:
 
 
 def number_of(cursor: str) -> int:
-    """What a cursor says.
+    """Return the number in a cursor.
 
     Raises:
         UnknownCursor: it is none of ours.
@@ -289,8 +289,6 @@ def job_row(row: Row[Any]) -> JobRow:
     """A row of `jobs` as what the store gives out."""
     return JobRow(**{name: getattr(row, name) for name in JobRow.__slots__})
 
-
-# Which state of a job may follow which, and which one a run directory tells of. Pure.
 
 # paused, cancelled, failed -> queued: it is asked for again, and goes on from its last checkpoint.
 # running -> queued: its process is gone, or its service was restarted, and it waits for its turn again.

@@ -30,7 +30,7 @@ _COLUMNS: list[Any] = [
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilter:
-    """Which rollouts; what is absent does not narrow.
+    """The filter of rollouts; absent fields do not filter.
 
     Attributes:
         min_reward: of the outcome.

@@ -54,7 +54,7 @@ def keeps_file(table: RetentionTable, file: RolloutFile, *, newest: int) -> bool
 
 
 def remove_old_files(table: RetentionTable, files: list[RolloutFile]) -> list[RolloutFile]:
-    """Delete what is not kept; what is left.
+    """Delete files that are not kept; return the rest.
 
     Raises:
         RunDirectoryError: the run directory is read-only.

@@ -1,4 +1,4 @@
-"""What the store gives out: frozen rows, without SQLAlchemy. Moments are UTC and know it."""
+"""Rows that the store returns: frozen, without SQLAlchemy. Times are UTC and aware."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -191,9 +191,6 @@ class Facets:
     failure_codes: Mapping[str, int]
     stop_reasons: Mapping[str, int]
     iterations: tuple[int, int] | None
-
-
-# What the text of a job says, for who shows jobs: read once, however often its row is.
 
 
 @lru_cache(maxsize=256)

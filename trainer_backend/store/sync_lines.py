@@ -52,7 +52,7 @@ class NewLines:
     modified_ns: int
 
 
-# Given a connection, the number of the job, and what is new.
+# Called with a connection, the number of the job, and the new lines.
 Put = Callable[[Connection, int, NewLines], None]
 
 
@@ -164,7 +164,7 @@ def put_metrics(connection: Connection, job: int, new: NewLines) -> None:
 def _difference(
     connection: Connection, job: int, rows: Mapping[tuple[str, int], Row]
 ) -> tuple[Iterable[tuple[str, int]], dict[tuple[str, int], Row]]:
-    """What the store has and the file has not; and the reverse. What is equal stays, with its number."""
+    """Return the store's rows that the file lacks, and the reverse. Equal rows stay, with their numbers."""
     query = select(MetricRow.kind, MetricRow.iteration, MetricRow.row).where(MetricRow.job == job)
     stored = {(found.kind, found.iteration): found.row for found in connection.execute(query)}
     gone = [key for key, row in stored.items() if rows.get(key) != row]
@@ -212,7 +212,7 @@ def _curves(connection: Connection, job: int, wanted: set[tuple[str, str]]) -> d
 
 
 def numbers_of(row: Row) -> Iterator[tuple[str, float]]:
-    """The finite numbers of a row by name; those of a dict in it as `name/key`. Lists and texts are none."""
+    """Return the finite numbers of a row by name, in a dict as `name/key`; lists and texts are skipped."""
     for name, value in row.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{key}", number) for key, number in numbers_of(value))

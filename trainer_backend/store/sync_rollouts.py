@@ -19,7 +19,7 @@ from trainer_backend.store.writing import job_number
 def sync_rollouts(
     store: Store, job_id: str, run: Path, known: Mapping[str, Known], *, tidies: bool = True
 ) -> bool:
-    """Bring the rollout files of a run into the store, and take out what is gone or not to be kept.
+    """Bring a run's rollout files into the store, and remove rows whose files are gone or expired.
 
     Args:
         tidies: also remove the files that are not to be kept.

@@ -1,4 +1,4 @@
-"""The figures of `turnwise eval` for a terminal."""
+"""The figures of `turnwise eval` and `turnwise compare` for a terminal."""
 
 from collections.abc import Iterable, Sequence
 
@@ -104,9 +104,6 @@ def _bounds(found: Interval, form: str) -> str:
     if found.low is None or found.high is None:
         return ""
     return f"{form.format(found.low)} to {form.format(found.high)}"
-
-
-# `turnwise compare` for a terminal.
 
 
 def comparison_table(sides: Sequence[Side]) -> Group:

@@ -1,4 +1,4 @@
-"""`turnwise export`: from a run directory to a file or folder; written aside, then renamed."""
+"""`turnwise export`: from a run directory to a file or folder, written aside and then renamed."""
 
 import json
 import os
@@ -156,7 +156,7 @@ def _metadata(about: _About, turns: Sequence[int]) -> Row:
     }
 
 
-# Which episodes are exported. Pure; what is left out is counted by its cause.
+# Skipped episodes are counted by their cause.
 
 # What was played to train. Held-out worlds are for measuring: who learns them cannot be measured by them.
 DEFAULT_STAGES = ("train", "warmup")
@@ -165,7 +165,7 @@ STAGES = (*DEFAULT_STAGES, "branches", "evaluation", "prompts")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What an episode must be like; what is absent does not narrow.
+    """The filter of episodes; absent fields do not filter.
 
     Attributes:
         min_reward: least outcome_reward.

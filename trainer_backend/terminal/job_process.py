@@ -2,7 +2,7 @@
 
 It begins, or goes on from the newest checkpoint. Its only ties to the service are its standard input, a pipe:
 when that closes, the service is gone however it ended, and so is this process, at once; SIGTERM, on which it
-saves what is finished; and its exit code (exit_codes.py). What it has to tell stands in the run directory.
+saves what is finished; and its exit code (rundir/state.py). What it has to tell stands in the run directory.
 """
 
 import sys

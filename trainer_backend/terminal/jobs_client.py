@@ -20,7 +20,7 @@ _SILENCE_S = 60.0
 
 
 class ServiceRefused(TrainerError):
-    """The service refused; what it said."""
+    """The service refused a request; the message is its own."""
 
     code = "service_refused"
     status = 400

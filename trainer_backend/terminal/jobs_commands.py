@@ -1,4 +1,4 @@
-"""`turnwise jobs …`: what a person asks a trainer service, from anywhere."""
+"""`turnwise jobs …`: commands to a trainer service anywhere, and `--follow` until a job has ended."""
 
 import json
 import time
@@ -191,8 +191,6 @@ def _detail(job: dict[str, Any]) -> str:
     detail = job["detail"] or (job["progress"] or {}).get("stage") or ""
     return str(detail).splitlines()[0][:80] if detail else ""
 
-
-# `--follow`: what a job tells, until it has ended, over the stops and starts of its service.
 
 # Between two questions to a service that has stopped; after the last of them it is given up. Long enough for
 # one that is started anew, and lets its jobs save before.

@@ -68,5 +68,5 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
 
 
 def _listener(table: ServicesTable) -> Listener:
-    """Also on all addresses of a machine: here nobody is told a URL to call back."""
+    """Listen on any address, also on all of a machine: no task app needs a URL to call back."""
     return Listener(table.gateway_host, table.gateway_port)

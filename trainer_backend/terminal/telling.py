@@ -1,4 +1,4 @@
-"""Lines on a terminal. Text, never a string: rich would read what stands in brackets as markup."""
+"""Output and arguments that several commands share. Lines are Text: rich reads brackets as markup."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,9 +46,6 @@ def warn(console: Console, loaded: LoadedJob) -> None:
 def line_of(told: Mapping[str, str]) -> str:
     """A line of a log as a trainer service tells it, with its time where it has one."""
     return f"{told['time'][:19]}  {told['text']}" if told["time"] else told["text"]
-
-
-# What the shell offers after a tab: run directories, presets, and the keys and names of `--set`.
 
 
 def run_directories(incomplete: str) -> list[str]:
@@ -101,8 +98,6 @@ def _folders(where: Path) -> list[Path]:
 def _is_run(path: Path) -> bool:
     return (path / "run.json").exists()
 
-
-# Arguments that several commands take.
 
 JOB_HELP = "a job TOML, such as configs/crafter_cpu.toml; of several, later ones go over earlier ones"
 JobPaths = Annotated[list[Path], typer.Argument(help=JOB_HELP)]

@@ -1,4 +1,4 @@
-"""What `turnwise init` sets, and which keys it shows: all others are in docs/configuration.md."""
+"""`turnwise init` and `turnwise new env`: the files that they write, from the job schema and templates."""
 
 import keyword
 import re
@@ -124,8 +124,6 @@ def _for_a_model(model: str) -> Values:
     }
 
 
-# `turnwise new env NAME`: a folder with an environment that works, its tests and a job that trains on it.
-
 # What each file of the folder is made from.
 FILES = {
     "{name}_environment.py": "environment.py.template",
@@ -185,8 +183,6 @@ def _meant(name: str) -> str:
     return f". Did you mean {close!r}?" if close and close != name and not keyword.iskeyword(close) else ""
 
 
-# A job TOML with a comment for every key, made from the job schema. Pure.
-
 _WIDTH = 100
 _HEAD = """\
 # A job of Turnwise, as `turnwise init` writes it. A key behind # has its default; to set it, take the # away.
@@ -237,9 +233,6 @@ def toml_value(value: Any) -> str:
 def _name(key: str) -> str:
     """As TOML writes a key: quoted where it must be."""
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
-
-
-# `turnwise init [FILE]`: a job to begin with. It asks nothing and overwrites nothing.
 
 
 def write_job(path: Path, choices: Choices) -> LoadedJob:

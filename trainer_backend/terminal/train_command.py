@@ -1,4 +1,4 @@
-"""Which runs `turnwise train` is to make or to continue: one, or with `--seeds 0,1,2` one a seed, in turn."""
+"""`turnwise train`: the runs that it makes or continues, one for each seed, with dashboard and report."""
 
 import asyncio
 import subprocess
@@ -37,7 +37,7 @@ class Planned(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Where it lies among others: the job's runs_dir, or else what it lies in."""
+        """The folder of runs: the job's runs_dir, or else the run's parent folder."""
         path, runs = self.directory.path.resolve(), self.loaded.config.job.runs_dir.resolve()
         return runs if path.is_relative_to(runs) else path.parent
 
@@ -108,11 +108,7 @@ def _finished(directory: RunDirectory) -> bool:
     return any(row["kind"] == "evaluation" and row["iteration"] == last for row in directory.metrics())
 
 
-# The dashboard of a run that `turnwise train` makes: a child process that shows it, and runs nothing.
-#
-# It lives as long as this process at most: its standard input is our pipe. Nothing of the run waits for it,
-# and
-# whatever becomes of it, the run goes on.
+# The dashboard is a child that reads our pipe, so it ends with this process; the run never waits for it.
 
 _STOP_S = 10.0
 
@@ -164,9 +160,6 @@ def _listen(child: "subprocess.Popen[bytes]", say: Callable[[str], None]) -> Non
             say(f"dashboard: {last.removeprefix(READY)}")
     if not told and child.wait() > 0:
         say(f"the dashboard did not start: {last.removeprefix('error: ')}")
-
-
-# What `turnwise train` does with one run: train, tell how it went, write the report.
 
 
 def train_one(out: Console, planned: Planned, *, report: bool) -> bool:

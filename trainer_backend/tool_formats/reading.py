@@ -1,4 +1,4 @@
-"""What all tool-call formats share: what comes out of a reply, and how the JSON in it is read."""
+"""The shared part of all tool-call formats: the parts of a reply, and how its JSON is read."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class ParsedReply:
     error: str | None = None
 
 
-# The text without its stop token, and the tools that were offered.
+# Takes the text without its stop token, and the offered tools.
 ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], ParsedReply]
 
 
@@ -41,7 +41,7 @@ class ToolFormat:
 
 
 def unreadable(text: str, number: int, error: Exception) -> ParsedReply:
-    """The whole text, with the reason why its call `number` (from 1) is none."""
+    """Return the whole text with the reason why its call `number` (from 1) cannot be read."""
     return ParsedReply(text, error=f"tool call {number} cannot be read: {error}")
 
 

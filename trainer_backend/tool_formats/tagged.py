@@ -9,7 +9,7 @@ THOUGHT, END_THOUGHT = "<think>", "</think>"
 
 
 def parse_tagged(text: str, read_call: Callable[[int], tuple[ParsedCall, int]]) -> ParsedReply:
-    """The calls of a reply; what is not a call, reasoning included, stays as content.
+    """Return the calls of a reply; all other text, reasoning included, stays as content.
 
     Args:
         read_call: takes the position behind an opening tag; returns the call and the position behind its

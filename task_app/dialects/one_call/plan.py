@@ -36,7 +36,7 @@ _KEY: TypeAdapter[SecretStr] = TypeAdapter(InferenceKey)
 
 
 def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """The plug-in's config, from which its own checks refuse what is wrong or missing."""
+    """Return the plug-in's config; the plug-in's own checks refuse wrong or missing keys."""
     config = {key: value for key, value in own.items() if key not in CORRELATION_KEYS}
     if not name:
         for key in config:

@@ -1,4 +1,4 @@
-"""Pure: the episodes of a legacy rollout -> the reply of POST /rollout.
+"""Pure: the reply of POST /rollout, and the trace that a request may ask for, from a rollout's episodes.
 
 One trajectory an episode; with `on_done = "reset"` there may be several. What the ancestor left out stands
 here too: the observation's data, the stop reason, exact tokens where asked for, and every warning.
@@ -56,7 +56,7 @@ class _Strategy(Body):
 
 @dataclass(frozen=True, slots=True)
 class Stepwise:
-    """The switches that every route knows, and those of this route alone."""
+    """The switches that every route has, and the switches of this route only."""
 
     switches: StepRewards = field(default_factory=StepRewards)
     strategy: str = CONSISTENT
@@ -188,7 +188,7 @@ class Episode:
 
     @property
     def cancelled(self) -> bool:
-        """It has no ending of its own: an abort or the end of the service took it."""
+        """Whether an abort or the end of the service cut the episode short."""
         return self.stop_reason is None and self.failure is None and not self.timed_out
 
 
@@ -209,7 +209,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`record` of the request, the switches, and what was found about it before it was played."""
+    """The request's `record` and switches, and the warnings from before it was played."""
 
     trajectories: bool
     logprobs: bool
@@ -430,9 +430,6 @@ def _later_warnings(episodes: Sequence[Episode], wanted: Wanted, names: Names) -
             f"on_done is reset: {len(episodes)} episodes of seed {names.seed} were played, a trajectory each"
         )
     return found
-
-
-# Pure: `record.return_trace`: the decisions of a rollout as a session of events, in the ancestor's words.
 
 
 def trace(

@@ -1,4 +1,7 @@
-"""The body of POST /rollout, as users of Crafter task apps write it. Open: others made its shape."""
+"""The body of POST /rollout, as users of Crafter task apps write it, and its tool calls as ours.
+
+Unknown keys are allowed, since others made its shape.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -72,23 +75,19 @@ class LegacyRollout(ForeignBody):
     synth_base_url: str | None = Field(default=None, max_length=2_000)
 
 
-# Pure: tool calls as older clients of Crafter task apps write them -> calls of the tool on offer; and
-# observations as they read them.
-#
-# {"tool": "interact", "args": {"action": 5}}          a number of the tool's action list, or a name
-# {"tool": "interact", "args": {"actions": ["do"]}}
-# {"tool": "do"}                                       an action's name as the tool's
-# {"actions": ["do", "noop"]}                          no tool named at all
-#
-# Read off the tool's own schema (one list argument of named choices); everything else passes as it is, and
-# the
-# environment judges it.
-
 INTERACT = "interact"
 
 
 def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """The tool calls of `action`, which holds `tool_calls` or `actions`.
+    """Translate `action`, in the forms that older clients of Crafter task apps send, into our tool calls.
+
+        {"tool": "interact", "args": {"action": 5}}          a number in the tool's action list, or a name
+        {"tool": "interact", "args": {"actions": ["do"]}}
+        {"tool": "do"}                                       an action's name as the tool's name
+        {"actions": ["do", "noop"]}                          no tool named at all
+
+    The forms follow from the tool's schema (one list argument of named choices). Other calls pass unchanged,
+    and the environment judges them.
 
     Raises:
         ValueError: it holds neither, or no list of them; the message says so.

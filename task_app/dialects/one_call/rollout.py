@@ -126,7 +126,7 @@ async def _hold(session: EnvironmentSession | PolicySession, held: AsyncExitStac
 
 
 def _switches(plan: LegacyPlan, session: EnvironmentSession | None) -> Stepwise:
-    """Those of the request; they agree with a living environment's, which hold where it names none."""
+    """Return the request's switches, or else the living environment's; both must agree."""
     found = dict(session.switches) if session is not None else {}
     if plan.stepwise is None:
         return Stepwise(agreed_step_rewards(found))
@@ -232,9 +232,6 @@ def _names(body: LegacyRollout, plan: LegacyPlan, cast: Cast) -> Names:
     )
 
 
-# Environments around environments: one that remembers what it showed, one that is a living session.
-
-
 class SessionEnvironment:
     """A living session as an `Environment`: an episode goes on where it stands. The caller holds its lock."""
 
@@ -265,7 +262,7 @@ class SessionEnvironment:
 
 
 class Witness:
-    """Passes all on, and keeps what was shown: `seen` is [T + 1], before each decision and after the last."""
+    """Passes calls on and keeps observations: `seen` is [T + 1], before each decision and after the last."""
 
     def __init__(self, environment: Environment) -> None:
         self._inner = environment

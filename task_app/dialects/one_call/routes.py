@@ -1,4 +1,4 @@
-"""/env/{env_name}/...: an environment stepped under its name, as evaluation scripts of Crafter task apps do.
+"""Routes of the one-call dialect: /env/{env_name}/... steps an environment by name; POST /rollout plays it.
 
 Thin: the sessions are those of /env/create, and either kind of route may be used with them.
 """
@@ -91,8 +91,6 @@ def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSessi
         )
     return session
 
-
-# POST /rollout: one call, the whole trajectory back, by the contract that users of task apps know.
 
 rollout_router = APIRouter(tags=["rollouts"])
 

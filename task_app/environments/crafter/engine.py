@@ -291,13 +291,6 @@ def _checked_int(name: str, value: Any, low: int, high: int | None) -> int:  # A
     return int(value)
 
 
-# What the engine raises for calls that come at the wrong time.
-#
-# EngineError (RuntimeError)
-# ├── NotReset       a game was played or looked at before reset()
-# └── EpisodeOver    a step after death or after the last allowed step
-
-
 class EngineError(RuntimeError):
     """The engine cannot do this in its present state; the message says what to call first."""
 

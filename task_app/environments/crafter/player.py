@@ -136,7 +136,7 @@ class Player(Thing):
             self.inventory["health"] = 0
 
     def act_on_target(self, world: World) -> None:
-        """Action 'do': hit, eat, or collect what is faced."""
+        """Action 'do': hit, eat or collect the faced thing."""
         target = self.target_cell()
         thing = world.at[target]
         if thing is None:

@@ -1,4 +1,7 @@
-"""The messages and the tool of Crafter for models that read: rules and costs come from the installed game."""
+"""The messages and the tool of Crafter for models that read, and the actions that their tool calls mean.
+
+Rules and costs come from the installed game.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -138,8 +141,6 @@ def news_lines(news: Mapping[str, Any]) -> list[str]:
         lines.append("the last action changed nothing")
     return lines
 
-
-# Tool calls -> Crafter actions, or the reason why not, in words that a model can act on.
 
 TOOL_NAME = "interact_many"
 CLIP = 500

@@ -36,7 +36,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What is known of the map: a name for every known cell, and where the player stands and looks."""
+    """The known part of the map: a name for every known cell, and the player's place and direction."""
 
     cells: Mapping[Cell, str]
     player: Cell

@@ -1,4 +1,4 @@
-"""Pure: a document in chunks, none of which cuts a word where that can be helped."""
+"""Pure: a document in chunks, which cut no word if possible, and the search over them."""
 
 import re
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def _end(text: str, start: int, size: int, *, least: int) -> int:
     return end
 
 
-# BM25 over the chunks of a document. The only door of bm25s.
+# BM25 ranks the chunks; no other file imports bm25s.
 
 _WORD = re.compile(r"\w+")
 SNIPPET_CHARS = 120

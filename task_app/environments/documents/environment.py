@@ -1,7 +1,7 @@
 """Long documents as a `ConversationalEnvironment`: a question, and tools to read what no prompt shows.
 
 Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and checkBudget belong to the
-episode loop (task_app/context_tools): they know the history, which an environment does not.
+episode loop (task_app/episode/context_tools.py): they know the history, which an environment does not.
 """
 
 import re
@@ -239,8 +239,6 @@ class DocumentsEnvironment:
         }
 
 
-# Pure: whether an answer is one of those that are accepted, after both are brought to one form.
-
 _WORD = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)*|\w+")
 # Commas of thousands alone: "1,5" is no 15, and stays text.
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
@@ -270,8 +268,6 @@ def _plain(word: str) -> str:
     return f"-{value}" if word.startswith("-") and value != "0" else value
 
 
-# What a reader is told: the opening of an episode, and the prompt where nobody keeps a history.
-
 SYSTEM = """\
 You answer a question about a document that is too long to show. Read it with the tools, chunk by chunk or by
 searching it, and note what matters. Your context is limited: what you have read and noted can be deleted from
@@ -291,7 +287,7 @@ def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def observation_text(data: Mapping[str, Any]) -> str:
-    """How far the reader is; what was read stands in the results of its calls."""
+    """Say how far the reader is; the results of its calls hold the text that it read."""
     cut = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
     notes = f"notes: {', '.join(data['notes'])}" if data["notes"] else "no notes"
     return f"Question: {data['question']}\n{cut}; {notes}"
@@ -316,7 +312,7 @@ def with_past(data: Mapping[str, Any], past: Sequence[PastDecision]) -> tuple[Me
     return tuple(messages)
 
 
-# A reader's moment as plain data: all but the document, which follows from the config and the seed.
+# A snapshot leaves out the document, which follows from the config and the seed.
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 

@@ -1,4 +1,4 @@
-"""Branch: the return of a decision against what others made of the very state that it was made in."""
+"""Branch: a decision's return minus the value of its state, which branches from that state measure."""
 
 import math
 import random
@@ -22,7 +22,7 @@ def branch(episodes: Sequence[EpisodeRewards], config: AdvantageConfig) -> Advan
     draws are fresh. The world's are not: a snapshot restores its generator too, so branch and episode share
     them until their actions differ. A baseline may know those draws, as it does not look at a_t: given s_t
     and them a_t is as likely as ever. As which decisions have branches is settled before they are made
-    (`core.branching.branch_turns`), the policy gradient is unbiased (gamma 1, fixed denominators). The
+    (`branch_turns`), the policy gradient is unbiased (gamma 1, fixed denominators). The
     variance of A_t would be that of G_t given s_t, times 1 + 1/K, if the world drew anew; what both share
     lowers it as a rule. Branches themselves are not trained: their states are not those of an episode's
     start.
@@ -88,10 +88,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-# Branches: episodes that play on from the world before a decision, to measure what its state is worth.
-# Pure.
-#
-# Source: Kazemnejad et al., VinePPO, arXiv:2410.01679 (Monte Carlo values from the states of an episode).
+# Branches measure the value of a state. Source: Kazemnejad et al., VinePPO, arXiv:2410.01679.
 
 # Of one episode: by turn of the decision, the rollouts that began just before it.
 Branches = Mapping[int, Sequence[Rollout]]

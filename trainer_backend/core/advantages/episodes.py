@@ -1,4 +1,4 @@
-"""What every estimator takes and gives."""
+"""The inputs and outputs of every estimator, and the shared case of one advantage for a whole episode."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -138,8 +138,6 @@ def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
         groups.setdefault(episode.group_id, []).append(index)
     return groups
 
-
-# One number for all decisions of an episode, from its score and those of its siblings.
 
 # [G] advantages of the [G] scores of a group; all 0 where the group has no spread, so also for one score.
 Relative = Callable[[list[float]], list[float]]

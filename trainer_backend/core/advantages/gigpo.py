@@ -336,7 +336,7 @@ def _with(step: Any, where: str, **values: float) -> Any:
 
 
 def return_to_go(step: Any, advantage: float, discounted: float) -> float:
-    """What a critic is to learn: advantage plus its value, or the discounted return where there is none."""
+    """Return a critic's targets: advantage plus value, or the discounted return without a critic."""
     value = getattr(step, "policy_value_estimate", None)
     return discounted if value is None else advantage + float(value)
 

@@ -1,4 +1,4 @@
-"""Deviations from a mean, and what divides them: the arithmetic that group-relative estimators share."""
+"""The shared arithmetic of group-relative estimators: deviations, their divisors, and flat groups."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,11 +40,8 @@ def standardised(deviations: list[float]) -> list[float]:
 SCALES: dict[str, Scale] = {"std": standardised, "one": unscaled}
 
 
-# Groups from which an update has nothing to learn. Pure.
-
-
 def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequence[float]]) -> list[str]:
-    """Groups whose advantages are all 0: their gradient is, whatever the estimator.
+    """Return the groups whose advantages, and so gradients, are all 0 for every estimator.
 
     The advantages are looked at, not the scores: equal scores that were earned at other decisions have
     spread for `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up

@@ -1,1 +1,1 @@
-"""The versions of the store's tables; schema_version.py goes up and down them."""
+"""The versions of the store's tables; store/database.py migrates to them."""
