@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs
 from shared_schemas.evaluate_result import EvaluateResult
-from task_app.errors import TaskAppError, boundary
+from task_app.errors import boundary
 from task_app.operator_plugins import module_of
 from task_app.protocols import RewardFunction
 from task_app.reward_functions.decorator import EPISODES, NoResult, finding
@@ -36,7 +37,7 @@ def main(file: str, name: str) -> None:
         try:
             with boundary(f"{file}: REWARD_FUNCTIONS[{name!r}]"):
                 function: RewardFunction = module_of(Path(file)).REWARD_FUNCTIONS[name]
-        except TaskAppError as exc:
+        except ServiceError as exc:
             _say(answers, {"error": exc.detail})
             return
         _say(answers, {"mode": function.mode})
@@ -90,13 +91,13 @@ def _answer(
         with boundary(f"reward function {name!r}"):
             results = _called(function, asked["episodes"], runner)
             return {"results": [result.model_dump(mode="json") for result in results]}
-    except TaskAppError as exc:
+    except ServiceError as exc:
         return {"error": _told(exc, name)}
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _told(exc: TaskAppError, name: str) -> str:
+def _told(exc: ServiceError, name: str) -> str:
     """Return an error as one sentence; for an invalid answer the exception's name is left out."""
     cause = exc.__cause__
     if isinstance(cause, NoResult):
