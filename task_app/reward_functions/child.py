@@ -48,8 +48,12 @@ def main(file: str, name: str) -> None:
 def _exchange() -> tuple[BinaryIO, BinaryIO]:
     """stdin and stdout, for us alone: the function finds an empty stdin, and prints to stderr."""
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    # A pipe that is closed at its other end, since /dev/null is an ordinary file, with others' output in it,
+    # on a machine that was set up carelessly.
+    empty, far_end = os.pipe()
+    os.close(far_end)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)
     return asked, answers
 

@@ -107,14 +107,12 @@ async def test_a_process_that_closes_its_end_and_lives_on_is_killed_at_the_deadl
 
 
 async def test_run_by_hand_it_ends_alone_and_not_with_the_shell_that_called_it():
-    by_hand = (
-        f"{sys.executable} -m task_app.reward_functions.child {FILE} fair < /dev/null > /dev/null; echo on"
-    )
+    by_hand = f": | {sys.executable} -m task_app.reward_functions.child {FILE} fair; echo on"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     shell = subprocess.run(
         ["sh", "-c", by_hand], env=environ, start_new_session=True, capture_output=True, text=True
     )
-    assert (shell.returncode, shell.stdout) == (0, "on\n")
+    assert (shell.returncode, shell.stdout) == (0, '{"mode": "pointwise"}\non\n')
 
 
 @pytest.mark.parametrize("name", ["hangs", "backtracks"])
