@@ -177,8 +177,6 @@ def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
             made = entry.build()
             if isinstance(made, ConnectedInteraction):
                 made.check(settings)
-    except SettingsError:
-        raise
     except TaskAppError as exc:
         told = exc.detail if exc.detail.startswith(where) else f"{where}: {exc.detail}"
         raise SettingsError(told) from exc

@@ -18,7 +18,7 @@ from task_app.errors import InvalidRequest, TaskAppError, boundary
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 from task_app.routes.wire import LONGEST_ID, EnvId, ForeignBody, ReplyJSON, reply_body, step_json
 from task_app.services import Services, services_of
-from task_app.sessions import idempotency as once
+from task_app.sessions import idempotency
 from task_app.sessions.sessions import EnvironmentSession
 
 router = APIRouter(prefix="/env", tags=["env"])
@@ -199,4 +199,4 @@ def _may_be_plain(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["path"] != ROUTE.path or scope["method"] != "POST":
         return False
     headers = dict(scope["headers"])
-    return headers.get(b"content-type") == JSON and once.HEADER not in headers
+    return headers.get(b"content-type") == JSON and idempotency.HEADER not in headers

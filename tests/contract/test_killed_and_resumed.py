@@ -20,10 +20,8 @@ from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.lock import locked
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.rundir.spool import LEDGER_FILE as LEDGER
-from trainer_backend.rundir.spool import read_ledger
-from trainer_backend.rundir.state import STATE_FILE as STATE
-from trainer_backend.rundir.state import read_state, watch
+from trainer_backend.rundir.spool import LEDGER_FILE, read_ledger
+from trainer_backend.rundir.state import STATE_FILE, read_state, watch
 from trainer_backend.start import run_job
 
 # Two of everything: threads of an update, its steps, siblings; and dropout, which draws.
@@ -174,7 +172,7 @@ def test_a_run_directory_that_cannot_be_written_is_told_before_anything_is_start
 def test_a_run_of_a_version_without_lock_state_log_and_ledger_goes_on(unbroken: RunDirectory, tmp_path: Path):
     shutil.copytree(unbroken.path, tmp_path / "run")
     run = open_run(tmp_path / "run")
-    for name in ("lock", STATE, "run.log", LEDGER):
+    for name in ("lock", STATE_FILE, "run.log", LEDGER_FILE):
         (run.path / name).unlink()
     resumed, _, progress = train_job(exact_job(training__iterations=11), run.path, resume=run)
     assert progress.iteration == 11

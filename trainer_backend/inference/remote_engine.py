@@ -37,7 +37,6 @@ _EVERY_TOKEN = -1  # top_k
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _UNAUTHORISED = frozenset({401, 403})
 _REQUEST_TIMEOUT_S = 600.0
-_STOP_TIMEOUT_S = 10.0
 _MOST_REPLY_BYTES = 16 << 20
 _SHOWN = 300
 # What rounding may make of a certain token; anything above is a probability, or nothing at all.

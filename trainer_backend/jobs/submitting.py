@@ -12,7 +12,7 @@ from trainer_backend.errors import QueueFull, RunsNoJobs, TrainerError
 from trainer_backend.jobs.control import ask_for
 from trainer_backend.jobs.posted import Resolution, checked, resolved
 from trainer_backend.jobs.service import Service, job_named
-from trainer_backend.pages import page as services
+from trainer_backend.pages import page
 from trainer_backend.store import jobs
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
@@ -117,22 +117,22 @@ _log = structlog.get_logger("trainer")
 
 
 class JobsForPages:
-    """Implements dashboard.services.Jobs."""
+    """Implements pages.page.Jobs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def check(self, text: str) -> services.Checked:
+    async def check(self, text: str) -> page.Checked:
         bounds = self._service.settings.bounds
         try:
             found = (await self._service.checks.ask(checked, _bytes_of(text), bounds)).findings
         except TrainerError as error:
-            return services.Checked(errors=(services.Finding(str(error)),))
+            return page.Checked(errors=(page.Finding(str(error)),))
 
-        def of(severity: str) -> tuple[services.Finding, ...]:
-            return tuple(services.Finding(one.text, one.line) for one in found if one.severity == severity)
+        def of(severity: str) -> tuple[page.Finding, ...]:
+            return tuple(page.Finding(one.text, one.line) for one in found if one.severity == severity)
 
-        return services.Checked(errors=of("error"), warnings=of("warning"))
+        return page.Checked(errors=of("error"), warnings=of("warning"))
 
     async def submit(self, text: str, form: str) -> JobRow:
         sent = submission_of(_bytes_of(text), "application/toml")
@@ -141,7 +141,7 @@ class JobsForPages:
         job, _, _ = await submit(self._service, sent, key)
         return job
 
-    async def control(self, job_id: str, action: services.Action) -> JobRow:
+    async def control(self, job_id: str, action: page.Action) -> JobRow:
         return await ask_for(self._service, action, await job_named(self._service, job_id))
 
 
@@ -150,10 +150,10 @@ def _bytes_of(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def dashboard_of(service: Service) -> services.Dashboard:
+def dashboard_of(service: Service) -> page.Dashboard:
     """What the pages work with."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
-    return services.Dashboard(
+    return page.Dashboard(
         service.store, jobs, service.store.clock, examples_in(service.settings.bounds.roots)
     )
 

@@ -21,10 +21,9 @@ from trainer_backend.errors import RunDirectoryError, TrainerError
 from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.slots import ANSWER_S, Line
 from trainer_backend.jobs.states import changes_for_found
-from trainer_backend.rundir import state as state_file
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.spool import LEDGER_FILE
-from trainer_backend.rundir.state import LOG_FILE, watch
+from trainer_backend.rundir.state import LOG_FILE, STATE_FILE, watch
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, StoreUnavailable, UnknownJob
 from trainer_backend.store.jobs import Changes, NewJob
@@ -75,7 +74,7 @@ log = structlog.get_logger("trainer")
 
 # What grows or is replaced while a run goes on: what the store keeps of it, and what is read where it is.
 _STORED = ("metrics.jsonl", LEDGER_FILE, "rollouts", "checkpoints")
-_SHOWN = (LOG_FILE, state_file.STATE_FILE)
+_SHOWN = (LOG_FILE, STATE_FILE)
 # What tells that a directory that could not be shown is another one now: it may be being copied in.
 _NAMING = ("run.json", "job.toml")
 

@@ -26,8 +26,7 @@ from trainer_backend.pages.run_view import (
     success_rates,
 )
 from trainer_backend.pages.series import Chart, Curves, chart_of, table
-from trainer_backend.rundir.state import LOG_FILE as LOG
-from trainer_backend.rundir.state import LogLine, read_log, read_state
+from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
 from trainer_backend.store.rows import ENDED, JobRow, Series
@@ -280,7 +279,7 @@ def _place(store: Store, job: JobRow) -> str:
     """How far the store and the log have come, as the stream of events counts it (jobs/events.py)."""
     lines = reads.last_lines(store, [job.id], _KINDS)[job.id].values()
     row = max((line.number for line in lines), default=0)
-    return f"{row}.{_size(Path(job.run_dir) / LOG) if job.run_dir else 0}"
+    return f"{row}.{_size(Path(job.run_dir) / LOG_FILE) if job.run_dir else 0}"
 
 
 def _size(path: Path) -> int:

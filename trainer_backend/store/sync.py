@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.spool import LEDGER_FILE as LEDGER
+from trainer_backend.rundir.spool import LEDGER_FILE
 from trainer_backend.store.database import Store
 from trainer_backend.store.sync_checkpoints import sync_checkpoints
 from trainer_backend.store.sync_lines import Known, put_ledger, put_metrics, sync_lines
@@ -41,7 +41,7 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool
     parts: list[Callable[[], bool]] = [
         lambda: sync_rollouts(store, job_id, directory.path, known, tidies=tidies),
         lambda: sync_lines(store, job_id, directory.metrics_file, known, put_metrics),
-        lambda: sync_lines(store, job_id, directory.path / LEDGER, known, put_ledger),
+        lambda: sync_lines(store, job_id, directory.path / LEDGER_FILE, known, put_ledger),
         lambda: sync_checkpoints(store, job_id, directory.checkpoints),
     ]
     changed, problems = False, []
