@@ -38,9 +38,6 @@ class Child:
         """
         Args:
             stdout, stderr: a file; PIPE for a stdout that `address` reads; None: ours.
-
-        Raises:
-            OSError: it cannot be started.
         """
         # Its own session: Ctrl-C reaches this process alone, which then ends its children in order.
         process = await asyncio.create_subprocess_exec(

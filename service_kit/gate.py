@@ -279,12 +279,7 @@ class _TooLarge(Protocol):
 
 
 async def whole_body(receive: Receive) -> bytes:
-    """The body, which the gate's receive channel bounds in bytes and time.
-
-    Raises:
-        BodyTooLarge, TooSlow: it is not taken.
-        ClientDisconnect: its sender left before the end; nobody is there to answer.
-    """
+    """The body, which the gate's receive channel bounds in bytes and time."""
     body = bytearray()
     while True:
         try:

@@ -31,11 +31,7 @@ _PURPOSE = b"turnwise session "
 
 
 def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | None:
-    """The key that the variable holds, or the file that `<variable>_FILE` names; None: neither is set.
-
-    Raises:
-        SettingsError: the file cannot be read or is empty, or what is set is no key.
-    """
+    """The key that the variable holds, or the file that `<variable>_FILE` names; None: neither is set."""
     value = environ.get(variable, "").strip()
     file_variable = f"{variable}_FILE"  # how containers hand over secrets
     name = environ.get(file_variable, "")

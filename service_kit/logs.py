@@ -55,11 +55,7 @@ def configure_logs(level: str = "info", *, form: str = "text") -> None:
 
 
 def configure_logs_from(environ: Mapping[str, str] = os.environ) -> None:
-    """As `configure_logs`, by TURNWISE_LOG_LEVEL (info) and TURNWISE_LOG_FORMAT (text).
-
-    Raises:
-        SettingsError: one of the two is not known.
-    """
+    """As `configure_logs`, by TURNWISE_LOG_LEVEL (info) and TURNWISE_LOG_FORMAT (text)."""
     level = _chosen(environ, LEVEL_VARIABLE, "info", _LEVELS)
     configure_logs(level, form=_chosen(environ, FORM_VARIABLE, "text", _RENDERERS))
 

@@ -33,9 +33,6 @@ class Listener:
         host: an address or name of this machine; one that stands for all of them makes a `url` to call it
             on this machine alone.
         port: 0 takes a free one.
-
-    Raises:
-        PortTaken: the port is in use or may not be bound, or there is no such host.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -143,11 +140,7 @@ class ServerThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Serve, and return the base URL.
-
-        Raises:
-            ServiceError: the server did not come up in time.
-        """
+        """Serve, and return the base URL."""
         self._thread = threading.Thread(target=self._serve, name="turnwise-server", daemon=True)
         self._thread.start()
         if not self._over.wait(START_TIMEOUT_S) or not self._server.started:

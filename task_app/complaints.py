@@ -38,11 +38,7 @@ def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] =
 
 
 def validated(model: type[M], value: Any, *, where: str) -> M:
-    """What a part of a body holds, as the model of it.
-
-    Raises:
-        InvalidRequest: it is none; `where` is the body path of the part.
-    """
+    """What a part of a body holds, as the model of it."""
     try:
         return model.model_validate(value)
     except ValidationError as exc:

@@ -26,12 +26,7 @@ _KINDS: dict[str, tuple[type[Any], str]] = {
 
 
 def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
-    """The plug boards with the entries of all files.
-
-    Raises:
-        SettingsError: a file is not there or raises, defines no board, holds what is no plug-in, or a
-            name that is taken.
-    """
+    """The plug boards with the entries of all files."""
     for file in files:
         found = _boards_of(file)
         rewards = {
@@ -72,11 +67,7 @@ def _joined(known: Mapping[str, Any], more: Mapping[str, Any], *, kind: str, fil
 
 
 def module_of(file: Path) -> ModuleType:
-    """Import the file. Its neighbours can be imported by it.
-
-    Raises:
-        SettingsError: it is not there, is no Python, or raises.
-    """
+    """Import the file. Its neighbours can be imported by it."""
     if not file.is_file():
         raise SettingsError(f"--plugins {file}: no such file")
     # What is installed comes first, so that no neighbour replaces it.

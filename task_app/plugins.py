@@ -163,11 +163,7 @@ class PlugBoards:
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
 
     def environment_name(self, name: str, *, where: str = "") -> str:
-        """The name on the board that `name` stands for: itself, or what it is an alias of.
-
-        Raises:
-            UnknownName: it is neither, with the body path below `where`.
-        """
+        """The name on the board that `name` stands for: itself, or what it is an alias of."""
         return _named("environment", name, self.environments, ENVIRONMENT_ALIASES, where=where + "env_name")
 
     def policy_name(self, name: str, *, where: str = "") -> str:
@@ -175,42 +171,26 @@ class PlugBoards:
         return _named("policy", name, self.policies, POLICY_ALIASES, where=where + "policy_name")
 
     def reward_function(self, name: str, *, where: str = "") -> RewardPlugin:
-        """The named reward function.
-
-        Raises:
-            UnknownName: with the body path below `where`.
-        """
+        """The named reward function."""
         plugin = self.reward_functions.get(name)
         if plugin is None:
             raise UnknownName("reward function", name, self.reward_functions, where=where + "reward_function")
         return plugin
 
     def environment(self, name: str, config: Mapping[str, Any], *, where: str = "") -> Environment:
-        """Build the named environment.
-
-        Raises:
-            UnknownName, InvalidRequest: with the body path below `where`.
-        """
+        """Build the named environment."""
         plugin = self._environment_plugin(name, where=where)
         return plugin.build(validated(plugin.config, config, where=where + "config"))
 
     def state_keys(
         self, env_name: str, environment: Environment, *, where: str = ""
     ) -> dict[str, StateKey | PromptKey]:
-        """The state keys of an environment, which was built by that name.
-
-        Raises:
-            UnknownName: with the body path below `where`.
-        """
+        """The state keys of an environment, which was built by that name."""
         own = self._environment_plugin(env_name, where=where).state_keys
         return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 
     def resolved(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
-        """The same environment with every setting written out, so that equal ones compare equal.
-
-        Raises:
-            UnknownName, InvalidRequest: with the body path below `where`.
-        """
+        """The same environment with every setting written out, so that equal ones compare equal."""
         name = self.environment_name(spec.env_name, where=where)
         config = validated(self.environments[name].config, spec.config, where=where + "config")
         return EnvSpec(env_name=name, config=config.model_dump(mode="json"))

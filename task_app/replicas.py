@@ -52,11 +52,7 @@ class Replica:
         self._child: Child | None = None
 
     async def keep_running(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Until cancelled, which ends the process in order.
-
-        Raises:
-            Refused: it could not start at all.
-        """
+        """Until cancelled, which ends the process in order."""
         pause_s = 0.0
         try:
             while True:

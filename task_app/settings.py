@@ -187,11 +187,7 @@ class Settings(Body):
         return (*self.allowed_inference_hosts, *own)
 
     def with_hosts(self, hosts: Iterable[str]) -> "Settings":
-        """These settings, with more hosts that an inference_url may name.
-
-        Raises:
-            SettingsError: one is no `host` or `host:port`.
-        """
+        """These settings, with more hosts that an inference_url may name."""
         listed = (*self.allowed_inference_hosts, *hosts)
         try:
             return Settings(**{**dict(self), "allowed_inference_hosts": listed})
@@ -207,11 +203,7 @@ class Settings(Body):
 
 
 def settings_from_environ(environ: Mapping[str, str]) -> Settings:
-    """Read the table from environment variables.
-
-    Raises:
-        SettingsError: a value is out of its bounds or no number, or a name is misspelt; never shows a key.
-    """
+    """Read the table from environment variables."""
     _check_spelling(environ)
     found: dict[str, Any] = {"api_keys": _keys(environ)}
     for name in Settings.model_fields:

@@ -36,11 +36,7 @@ class Threads:
         self.stuck = 0
 
     async def run(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
-        """What `call(*arguments)` returns or raises. To cancel the wait does not stop the call.
-
-        Raises:
-            CapacityReached: as many calls hang as may run.
-        """
+        """What `call(*arguments)` returns or raises. To cancel the wait does not stop the call."""
         if self.stuck >= self._most:
             raise CapacityReached(
                 f"{self.stuck} calls of plug-ins hang in this task app; it starts no more of them",

@@ -38,21 +38,13 @@ class OpenEnvSession:
 
     @classmethod
     async def start(cls, services: Services, env_name: str, body: OpenEnvReset) -> "OpenEnvSession":
-        """A new environment in the world of the seed.
-
-        Raises:
-            CapacityReached, UnknownName, InvalidRequest: it cannot be had.
-        """
+        """A new environment in the world of the seed."""
         session_id, _ = await opened(services, env_name, body.config or {}, seed=body.seed or 0)
         return cls(services, env_name, session_id, body.episode_id or session_id)
 
     @classmethod
     def of(cls, services: Services, env_name: str, session_id: str) -> "OpenEnvSession":
-        """The session that is there already.
-
-        Raises:
-            UnknownId: there is none, or it is of another environment.
-        """
+        """The session that is there already."""
         found = services.environments.get(session_id, where="session_id").spec.env_name
         if found != services.boards.environment_name(env_name):
             hint = f"it is one of environment {found!r}"
@@ -76,12 +68,7 @@ class OpenEnvSession:
         return reset_data(session.observation, metadata)
 
     async def step(self, action: Mapping[str, Any], *, where: str, ignored: list[str]) -> dict[str, Any]:
-        """Take one decision, or tell the tools.
-
-        Raises:
-            InvalidRequest: the action cannot be read.
-            EpisodeOver, UnknownId: no further decision is possible.
-        """
+        """Take one decision, or tell the tools."""
         session = self.session
         tools = session.environment.tools()
         if is_list_tools(action):

@@ -77,11 +77,7 @@ class Conversation:
         self._found = OpenEnvSession.of(services, env_name, session_id) if session_id is not None else None
 
     async def answer(self, text: str) -> str | None:
-        """The answer to one message; None closes the socket.
-
-        Raises:
-            UnknownId: the session has expired; there is nothing to go on with.
-        """
+        """The answer to one message; None closes the socket."""
         try:
             kind, data = _read(text, self._services.settings.max_body_bytes)
             if kind == "close":

@@ -42,11 +42,7 @@ def is_list_tools(action: Mapping[str, Any]) -> bool:
 def read_action(
     action: Mapping[str, Any], tools: Sequence[ToolSpec], *, at_most: int, where: str
 ) -> tuple[ToolRequest, ...]:
-    """The tool calls of an action.
-
-    Raises:
-        InvalidRequest: it is none of the forms above, or holds more than `at_most` calls.
-    """
+    """The tool calls of an action."""
     calls = _calls_of({name: value for name, value in action.items() if name != "metadata"}, tools)
     if calls is None:
         offered = ", ".join(tool.function.name for tool in tools)

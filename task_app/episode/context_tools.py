@@ -247,9 +247,6 @@ def cut_out(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
     Args:
         text: as it was said.
         spans: cut from it before.
-
-    Raises:
-        ValueError: the words do not stand in what is left of the text.
     """
     begin = _first(text, start, spans, after=0)
     if begin is None:

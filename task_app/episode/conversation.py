@@ -153,11 +153,7 @@ class Conversation:
         return replace(outcome, invalid_reason=invalid_reason, results=tuple(texts))
 
     def _results(self, read: ReadAction, outcome: DecisionOutcome) -> dict[int, str]:
-        """The environment's result of each of its own calls, by the call's place in the message.
-
-        Raises:
-            CriticalError: there are fewer or more of them: nobody could tell which call each belongs to.
-        """
+        """The environment's result of each of its own calls, by the call's place in the message."""
         own = [i for i, request in enumerate(read.requests) if not self._is_the_loops(request.name)]
         if len(own) != len(outcome.results):
             raise CriticalError(

@@ -86,11 +86,7 @@ class History:
 
     @classmethod
     def opened(cls, messages: Sequence[Message], *, shows_ids: bool) -> "History":
-        """The history of an episode that has not begun: what its environment opens with.
-
-        Raises:
-            ValueError: there is no message.
-        """
+        """The history of an episode that has not begun: what its environment opens with."""
         if not messages:
             raise ValueError("a conversation opens with at least one message, and there is none")
         history = cls(shows_ids, [])
@@ -107,9 +103,6 @@ class History:
 
         Args:
             fields: what the text says, where that is an object: shown beside the ids, not as text in text.
-
-        Raises:
-            ValueError: no assistant message has spoken.
         """
         invoking = self.last_assistant_id
         if invoking is None:

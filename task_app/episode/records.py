@@ -60,11 +60,7 @@ def observation_data(observation: Observation, decided: Decided | None = None) -
 
 
 def step_data(decided: Decided, *, policy_name: str, step_rewards: StepRewards) -> StepData:
-    """The record of a decision that did not end the episode; `ended` marks the last one.
-
-    Raises:
-        ValueError: a field cannot be recorded; a fault of the environment or of the policy.
-    """
+    """The record of a decision that did not end the episode; `ended` marks the last one."""
     choice, outcome = decided.choice, decided.carried.outcome
     return StepData(
         turn=decided.turn,

@@ -128,11 +128,7 @@ def keys_by_name(
 def chosen_keys(
     names: Sequence[str], known: Mapping[str, StateKey | PromptKey], *, where: str
 ) -> dict[str, StateKey | PromptKey]:
-    """The keys of those names.
-
-    Raises:
-        UnknownName: a name that there is not.
-    """
+    """The keys of those names."""
     for index, name in enumerate(names):
         if name not in known:
             raise UnknownName("state key", name, known, where=f"{where}.{index}")

@@ -152,10 +152,6 @@ class RLRolloutWorker:
 
         Returns:
             The steps, the whole conversation, and the ground truth of the task definition.
-
-        Raises:
-            EpisodeFailed: no trajectory came out; its `decisions_done` says how far it got.
-            JournalFailed: so too, of an environment that is a living session.
         """
         assert self._stop_reason is None, "a worker runs one episode"
         self._started_s = self._clock()
@@ -273,9 +269,6 @@ class RLRolloutWorker:
 
         None: it does not fit the model, so that no decision could have followed; the time is over; or the
         server does not tell tokens.
-
-        Raises:
-            PolicyUnavailable, CriticalError: as in any decision; the rollout fails, and is planned again.
         """
         prompt = self._prompts.prompt(self._observation)
         observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
@@ -364,11 +357,7 @@ def _limited(task: TaskDefinitionModel, max_episode_steps: int | None) -> TaskDe
 
 
 def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """The environment that a task names, and what of its messages that one does not say by itself.
-
-    Raises:
-        UnknownName, InvalidRequest: there is none of this name, or its config is wrong.
-    """
+    """The environment that a task names, and what of its messages that one does not say by itself."""
     config, opening = dict(task.base_resource_config), task.messages
     plugin = ENVIRONMENTS.get(task.resource_type)
     if plugin is None:
@@ -404,11 +393,6 @@ async def execute(
     Args:
         before: the last observation; a terminate action, which runs no env step, keeps it.
         timeout_s: the whole episode's time, since the environment is not to blame for the policy's share.
-
-    Raises:
-        CriticalError: the environment raised what it may not raise.
-        DeadlineExceeded: its step did not return in time.
-        JournalFailed: of an environment that is a living session.
     """
     if read.terminate:
         # No env step: what the last one paid is not paid again.
@@ -430,13 +414,7 @@ async def execute(
 async def ask(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
 ) -> tuple[Choice, ReadAction] | None:
-    """Ask the policy for one action; None: it was too slow, which is its own fault and ends the episode.
-
-    Raises:
-        PolicyUnavailable: the model could not be reached, whether or not the time also ran out.
-        ContextLengthExceeded: the prompt does not fit.
-        CriticalError: the policy raised an unexpected error, or returned no action.
-    """
+    """Ask the policy for one action; None: it was too slow, which is its own fault and ends the episode."""
     try:
         async with asyncio.timeout(max(0.0, timeout_s)):
             with boundary(f"policy {policy_name(policy)}"):

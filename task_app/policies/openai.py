@@ -63,12 +63,7 @@ class Endpoint:
         self._timeout_s, self._max_reply_bytes = timeout_s, max_reply_bytes
 
     async def post(self, data: bytes) -> tuple[int, bytes, float | None]:
-        """Status, body, and after how many seconds the server wants to be asked again, if it says so.
-
-        Raises:
-            TryAgain: no answer in time, or the connection failed.
-            PolicyUnavailable: the answer is no HTTP, or too long.
-        """
+        """Status, body, and after how many seconds the server wants to be asked again, if it says so."""
         try:
             if self._session is not None:
                 return await self._posted(self._session, data)

@@ -128,10 +128,6 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] |
     Args:
         inference_url: as the caller wrote it.
         allowed_hosts: `host` (any port) or `host:port`; None allows any.
-
-    Raises:
-        InvalidRequest: not an http(s) URL with a host, or one with a user name or password in it.
-        HostNotAllowed: the host is not on the list.
     """
     parts = _split(inference_url)
     if allowed_hosts is not None:

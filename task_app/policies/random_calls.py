@@ -20,9 +20,6 @@ def random_call(
         tools: on offer, in OpenAI's form; at least one.
         source: of chance.
         longest: most elements of a list, where its schema allows fewer or as many.
-
-    Raises:
-        ValueError: a schema refers to a definition that it does not hold.
     """
     # One tool costs no draw, so that play with it depends on its arguments alone.
     function = (tools[0] if len(tools) == 1 else source.choice(tools))["function"]
@@ -37,9 +34,6 @@ def random_value(schema: Schema, source: random.Random, *, longest: int, root: S
 
     Args:
         root: holds the definitions that `$ref` names.
-
-    Raises:
-        ValueError: `$ref` names none of them.
     """
 
     def inner(part: Schema) -> Any:

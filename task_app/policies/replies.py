@@ -59,9 +59,6 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
     Args:
         read_tokens: finds the exact tokens.
         logprobs: whether OpenAI's log-probs were asked for.
-
-    Raises:
-        PolicyUnavailable: the body is no chat completion, or its log-probs are none.
     """
     reply = parse_object(body)
     choice = _first_choice(reply)
@@ -196,11 +193,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """Read the exact tokens that our own gateway sends; None if one of its fields is missing.
-
-    Raises:
-        PolicyUnavailable: they are there, and are no tokens with their log-probs.
-    """
+    """Read the exact tokens that our own gateway sends; None if one of its fields is missing."""
     found = {
         "prompt_token_ids": reply.get("prompt_token_ids"),
         "token_ids": choice.get("token_ids"),
@@ -231,10 +224,7 @@ def _plain_logprob(entry: Any, index: int) -> tuple[str, float]:
 
 
 def checked_tokens(found: Mapping[str, Any]) -> PolicyLogprobs:
-    """
-    Raises:
-        PolicyUnavailable: a field has another type, the lists do not fit, or a log-prob is not finite.
-    """
+    """"""
     try:
         tokens = PolicyLogprobs.model_validate(found)
     except ValidationError as exc:
@@ -284,10 +274,6 @@ class WholeReplies:
     One object reads one conversation; call it with a reply and its first choice. The part of a prompt that
     repeats the last prompt and answer counts as reused, as in replies of our own gateway. So wire and
     segments grow only with the conversation.
-
-    Raises:
-        PolicyUnavailable: token ids or log-probs are missing, or do not fit. A sample without them can be
-            weighted by nothing, so it is a failure and never data.
     """
 
     def __init__(self) -> None:

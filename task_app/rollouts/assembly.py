@@ -61,9 +61,6 @@ class Assembly:
             request: what to run.
             context: what its policy gets beside its config.
             where: body path of the request, with a dot at its end.
-
-        Raises:
-            InvalidRequest, UnknownName, HostNotAllowed, SnapshotRefused: with the body path of what is wrong.
         """
         env, policy_config, switches = _without_switches(request, where=where)
         if request.reward_function is not None:
@@ -134,11 +131,7 @@ class Assembly:
 def _without_switches(
     request: RolloutRequest, *, where: str
 ) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
-    """The environment and the policy's config without the training switches; these, if anybody named them.
-
-    Raises:
-        InvalidRequest: two places name different ones.
-    """
+    """The environment and the policy's config without the training switches; these, if anybody named them."""
     env_config, found = take_step_rewards(request.env.config, where=where + "env.config")
     policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
     found |= of_policy
@@ -151,11 +144,7 @@ def _without_switches(
 def _prompts(
     request: RolloutRequest, environment: Environment, interactions: Interactions, *, where: str
 ) -> Prompts:
-    """How the environment's prompts come about, and who answers in its conversation.
-
-    Raises:
-        InvalidRequest, UnknownName: what is asked for has no effect here, or nobody would score the answers.
-    """
+    """How the environment's prompts come about, and who answers in its conversation."""
     asked = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
         if asked is not None:
@@ -252,13 +241,7 @@ class KeptMoments:
     async def __call__(
         self, environment: Environment, steps: Sequence[StepData], past: Sequence[PastDecision]
     ) -> str | None:
-        """The environment after `steps`, which the next decision is about to change; None: not this one.
-
-        Raises:
-            CriticalError: the environment raises.
-            DeadlineExceeded: it did not return in time.
-            SnapshotRefused: it holds more than a task app takes back.
-        """
+        """The environment after `steps`, which the next decision is about to change; None: not this one."""
         if len(steps) + 1 not in self.turns:
             return None
         assert isinstance(environment, RestorableEnvironment), "looked at when the request was read"
@@ -290,9 +273,6 @@ class KeptMoments:
 
 
 def refuse_unrestorable(environment: Environment, *, where: str) -> None:
-    """
-    Raises:
-        NotRestorable: moments of this environment cannot be kept; `where` is the request's body path.
-    """
+    """"""
     if not isinstance(environment, RestorableEnvironment):
         raise NotRestorable("environment", environment.name, where=where)

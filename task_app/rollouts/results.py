@@ -179,11 +179,7 @@ class Results:
         return f"{self.instance_id}.{sequence}"
 
     def sequence_of(self, cursor: str | None) -> int:
-        """Return the number in a cursor; 0 without a cursor.
-
-        Raises:
-            CursorExpired: the cursor is of another instance, whose rollouts are gone.
-        """
+        """Return the number in a cursor; 0 without a cursor."""
         if not cursor:
             return 0
         instance_id, _, number = cursor.rpartition(".")
@@ -236,9 +232,6 @@ def new_and_known(batch: RolloutBatch, find: Callable[[str], Record | None]) -> 
     Args:
         batch: as it came.
         find: the record of a rollout that is held.
-
-    Raises:
-        Conflict: an id is taken by another body.
     """
     new: dict[str, New] = {}
     known: list[str] = []

@@ -81,13 +81,7 @@ class RolloutRunner:
         self._draining = False
 
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
-        """Queue the new requests of a batch; the whole batch is checked first.
-
-        Raises:
-            InvalidRequest, UnknownName, HostNotAllowed: a request cannot run; `where` is its body path.
-            Conflict: an id is taken by another body.
-            CapacityReached, ShuttingDown: later, perhaps.
-        """
+        """Queue the new requests of a batch; the whole batch is checked first."""
         self._check_open()
         if len(batch.rollouts) > self._settings.max_rollouts_per_request:
             raise InvalidRequest(
@@ -146,9 +140,6 @@ class RolloutRunner:
 
         It is listed and cancelled like every other while it lives, and forgotten when it has ended. A call
         that is itself cancelled (its client is gone) cancels the rollout.
-
-        Raises:
-            RunAborted, CapacityReached, ShuttingDown: it was not started.
         """
         self._check_open()
         self.runs.check_not_aborted(request.run_id, where="run_id")

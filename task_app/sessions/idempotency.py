@@ -62,12 +62,7 @@ class Once:
             await self._carry_out(work, scope, given(body, receive), send)
 
     async def _earlier(self, key: str, digest: str) -> Answer | None:
-        """The answer of this request if it came before, waited for if that is still carried out.
-
-        Raises:
-            IdempotencyConflict: the key came with another request.
-            JournalFailed: it was carried out, but the answer cannot be written.
-        """
+        """The answer of this request if it came before, waited for if that is still carried out."""
         while (work := self._requests.get(key)) is not None:
             _check_same(work.digest, digest)
             if work.is_open:

@@ -173,12 +173,7 @@ class Database:
         return self._connection
 
     def open(self) -> None:
-        """Open it, if that is still to be done.
-
-        Raises:
-            SettingsError: the folder cannot be used, another task app uses it, or the database in it is
-                damaged or of another format.
-        """
+        """Open it, if that is still to be done."""
         if self._connection is not None:
             return
         if self.folder is None:
@@ -198,11 +193,7 @@ class Database:
             self._connection = None
 
     def answer(self, key: str) -> tuple[str, Answer | None] | None:
-        """The digest of the request that a key came with, and its answer, or None for a lost one.
-
-        Raises:
-            JournalFailed: it cannot be read.
-        """
+        """The digest of the request that a key came with, and its answer, or None for a lost one."""
         asked = "SELECT digest, status, headers, body FROM answers WHERE key = ? AND at_s >= ?"
         try:
             with self._lock:
@@ -230,9 +221,6 @@ class Database:
             statements: what was done.
             wording: the same in words, for an error.
             whole: they say all of the session, so what was not written yet need not be.
-
-        Raises:
-            JournalFailed: the next write takes it along.
         """
         with self._lock:
             own = _open_work()
@@ -249,11 +237,7 @@ class Database:
             del self._unwritten.pop(session_id).changes[session_id]
 
     def write(self, work: Work, wording: Wording = CARRIED_OUT) -> None:
-        """Write in one transaction what a request did, its answer, and what could not be written before.
-
-        Raises:
-            JournalFailed: nothing was written; the next write tries again.
-        """
+        """Write in one transaction what a request did, its answer, and what could not be written before."""
         with self._lock:
             works = list(dict.fromkeys([*self._backlog, work]))
             try:

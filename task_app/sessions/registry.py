@@ -103,12 +103,7 @@ class Sessions(Generic[S]):
             )
 
     def add(self, session: S) -> str:
-        """Keep the session; its new id.
-
-        Raises:
-            CapacityReached, ShuttingDown: no further session fits, or is taken.
-            JournalFailed: it could not be written down.
-        """
+        """Keep the session; its new id."""
         self.check_capacity()
         session_id = f"{self._kind}_{secrets.token_hex(8)}"
         self._opened(session_id, session)
@@ -124,11 +119,7 @@ class Sessions(Generic[S]):
         self._on_add(session)
 
     def get(self, session_id: str, *, where: str) -> S:
-        """The session, which counts as used now.
-
-        Raises:
-            UnknownId: never existed, was terminated, or was idle for too long.
-        """
+        """The session, which counts as used now."""
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownId(self._kind, session_id, where=where, hint="terminated, or idle for too long?")

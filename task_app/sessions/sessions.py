@@ -131,20 +131,11 @@ class EnvironmentSession:
         return steps_quickly(self.environment) and not self.lock.locked()
 
     async def reset(self, seed: int) -> Observation:
-        """Start the world of `seed`; counters and history begin anew.
-
-        Raises:
-            SessionBusy: an earlier request did not end in time.
-        """
+        """Start the world of `seed`; counters and history begin anew."""
         return await self._whole(self._reset(seed))
 
     async def step(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
-        """Carry out one decision; the observation before it, and what came of it.
-
-        Raises:
-            EpisodeOver: the episode has ended.
-            SessionBusy: an earlier request did not end in time.
-        """
+        """Carry out one decision; the observation before it, and what came of it."""
         if not steps_quickly(self.environment):
             return await self._whole(self._step_in_thread(requests))
         async with self.lock:
@@ -220,11 +211,7 @@ class EnvironmentSession:
             self.journal.ready(self)
 
     def prompt(self) -> tuple[Message, ...]:
-        """The messages of the next decision.
-
-        Raises:
-            EpisodeOver: there is none; a model need not be asked.
-        """
+        """The messages of the next decision."""
         if self.over:
             raise EpisodeOver("the episode has ended; no further decision is possible")
         with boundary("environment.messages"):

@@ -73,11 +73,7 @@ F = TypeVar("F", bound=Body)
 
 
 def take_environment(session: EnvironmentSession, boards: PlugBoards, *, where: str) -> EnvironmentSnapshot:
-    """The session now; the caller holds its lock.
-
-    Raises:
-        NotRestorable: the environment has no snapshot() and restore(); `where` names the session.
-    """
+    """The session now; the caller holds its lock."""
     environment = session.environment
     if not isinstance(environment, RestorableEnvironment):
         raise NotRestorable("environment", environment.name, where=where)
@@ -98,12 +94,7 @@ def take_environment(session: EnvironmentSession, boards: PlugBoards, *, where: 
 
 
 def environment_session(snapshot: EnvironmentSnapshot, boards: PlugBoards) -> EnvironmentSession:
-    """A session that goes on exactly like the one that the snapshot was taken of.
-
-    Raises:
-        UnknownName, InvalidRequest: this task app has no such environment, or not with this config.
-        NotRestorable, SnapshotRefused: the environment cannot be restored, or not from this.
-    """
+    """A session that goes on exactly like the one that the snapshot was taken of."""
     facts = snapshot.facts
     environment = boards.environment(facts.env.env_name, facts.env.config, where="snapshot.env.")
     session = EnvironmentSession(
@@ -141,21 +132,13 @@ def seal_environment(snapshot: EnvironmentSnapshot, *, at_most_bytes: int) -> by
 
 
 def open_environment(data: bytes, *, at_most_bytes: int) -> EnvironmentSnapshot:
-    """Return the snapshot that `seal_environment` sealed.
-
-    Raises:
-        SnapshotRefused: it is none of an environment, not whole, or does not say what it should.
-    """
+    """Return the snapshot that `seal_environment` sealed."""
     contents = open_envelope("environment", data, at_most_bytes=at_most_bytes)
     return EnvironmentSnapshot(_facts(EnvironmentFacts, contents.head), contents.state)
 
 
 def take_policy(session: PolicySession, *, where: str) -> PolicyFacts:
-    """The session now; the caller holds its lock.
-
-    Raises:
-        NotRestorable: the policy has no snapshot() and restore(); `where` names the session.
-    """
+    """The session now; the caller holds its lock."""
     if not isinstance(session.policy, RestorablePolicy):
         raise NotRestorable("policy", policy_name(session.policy), where=where)
     with boundary(f"policy {policy_name(session.policy)}"):
@@ -172,12 +155,7 @@ def take_policy(session: PolicySession, *, where: str) -> PolicyFacts:
 
 
 def policy_session(facts: PolicyFacts, boards: PlugBoards, context: PolicyContext) -> PolicySession:
-    """A session that decides on like the one that the facts are of; it is bound to no environment yet.
-
-    Raises:
-        UnknownName, InvalidRequest, HostNotAllowed: this task app would not make such a policy.
-        NotRestorable, SnapshotRefused: the policy cannot be restored, or not from this.
-    """
+    """A session that decides on like the one that the facts are of; it is bound to no environment yet."""
     spec, env = facts.policy, facts.env
     policy = boards.policy(spec.policy_name, spec.config, context, where="snapshot.policy.")
     if not isinstance(policy, RestorablePolicy):

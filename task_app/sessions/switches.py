@@ -29,9 +29,6 @@ def take_step_rewards(
         where: the body path of `config`.
         training: the table that stood beside it.
         rollout: what stood there under that name.
-
-    Raises:
-        InvalidRequest: the switches are not valid.
     """
     taken = {KEY, TABLE} | ({ROLLOUT} if _published(config.get(ROLLOUT)) else set())
     rest = {name: value for name, value in config.items() if name not in taken}
@@ -57,20 +54,12 @@ def _published(rollout: Any) -> dict[str, Any]:
 
 
 def training_table(table: Any, *, where: str) -> StepRewards:
-    """The switches of a table with the published names.
-
-    Raises:
-        InvalidRequest: it is no table, or holds an unknown name or a wrong value.
-    """
+    """The switches of a table with the published names."""
     return validated(TrainingSwitches, table, where=where).step_rewards
 
 
 def agreed_step_rewards(found: Mapping[str, StepRewards]) -> StepRewards:
-    """The one value of all places; none given means off.
-
-    Raises:
-        InvalidRequest: two places differ; silently preferring one would train on another reward.
-    """
+    """The one value of all places; none given means off."""
     places = list(found)
     for place in places[1:]:
         if found[place] != found[places[0]]:

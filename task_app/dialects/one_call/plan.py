@@ -58,9 +58,6 @@ def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> 
     """The model server's key: `inference_key`, or `api_key` or the bearer of `extra_headers` in the config.
 
     The latter two are taken out of `own`, which the reply shows.
-
-    Raises:
-        InvalidRequest: two of them differ, or one is no key.
     """
     keys = {"inference_key": body.policy.inference_key} if body.policy.inference_key is not None else {}
     if (key := own.pop("api_key", None)) is not None:
@@ -180,9 +177,6 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
 
     Args:
         settings: what the operator says of what the request leaves out.
-
-    Raises:
-        InvalidRequest: it cannot be played as it was meant; `where` is the body path.
     """
     warnings: list[str] = []
     warn = warnings.append

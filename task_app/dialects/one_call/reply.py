@@ -69,11 +69,7 @@ class Stepwise:
 
 
 def read_stepwise(raw: Any, *, where: str) -> Stepwise:
-    """`config.step_rewards` of a legacy request.
-
-    Raises:
-        InvalidRequest: an unknown key, value or strategy.
-    """
+    """`config.step_rewards` of a legacy request."""
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where} is no object", where=where)
     own = {name: raw[name] for name in _Strategy.model_fields if raw.get(name) is not None}
@@ -222,12 +218,7 @@ class Wanted:
 
 
 def reply(episodes: Sequence[Episode], names: Names, wanted: Wanted, *, aborted: bool) -> dict[str, Any]:
-    """The whole answer.
-
-    Raises:
-        CriticalError: the environment or the policy broke; that is no soft failure.
-        JournalFailed: nothing was done.
-    """
+    """The whole answer."""
     for episode in episodes:
         failure = episode.failure
         if failure is not None and (isinstance(failure, CriticalError) or _did_nothing(episode)):

@@ -88,9 +88,6 @@ def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[d
 
     The forms follow from the tool's schema (one list argument of named choices). Other calls pass unchanged,
     and the environment judges them.
-
-    Raises:
-        ValueError: it holds neither, or no list of them; the message says so.
     """
     chooser = _chooser(tools)
     if "tool_calls" in action:

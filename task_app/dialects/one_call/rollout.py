@@ -58,13 +58,7 @@ class Played:
 
 
 async def legacy_rollout(services: Services, body: LegacyRollout) -> dict[str, Any]:
-    """Play what the request asks for; its reply.
-
-    Raises:
-        InvalidRequest, UnknownId, EpisodeOver, InferenceKeyNeeded: it was not played.
-        CapacityReached, SessionBusy, ShuttingDown: later, perhaps.
-        CriticalError: the environment or the policy broke.
-    """
+    """Play what the request asks for; its reply."""
     plan = plan_rollout(body, services.boards, services.settings)
     async with _cast(services, body, plan) as cast:
         played = await _play(services, body, plan, cast)
@@ -162,11 +156,7 @@ async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast:
 
 
 def _tell_of_the_stop(body: LegacyRollout, played: Played) -> None:
-    """A rollout that was cut short is to be asked for again, unless that would do something twice.
-
-    Raises:
-        ShuttingDown: nothing outlives it.
-    """
+    """A rollout that was cut short is to be asked for again, unless that would do something twice."""
     done = sum(len(episode.steps) for episode in played.episodes)
     if not done or (body.env.env_id is None and body.policy.policy_id is None):
         raise ShuttingDown("this task app stopped before the rollout was over; nothing of it is kept")

@@ -27,11 +27,7 @@ class Chunks:
 
 
 def chunked(text: str, *, size: int, overlap: int) -> Chunks:
-    """Cut after the last white space that fits, or in the middle of a word that is longer than a chunk.
-
-    Raises:
-        ValueError: a chunk repeats more than half of another, or there would be too many.
-    """
+    """Cut after the last white space that fits, or in the middle of a word that is longer than a chunk."""
     if overlap > size // 2:
         raise ValueError(f"overlap is {overlap}; at most half of chunk_size, {size // 2}, is allowed")
     spans: list[tuple[int, int]] = []

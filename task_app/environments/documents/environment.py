@@ -347,11 +347,7 @@ def pack(desk: Desk, *, seed: int, reward: float) -> bytes:
 
 
 def desk_of(state: ReaderState, fresh: Desk) -> Desk:
-    """The desk at that moment; `fresh` is the one that the episode began with.
-
-    Raises:
-        ValueError: it was another document's, or its index cannot be.
-    """
+    """The desk at that moment; `fresh` is the one that the episode began with."""
     document = fresh.document
     if state.chars != len(document):
         raise ValueError(
