@@ -172,7 +172,7 @@ class Settings(Body):
     max_calls_per_step: int = Field(default=16, ge=1, le=1_000)
     max_steps_per_request: int = Field(default=1_024, ge=1, le=100_000, description="of /env/step_many")
     max_frames: int = Field(
-        default=240, ge=2, le=10_000, description="of /rollouts/{rollout_id}/frames; a longer one shows fewer"
+        default=240, ge=2, le=10_000, description="of one /rollouts/{rollout_id}/frames, or of one /replay"
     )
     max_replay_s: float = Field(default=20.0, gt=0.0, le=600.0, description="of an episode for its frames")
     max_seeds_per_request: int = Field(default=64, ge=1, le=10_000)

@@ -14,7 +14,7 @@
     │   ├── SamplerMismatch        sampler and learner give a token other log-probs than rounding explains
     │   └── OutOfMemory            it did not fit the device
     ├── TaskAppError               a task app refused, or could not be reached in time
-    │   ├── NoPictures             there are none of an episode (pages/stored.py)
+    │   ├── NoPictures             there are none of an episode (collect/wire.py)
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/wire.py)
     │   └── Refused                it finds something wrong in a request (collect/wire.py)
     ├── BadAddress, UnknownTurn, OnlyShows   what an address of the dashboard asks for (pages/page.py)

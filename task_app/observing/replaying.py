@@ -1,7 +1,7 @@
-"""A finished rollout played again on a fresh environment, for its pictures, and held against the record.
+"""Pictures for people: an environment as it is now, and a recorded episode, which is played again for them.
 
-Environments are reproducible, so seed and tool calls are enough. A replay that departs from the record is
-refused: its pictures would show another episode.
+Environments are reproducible, so a replay needs only the seed and the tool calls. A replay that departs from
+the record is refused: its pictures would show another episode.
 """
 
 import io
@@ -15,16 +15,14 @@ import numpy.typing as npt
 from PIL import Image
 
 from service_kit.errors import RequestDeadline
+from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, Trajectory
 from task_app.episode.actions import tool_request
-from task_app.errors import Conflict, InvalidRequest, UnknownId, boundary
+from task_app.errors import Conflict, InvalidRequest, TaskAppError, UnknownId, boundary
 from task_app.plugins import PlugBoards
 from task_app.protocols import Environment
 from task_app.rollouts.results import Record
 from task_app.sessions.switches import take_step_rewards
-
-# Pictures of an environment, for people: what can be drawn, PNG of a moment, animated GIF of an episode.
 
 _PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
 Picture = npt.NDArray[np.uint8]
@@ -73,25 +71,30 @@ class ReplayDeparts(Conflict):
     code = "replay_departs"
 
 
+class NoPictures(TaskAppError):
+    code = "no_pictures"
+    status = 404
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """An environment in which nothing was played yet, and the episode to play in it."""
+    """A fresh environment that can be drawn, and the record of the episode to play in it."""
 
     environment: Environment
-    episode: Trajectory
+    record: Sequence[ReplayTurn]
     seed: int
 
     def every(self, at_most: int) -> int:
         """The smallest n so that the start, every n-th decision and the last are at most so many frames."""
-        last = len(self.episode.steps)
+        last = len(self.record)
         return next(n for n in range(1, last + 2) if len(_turns(last, n)) <= max(2, at_most))
 
     def turns(self, every: int) -> list[int]:
-        return _turns(len(self.episode.steps), every)
+        return _turns(len(self.record), every)
 
     def only(self, turn: int) -> list[int]:
         """Raises InvalidRequest when the episode has no such turn."""
-        last = len(self.episode.steps)
+        last = len(self.record)
         if turn > last:
             raise InvalidRequest(f"turn is {turn}; the episode has 0 (its start) to {last}", where="turn")
         return [turn]
@@ -99,7 +102,7 @@ class Replay:
     def pictures(
         self, turns: Sequence[int], side: int, *, until_s: float, clock: Callable[[], float] = time.monotonic
     ) -> list[Picture]:
-        """The picture after each of the turns. Takes milliseconds a decision: call it in a thread.
+        """Draw the environment after each of the turns. A decision takes milliseconds: call it in a thread.
 
         Args:
             turns: rising, from 0 (the start).
@@ -109,40 +112,42 @@ class Replay:
         Raises:
             ReplayDeparts, RequestDeadline, CriticalError: there are no pictures.
         """
-        environment, wanted = self.environment, frozenset(turns)
-        assert isinstance(environment, Pictured), "replay_of checks it"
+        environment, drawn = self.environment, frozenset(turns)
+        assert isinstance(environment, Pictured), "replay_of and replay_in check it"
         with boundary("environment.reset"):
             environment.reset(self.seed)
-        found = [environment.frame(side, side)] if 0 in wanted else []
-        for step in self.episode.steps[: max(turns)]:
+        pictures = [environment.frame(side, side)] if 0 in drawn else []
+        for turn, recorded in enumerate(self.record[: max(turns)], start=1):
             if clock() > until_s:
                 raise RequestDeadline(
-                    f"the replay had reached decision {step.turn} when its time was over",
+                    f"the replay had reached decision {turn} when its time was over",
                     hint="ask for a single turn near the start, or for smaller pictures",
                 )
-            self._play(step)
-            if step.turn in wanted:
+            self._play(turn, recorded)
+            if turn in drawn:
                 with boundary("environment.frame"):
-                    found.append(environment.frame(side, side))
-        return found
+                    pictures.append(environment.frame(side, side))
+        return pictures
 
-    def _play(self, step: StepData) -> None:
-        if step.action_taken.get("type") == "terminate":
+    def _play(self, turn: int, recorded: ReplayTurn) -> None:
+        if recorded.terminate:
             return
-        requests = tuple(tool_request(call) for call in step.tool_calls)
-        refused = step.step_info.invalid_reason if not requests else None
+        requests = tuple(tool_request(call) for call in recorded.tool_calls)
+        refused = recorded.invalid_reason if not requests else None
         with boundary("environment.step"):
             outcome = self.environment.step(requests, invalid_reason=refused)
-        did = (outcome.executed_actions, outcome.env_rewards)
-        if did != (step.step_info.executed_actions, step.env_rewards):
+        if (outcome.executed_actions, outcome.env_rewards) != (
+            recorded.executed_actions,
+            recorded.env_rewards,
+        ):
             raise ReplayDeparts(
-                f"the replay departed from the recorded episode at decision {step.turn}",
+                f"the replay departed from the recorded episode at decision {turn}",
                 hint="is the environment reproducible? equal seeds and calls must give equal episodes",
             )
 
 
 def replay_of(record: Record, boards: PlugBoards) -> Replay:
-    """Return everything needed to replay a rollout.
+    """Return the replay of a rollout that this service has.
 
     Raises:
         Conflict: it has not finished, or began at a snapshot, which is not kept.
@@ -162,7 +167,21 @@ def replay_of(record: Record, boards: PlugBoards) -> Replay:
         raise UnknownId("picture of rollout", rollout_id, where="rollout_id", hint=hint)
     episode = Rollout.model_validate_json(record.ended_json).trajectory
     assert episode is not None, "a finished rollout has a trajectory"
-    return Replay(environment, episode, record.seed)
+    return Replay(environment, [ReplayTurn.of(step) for step in episode.steps], record.seed)
+
+
+def replay_in(request: ReplayRequest, boards: PlugBoards) -> Replay:
+    """Return the replay of an episode that a request records.
+
+    Raises:
+        InvalidRequest: there is no such environment, or not with this config.
+        NoPictures: the environment draws none.
+    """
+    config, _ = take_step_rewards(request.config, where="config")
+    environment = boards.environment(request.env_name, config)
+    if not isinstance(environment, Pictured):
+        raise NoPictures(f"environment {environment.name!r} draws no pictures", where="env_name")
+    return Replay(environment, request.turns, request.seed)
 
 
 def _turns(last: int, every: int) -> list[int]:

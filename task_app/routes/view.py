@@ -17,15 +17,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import HTMLResponse, Response
 
-from task_app.errors import UnknownId, boundary
-from task_app.observing.replaying import Pictured, animated_gif, png, replay_of
+from shared_schemas.replay import FRAME_SIDE, FrameSide, ReplayFrame, ReplayFrames, ReplayRequest
+from task_app.errors import InvalidRequest, UnknownId, boundary
+from task_app.observing.replaying import Pictured, animated_gif, png, replay_in, replay_of
 from task_app.services import services_of
 from task_app.sessions.sessions import EnvironmentSession, RecentDecision
 from task_app.threads import Threads
 
 router = APIRouter(prefix="/env", tags=["env"])
 
-FRAME_SIDE = 144  # 9 cells of 16 pixels, as the textures are; the browser enlarges it
 _PAGE = files("task_app.routes").joinpath("view.html").read_text(encoding="utf-8")
 
 
@@ -148,8 +148,6 @@ frames_router = APIRouter(tags=["frames"])
 
 # Below 18 a cell of Crafter is one pixel, and its items would have none.
 Side = Annotated[int, Query(ge=18, le=1_024, description="pixels")]
-# All frames of an episode are in memory at once.
-GifSide = Annotated[int, Query(ge=18, le=288, description="pixels")]
 FrameSeconds = Annotated[float, Query(ge=0.02, le=10.0, allow_inf_nan=False)]
 EVERY = "X-Frames-Every"
 
@@ -182,7 +180,7 @@ async def frames(
     request: Request,
     rollout_id: str,
     turn: Annotated[int | None, Query(ge=0, description="0 is the start")] = None,
-    side: GifSide = 144,
+    side: Annotated[FrameSide, Query()] = FRAME_SIDE,
     frame_s: FrameSeconds = 0.4,
 ) -> Response:
     """An animated GIF of a finished rollout, a frame a decision; with `turn`, the PNG after that decision.
@@ -210,3 +208,32 @@ async def frames(
         drawn = await services.threads.run("replay", draw)
     kind = "image/gif" if turn is None else "image/png"
     return Response(drawn, media_type=kind, headers={EVERY: str(every)})
+
+
+@frames_router.post("/replay")
+async def replay(request: Request, body: ReplayRequest) -> ReplayFrames:
+    """PNGs of an episode that is recorded in the body, after each of the turns in `frames`.
+
+    The episode is played again from its seed and calls. 409 `replay_departs`: it is another one than the
+    record says; 404 `no_pictures`: its environment draws none. At most `max_frames` in one request.
+    """
+    services = services_of(request)
+    settings, turns = services.settings, sorted({*body.frames})
+    if len(turns) > settings.max_frames:
+        raise InvalidRequest(
+            f"{len(turns)} frames are asked for; at most {settings.max_frames} in one request", where="frames"
+        )
+    async with request.app.state.replays:
+        replay = replay_in(body, services.boards)
+
+        def draw() -> list[bytes]:
+            until_s = time.monotonic() + settings.max_replay_s
+            return [png(picture) for picture in replay.pictures(turns, body.side, until_s=until_s)]
+
+        drawn = await services.threads.run("replay", draw)
+    return ReplayFrames(
+        frames=tuple(
+            ReplayFrame(turn=turn, png=base64.b64encode(file).decode("ascii"))
+            for turn, file in zip(turns, drawn, strict=True)
+        )
+    )

@@ -12,7 +12,7 @@ DOORS = {
     "crafter": ["task_app/environments/crafter"],
     "opensimplex": ["task_app/environments/crafter"],
     "PIL": ["task_app/observing/replaying.py"],
-    "httpx": ["trainer_backend/pages/stored.py", "trainer_backend/terminal/jobs_client.py"],
+    "httpx": ["trainer_backend/terminal/jobs_client.py"],
     "yaml": ["task_app/interactions/config_file.py"],
     "aiohttp": [
         "task_app",

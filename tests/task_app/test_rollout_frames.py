@@ -1,5 +1,6 @@
-"""GET /rollouts/{rollout_id}/frames: an episode as a GIF, by playing it again."""
+"""GET /rollouts/{rollout_id}/frames and POST /replay: pictures of an episode that is played again."""
 
+import base64
 import io
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from service_kit.errors import RequestDeadline
+from shared_schemas.replay import ReplayRequest, ReplayTurn
 from task_app.environments.crafter.environment import CrafterEnvironment
 from task_app.observing.replaying import Replay, animated_gif
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
@@ -138,11 +140,66 @@ async def test_a_replay_ends_when_its_time_is_over():
     async with running_app(default_plug_boards()) as client:
         await accept(client, rollout("a", **CRAFTER))
         trajectory = (await all_of(client, 1))["a"].trajectory
-    replay = Replay(CrafterEnvironment(), trajectory, 17)
+    replay = Replay(CrafterEnvironment(), [ReplayTurn.of(step) for step in trajectory.steps], 17)
     ticks = iter(range(100))
     with pytest.raises(RequestDeadline, match="decision 3"):
         replay.pictures([6], 18, until_s=1.0, clock=lambda: next(ticks))
     assert len(replay.pictures([0, 6], 18, until_s=1.0, clock=lambda: 0.0)) == 2
+
+
+async def played(client, **changes):
+    """A finished rollout, and the body that records it for POST /replay."""
+    await accept(client, rollout("a", **changes))
+    trajectory = (await all_of(client, 1))["a"].trajectory
+    episode = ReplayRequest(
+        env_name=trajectory.env_name,
+        config=changes.get("env", {}).get("config", {}),
+        seed=trajectory.seed,
+        turns=tuple(ReplayTurn.of(step) for step in trajectory.steps),
+        frames=(0,),
+    )
+    return trajectory, episode.model_dump(mode="json", exclude_defaults=True)
+
+
+async def test_an_episode_in_a_body_is_drawn_as_the_rollout_that_it_records():
+    async with running_app(default_plug_boards()) as client:
+        _, body = await played(client, **CRAFTER)
+        answer = await client.post("/replay", json=body | {"frames": [6, 0, 3, 6], "side": 90})
+        known = {
+            turn: await client.get("/rollouts/a/frames", params={"turn": turn, "side": 90})
+            for turn in (0, 3, 6)
+        }
+    frames = answer.json()["frames"]
+    assert [frame["turn"] for frame in frames] == [0, 3, 6]
+    for frame in frames:
+        assert base64.b64decode(frame["png"]) == known[frame["turn"]].content
+
+
+async def test_an_episode_in_a_body_that_departs_from_its_record_or_cannot_be_drawn_has_no_frames():
+    async with running_app(pictured(), max_frames=2) as client:
+        _, body = await played(client)
+        other = body["turns"][1] | {"env_rewards": [9.0]}
+        departs = await client.post(
+            "/replay", json=body | {"turns": [body["turns"][0], other], "frames": [2]}
+        )
+        undrawn = await client.post(
+            "/replay", json=body | {"env_name": "dialogue", "config": {"prompt": "?"}}
+        )
+        beyond = await client.post("/replay", json=body | {"frames": [len(body["turns"]) + 1]})
+        many = await client.post("/replay", json=body | {"frames": [0, 1, 2]})
+        strict = await client.post("/replay", json=body | {"rollout_id": "a"})
+    assert (departs.status_code, departs.json()["code"]) == (409, "replay_departs")
+    assert "at decision 2" in departs.json()["detail"]
+    assert (undrawn.status_code, undrawn.json()["code"]) == (404, "no_pictures")
+    for answer, where in ((beyond, "frames"), (many, "frames"), (strict, "rollout_id")):
+        assert (answer.status_code, answer.json()["where"]) == (422, where)
+
+
+def test_a_turn_in_which_the_policy_ended_the_episode_plays_nothing():
+    environment = PicturedCounting()
+    replay = Replay(environment, [ReplayTurn(terminate=True)], 3)
+    first, last = replay.pictures([0, 1], 18, until_s=1.0, clock=lambda: 0.0)
+    assert np.array_equal(first, last)
 
 
 def test_a_gif_of_nothing_is_refused():

@@ -12,6 +12,7 @@ from aiohttp.payload import BytesIOPayload
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
 
 from shared_schemas.base import OpenBody
+from shared_schemas.replay import ReplayFrame, ReplayFrames, ReplayRequest
 from shared_schemas.rollouts import RolloutAck, RolloutAcked, RolloutPage, RolloutRequest, RolloutsAccepted
 from trainer_backend.collect.wire import (
     DEFAULT_BODY_BYTES,
@@ -41,6 +42,7 @@ class _Unreachable(Exception):
 class _Limits(OpenBody):
     max_concurrent_rollouts: int = Field(ge=1)
     max_body_bytes: int = Field(default=DEFAULT_BODY_BYTES, ge=1)
+    max_frames: int = Field(default=2, ge=2)
 
 
 class _Service(OpenBody):
@@ -58,7 +60,7 @@ class About(OpenBody):
     Attributes:
         service: `instance_id` names the process: after a restart it is another.
         limits: `max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may
-            hold.
+            hold, `max_frames` how many pictures it draws in one replay.
         capabilities: `reward_functions` are those that a rollout can name, with their modes; so are
             `interactions`.
     """
@@ -108,7 +110,7 @@ class TaskAppClient:
         self.api_key = api_key
         self.name = name
         self._timeout_s = timeout_s
-        self._max_body_bytes = DEFAULT_BODY_BYTES
+        self._limits = _Limits(max_concurrent_rollouts=1)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -128,7 +130,7 @@ class TaskAppClient:
     async def about(self, *, attempts: int = _ATTEMPTS) -> About:
         """Which process this is, and its bounds; also the proof that it is up and that the key is right."""
         about = await self._answer(About, "GET", "/info", attempts=attempts)
-        self._max_body_bytes = about.limits.max_body_bytes
+        self._limits = about.limits
         return about
 
     def refuse_too_large(self, request: RolloutRequest) -> None:
@@ -136,7 +138,7 @@ class TaskAppClient:
         Raises:
             JobError: this task app would not take the request, by what `about` last said of it.
         """
-        refuse_too_large(request, max_body_bytes=self._max_body_bytes, url=self.url)
+        refuse_too_large(request, max_body_bytes=self._limits.max_body_bytes, url=self.url)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> str:
         """Ask for rollouts, in slices. Sending the same requests twice is harmless.
@@ -148,7 +150,7 @@ class TaskAppClient:
             JobError: one of them is larger than it takes.
         """
         instance_id = ""
-        for part in slices(requests, max_body_bytes=self._max_body_bytes, url=self.url):
+        for part in slices(requests, max_body_bytes=self._limits.max_body_bytes, url=self.url):
             accepted = await self._answer(RolloutsAccepted, "POST", "/rollouts", body={"rollouts": part})
             instance_id = accepted.instance_id
         return instance_id
@@ -195,6 +197,22 @@ class TaskAppClient:
             TaskAppError: anything else that went wrong.
         """
         await self._call("POST", "/env/snapshot", body={"env_id": env_id})
+
+    async def replay(self, record: ReplayRequest) -> list[ReplayFrame]:
+        """Return the frames of an episode, in as many requests as this task app's `max_frames` needs.
+
+        Raises:
+            NoPictures: the environment draws none, or its replay departs from the record.
+            TaskAppError: anything else that went wrong.
+        """
+        body, turns = record.model_dump(mode="json", exclude_defaults=True), sorted({*record.frames})
+        frames: list[ReplayFrame] = []
+        for first in range(0, len(turns), self._limits.max_frames):
+            body["frames"] = turns[first : first + self._limits.max_frames]
+            # Once: a replay that took too long would do so again.
+            reply = await self._answer(ReplayFrames, "POST", "/replay", body=body, attempts=1)
+            frames += reply.frames
+        return frames
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
         """Let go of what `create` made."""

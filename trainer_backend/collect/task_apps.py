@@ -23,7 +23,6 @@ from trainer_backend.collect.apps import TaskApps, Tell, logged
 from trainer_backend.collect.endpoints import hosts_to_call
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.sources import Source, bytes_of, source_of
-from trainer_backend.collect.wire import DEFAULT_BODY_BYTES
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.schema import JobConfig
@@ -33,6 +32,8 @@ _STOP_S = 10.0
 # Its exit code for a setting or a plug-in file that is wrong (task_app.__main__).
 _REFUSED = 2
 _BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
+# Of the job's own task app: the calls of an episode of 10,000 decisions fit (POST /replay).
+OWN_BODY_BYTES = 4 << 20
 # The setting's own bound.
 _MOST_BODY_BYTES = 1 << 30
 
@@ -55,7 +56,7 @@ class EmbeddedTaskApp:
         *,
         plugins: Sequence[Path] = (),
         interactions: Path | None = None,
-        body_bytes: int = DEFAULT_BODY_BYTES,
+        body_bytes: int = OWN_BODY_BYTES,
     ) -> None:
         self._log_file = log_file
         self._allowed = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
@@ -148,7 +149,7 @@ async def task_apps(
                     hosts_to_call(job.warmup, player),
                     plugins=table.task_plugins,
                     interactions=job.multi_turn.interaction_config_path,
-                    body_bytes=DEFAULT_BODY_BYTES if data is None else _body_bytes(source_of(job, data)),
+                    body_bytes=OWN_BODY_BYTES if data is None else _body_bytes(source_of(job, data)),
                 )
             )
             # Nobody would start it again: there is nothing to wait for.
@@ -159,7 +160,7 @@ async def task_apps(
 
 
 def _body_bytes(source: Source) -> int:
-    return max(DEFAULT_BODY_BYTES, bytes_of(source.largest()) + _BESIDE_A_ROW)
+    return max(OWN_BODY_BYTES, bytes_of(source.largest()) + _BESIDE_A_ROW)
 
 
 def told_of(apps: TaskApps) -> str:

@@ -37,6 +37,16 @@ class Refused(TaskAppError):
         self.problem_found = problem_found
 
 
+class NoPictures(TaskAppError):
+    """An episode has no pictures, and a retry would not change that."""
+
+    code = "no_pictures"
+
+
+# By the code of the problem that a task app answers with.
+_REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures)} | {"replay_departs": NoPictures}
+
+
 def json_in(text: str) -> Any:
     """The JSON in `text`, or None where there is none."""
     try:
@@ -60,8 +70,9 @@ def told_by(answer: Any, text: str) -> str:
 
 def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
     """The error that an answer with an error status stands for; `sentence` tells it."""
-    if isinstance(answer, dict) and answer.get("code") == CursorExpired.code:
-        return CursorExpired(sentence)
+    kind = _REFUSALS.get(str(answer.get("code"))) if isinstance(answer, dict) else None
+    if kind is not None:
+        return kind(sentence)
     if status >= _ITS_OWN_FAULT and not is_final(answer):
         return TaskAppLost(sentence)
     if status != _INVALID:

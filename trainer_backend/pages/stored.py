@@ -1,6 +1,7 @@
 """Stored rollouts for the pages: read from Parquet files, and replayed on a task app for their pictures."""
 
 import asyncio
+import base64
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -8,32 +9,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
-import httpx
-from pydantic import SecretStr
-
-from shared_schemas.messages import ToolCall
+from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, Trajectory
+from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.errors import RunDirectoryError, TaskAppError
+from trainer_backend.collect.wire import NoPictures, TaskAppLost
+from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout
-
-# Pictures of a recorded episode: a task app plays it again, decision by decision, and draws.
-#
-# Environments are reproducible, so seed and tool calls are enough. Every decision is held against the
-# record;
-# a replay that departs from it is refused, because its pictures would show another episode.
-
-FRAME_SIDE = 144  # Crafter's textures are 16 pixels wide and 9 cells fill a side: nothing is lost or blurred
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,58 +48,30 @@ def played_frames(job: JobConfig, episode: Trajectory, turns: Collection[int]) -
 
 
 async def _with_task_app(job: JobConfig, episode: Trajectory, turns: Collection[int]) -> list[Frame]:
+    config = job.rollout.env_config
     with tempfile.TemporaryDirectory() as folder:
         async with task_apps(job, Path(folder) / "task_app.log") as apps:
             for client in apps[:-1]:
-                with suppress(TaskAppLost):  # the next one plays it from its beginning
-                    return await _replay(job, client, episode, turns)
-            return await _replay(job, apps[-1], episode, turns)
-
-
-async def _replay(
-    job: JobConfig, client: TaskAppClient, episode: Trajectory, turns: Collection[int]
-) -> list[Frame]:
-    timeout_s = job.services.request_timeout_s
-    return await replay(client, episode, turns, config=job.rollout.env_config, timeout_s=timeout_s)
+                with suppress(TaskAppLost):  # another task app can draw it too
+                    return await replay(client, episode, turns, config=config)
+            return await replay(apps[-1], episode, turns, config=config)
 
 
 async def replay(
-    client: TaskAppClient,
-    episode: Trajectory,
-    turns: Collection[int],
-    *,
-    config: Mapping[str, Any],
-    timeout_s: float,
+    client: TaskAppClient, episode: Trajectory, turns: Collection[int], *, config: Mapping[str, Any]
 ) -> list[Frame]:
-    """Play the episode again up to the last of `turns`; a frame after each of them.
+    """Let a task app play the episode again up to the last of `turns`; a frame after each of them.
 
     Raises:
-        NoPictures: nothing is drawn there, or the replay departs from the record.
-        TaskAppError: a request failed.
+        NoPictures: the environment draws none, or the replay departs from the record.
+        TaskAppError: the request failed.
     """
-    wanted = frozenset(turns)
-    frames = []
-    async with EnvironmentClient(
-        client.url, client.api_key, env_name=episode.env_name, config=config, seed=episode.seed,
-        timeout_s=timeout_s, name=client.name,
-    ) as environment:  # fmt: skip
-        if 0 in wanted:
-            frames.append(Frame(0, await environment.frame(FRAME_SIDE)))
-        for step in episode.steps[: max(wanted, default=0)]:
-            # An invalid decision ran one no-op, which is also what no call at all runs.
-            calls = () if step.step_info.invalid_reason is not None else step.tool_calls
-            _compare(step, await environment.step(calls))
-            if step.turn in wanted:
-                frames.append(Frame(step.turn, await environment.frame(FRAME_SIDE)))
-    return frames
-
-
-def _compare(step: StepData, answer: Mapping[str, Any]) -> None:
-    after = step.next_observation or step.observation_data
-    executed = tuple(answer["info"]["executed_actions"])
-    counts = answer["observation"]["achievements_counts"]
-    if executed != step.step_info.executed_actions or counts != after.achievements_counts:
-        raise NoPictures(f"the replay departed from the recorded episode at decision {step.turn}")
+    record = ReplayRequest(
+        env_name=episode.env_name, config=dict(config), seed=episode.seed,
+        turns=tuple(ReplayTurn.of(step) for step in episode.steps[: max(turns)]), frames=tuple(turns),
+    )  # fmt: skip
+    frames = await client.replay(record)
+    return [Frame(frame.turn, base64.b64decode(frame.png)) for frame in frames]
 
 
 _KEPT = 12  # episodes; a frame is some three kilobytes, and an episode has fifty
@@ -243,96 +204,3 @@ class StoredRollouts:
 
 def _read(path: Path, rollout_id: str) -> StoredRollout:
     return StoredRollout(read_rollout(path, rollout_id), read_decisions(path, rollout_id))
-
-
-_NOT_FOUND = 404
-
-
-class NoPictures(TaskAppError):
-    """An episode has no pictures, and a retry would not change that."""
-
-    code = "no_pictures"
-
-
-class EnvironmentClient:
-    """Use as an async context manager: it creates the environment, and terminates it at the end.
-
-    Args:
-        url, api_key, name: of the task app, as its TaskAppClient has them.
-        env_name, config, seed: what to create.
-        timeout_s: deadline of one request.
-    """
-
-    def __init__(
-        self, url: str, api_key: SecretStr, *, env_name: str, config: Mapping[str, Any], seed: int,
-        timeout_s: float, name: str = "",
-    ) -> None:  # fmt: skip
-        self._url = url
-        self._wanted = {"env_name": env_name, "config": dict(config), "seed": seed}
-        headers = {"X-API-Key": api_key.get_secret_value()} | ({"Host": name} if name else {})
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s)
-        # Whom a certificate must be for, where that is not the host of the URL.
-        self._extensions = {"sni_hostname": name.rpartition(":")[0]} if name else {}
-        self._env_id = ""
-
-    async def __aenter__(self) -> Self:
-        try:
-            self._env_id = (await self._post("/env/create", self._wanted))["env_id"]
-        except BaseException:
-            await self._http.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                await self._post("/env/terminate", {"env_id": self._env_id})
-        finally:
-            await self._http.aclose()
-
-    async def step(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """Carry out one decision and return the reply of POST /env/step.
-
-        Raises:
-            TaskAppLost: the task app does not answer, or fails internally; another one may work.
-        """
-        wire = [call.model_dump(mode="json") for call in calls]
-        return await self._post("/env/step", {"env_id": self._env_id, "tool_calls": wire})
-
-    async def frame(self, side: int) -> bytes:
-        """A PNG of `side` x `side` pixels.
-
-        Raises:
-            NoPictures: the environment, or this task app, draws none.
-            TaskAppError: another request failed.
-        """
-        path = f"/env/{self._env_id}/frame"
-        reply = await self._send("GET", path, params={"width": side, "height": side})
-        if reply.status_code == _NOT_FOUND:
-            raise NoPictures(f"{self._url} draws no pictures of this environment")
-        self._check("GET", path, reply)
-        return reply.content
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        reply = await self._send("POST", path, json=dict(body))
-        self._check("POST", path, reply)
-        try:
-            return dict(reply.json())
-        except ValueError as error:
-            raise TaskAppError(f"{self._url}: POST {path} did not answer with JSON: {error}") from error
-
-    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
-            return await self._http.request(method, path, extensions=self._extensions, **options)
-        except httpx.HTTPError as error:
-            told = str(error) or type(error).__name__
-            raise TaskAppLost(f"{self._url}: {method} {path}: {told}") from error
-
-    def _check(self, method: str, path: str, reply: httpx.Response) -> None:
-        if reply.is_error:
-            told = f"status {reply.status_code}: {reply.text[:200]}"
-            raise (TaskAppLost if reply.is_server_error else TaskAppError)(
-                f"{self._url}: {method} {path}: {told}"
-            )

@@ -1,14 +1,21 @@
 """Pictures of a recorded episode, over HTTP, from a task app of our own."""
 
 import io
+import json
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from PIL import Image
+from pydantic import SecretStr
 
-from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.errors import TaskAppError
+from shared_schemas.replay import FRAME_SIDE
+from tests.trainer_backend.pages.hand_made import WOOD, rollout
+from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.task_apps import OWN_BODY_BYTES, task_apps
+from trainer_backend.collect.wire import NoPictures, Refused, TaskAppLost
 from trainer_backend.pages.report import best_episode
-from trainer_backend.pages.stored import FRAME_SIDE, replay
+from trainer_backend.pages.stored import replay
 
 
 def with_other_actions(episode):
@@ -25,12 +32,12 @@ async def test_an_episode_is_played_again_and_drawn_and_one_that_departs_is_refu
     async with task_apps(job, tmp_path / "log") as clients:
 
         async def frames_of(played, config):
-            return await replay(clients[0], played, {0, last}, config=config, timeout_s=20.0)
+            return await replay(clients[0], played, {0, last}, config=config)
 
         frames = await frames_of(episode, job.rollout.env_config)
-        with pytest.raises(TaskAppError, match=f"departed from the recorded episode at decision {last}"):
+        with pytest.raises(NoPictures, match=f"departed from the recorded episode at decision {last}"):
             await frames_of(with_other_actions(episode), job.rollout.env_config)
-        with pytest.raises(TaskAppError, match=r"POST /env/create: status 422"):
+        with pytest.raises(Refused, match=r"POST /replay: status 422: .* at config.text"):
             await frames_of(episode, {"text": "no such style"})
     assert [frame.turn for frame in frames] == [0, last]
     for frame in frames:
@@ -39,10 +46,44 @@ async def test_an_episode_is_played_again_and_drawn_and_one_that_departs_is_refu
         assert len(picture.convert("RGB").getcolors(1 << 16)) > 20
 
 
-async def test_a_task_app_that_is_gone_is_a_sentence(trained, tmp_path):
-    directory = trained[0]
-    job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2")).trajectory
-    async with task_apps(job, tmp_path / "log") as clients:
-        client = clients[0]
-    with pytest.raises(TaskAppError, match=r"POST /env/create"):
-        await replay(client, episode, {0}, config={}, timeout_s=5.0)
+async def test_a_task_app_that_is_gone_is_a_sentence():
+    episode = rollout(1, [WOOD]).trajectory
+    async with TaskAppClient("http://127.0.0.1:9", SecretStr("key"), timeout_s=5.0) as client:
+        with pytest.raises(TaskAppLost, match=r"POST /replay"):
+            await replay(client, episode, {0}, config={})
+
+
+async def test_a_long_episode_is_drawn_in_several_requests_of_as_many_frames_as_the_task_app_allows():
+    requests = []
+
+    async def draw(request):
+        body = await request.json()
+        requests.append(body["frames"])
+        return web.json_response({"frames": [{"turn": turn, "png": "UE5H"} for turn in body["frames"]]})
+
+    async def about(_request):
+        limits = {"max_concurrent_rollouts": 1, "max_frames": 3}
+        return web.json_response({"service": {"instance_id": "i"}, "limits": limits, "capabilities": {}})
+
+    server = web.Application()
+    server.add_routes([web.post("/replay", draw), web.get("/info", about)])
+    episode = rollout(1, [WOOD] * 6).trajectory
+    async with (
+        TestServer(server) as app,
+        TaskAppClient(str(app.make_url("")), SecretStr("key"), timeout_s=5.0) as client,
+    ):
+        await client.about()
+        frames = await replay(client, episode, range(7), config={})
+    assert requests == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [(frame.turn, frame.png) for frame in frames] == [(turn, b"PNG") for turn in range(7)]
+
+
+def test_the_longest_episode_fits_a_request_to_the_jobs_own_task_app():
+    actions = ["interact_left"] * 4
+    call = {
+        "id": "call_0",
+        "function": {"name": "interact_many", "arguments": json.dumps({"actions": actions})},
+    }
+    turn = {"tool_calls": [call], "executed_actions": actions, "env_rewards": [0.0] * 4}
+    body = {"env_name": "crafter", "seed": 1, "turns": [turn] * 10_000, "frames": [0]}
+    assert len(json.dumps(body)) < OWN_BODY_BYTES

@@ -10,8 +10,9 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout, small_run
 from tests.trainer_backend.pages.shown import Shown
 from tests.trainer_backend.pages.test_pages import FIRST_ROLLOUT
+from trainer_backend.collect.wire import NoPictures
 from trainer_backend.errors import RunDirectoryError, TaskAppError
-from trainer_backend.pages.stored import Frame, Frames, Kept, NoPictures, StoredRollouts, can_be_drawn
+from trainer_backend.pages.stored import Frame, Frames, Kept, StoredRollouts, can_be_drawn
 
 
 def test_the_last_few_are_kept_and_the_one_that_nobody_asked_for_longest_goes_first():

@@ -1,0 +1,72 @@
+"""POST /replay of the task app: a recorded episode, played again for its pictures."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from shared_schemas.base import Body
+from shared_schemas.messages import ToolCall
+from shared_schemas.rollouts import Name, Seed
+from shared_schemas.trajectory import StepData
+
+# Crafter's textures are 16 pixels wide and 9 cells fill a side: nothing is lost or blurred.
+FRAME_SIDE = 144
+# Below 18 a cell of Crafter is one pixel; all frames of a request are in memory at once.
+FrameSide = Annotated[int, Field(ge=18, le=288, description="pixels")]
+FrameTurn = Annotated[int, Field(ge=0, le=10_000, strict=True)]
+
+
+class ReplayTurn(Body):
+    """One decision of a record: its action, and what the environment did, to compare the replay with."""
+
+    tool_calls: tuple[ToolCall, ...] = ()
+    invalid_reason: str | None = Field(default=None, description="why there was no call to execute")
+    terminate: bool = Field(default=False, description="the policy ended the episode; nothing was executed")
+    executed_actions: tuple[str, ...] = ()
+    env_rewards: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, step: StepData) -> "ReplayTurn":
+        return cls(
+            tool_calls=step.tool_calls,
+            invalid_reason=step.step_info.invalid_reason,
+            terminate=step.action_taken.get("type") == "terminate",
+            executed_actions=step.step_info.executed_actions,
+            env_rewards=step.env_rewards,
+        )
+
+
+class ReplayRequest(Body):
+    """Body of POST /replay."""
+
+    env_name: Name
+    config: dict[str, Any] = Field(default_factory=dict)
+    seed: Seed
+    turns: tuple[ReplayTurn, ...] = Field(
+        default=(), max_length=10_000, description="the decisions of the episode, from the first"
+    )
+    frames: tuple[FrameTurn, ...] = Field(
+        min_length=1, description="turns to draw the environment after; 0 is the start of the episode"
+    )
+    side: FrameSide = FRAME_SIDE
+
+    @field_validator("frames")
+    @classmethod
+    def _turns_of_the_episode(cls, frames: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        # Without turns, they were refused themselves.
+        if "turns" in info.data and max(frames) > (last := len(info.data["turns"])):
+            raise ValueError(f"there is no turn {max(frames)}; the episode has 0 (its start) to {last}")
+        return frames
+
+
+class ReplayFrame(Body):
+    """The picture of the environment after a turn."""
+
+    turn: int
+    png: str = Field(description="a PNG file in base64")
+
+
+class ReplayFrames(Body):
+    """Answer of POST /replay, in the order of the turns."""
+
+    frames: tuple[ReplayFrame, ...]
