@@ -9,9 +9,10 @@ import typer
 from rich.text import Text
 
 from service_kit.errors import ServiceError
-from trainer_backend.job.load import dump_job, load_new_job
+from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.files import writing
 from trainer_backend.rundir.layout import open_run
+from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.terminal import jobs_commands, service_commands
 from trainer_backend.terminal.telling import (
     JOB_HELP,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.conftest import rows_of, train_job
-from trainer_backend.job.load import load_new_job
 from trainer_backend.models.folder import load_model_folder
+from trainer_backend.rundir.new_job import load_new_job
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,9 @@ import pytest
 
 from shared_schemas.rollouts import RolloutLimits
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import dump_job, load_job, load_new_job, parse_job
+from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.job.rollout_table import RolloutTable
+from trainer_backend.rundir.new_job import load_new_job
 
 MODEL = {"model": {"preset": "tiny-0.3m"}}
 

@@ -11,18 +11,10 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import JobError
-from trainer_backend.job.checks import (
-    advice,
-    mixture_findings,
-    refuse_no_file,
-    refuse_no_model,
-    unknown_state_keys,
-    unread_keys,
-)
+from trainer_backend.job.checks import advice, mixture_findings, unknown_state_keys, unread_keys
 from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places, anchor, merge, read_layers
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
-from trainer_backend.sinks import refuse_missing
 
 # Tables that launchers of other backends send along; they say nothing to this one.
 FOREIGN_TABLES = frozenset(
@@ -39,61 +31,26 @@ _LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
-    """A valid job, and what a person should be told about it."""
+    """A valid job, what a person should be told about it, and where each of its keys comes from."""
 
     config: JobConfig
     warnings: tuple[str, ...]
+    places: Places
 
 
 def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
     """Read, override and validate a job.
 
     Args:
-        paths: a TOML file, or several: later ones go over earlier ones (jobfile.layers.read_layers).
+        paths: a TOML file, or several: later ones go over earlier ones (job.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
 
     Raises:
         JobError: unreadable file, bad TOML, unknown key, wrong value, tables that contradict each other.
     """
-    return _load(paths, overrides)[0]
-
-
-def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
-    """`load_job` for a run that is to begin: the model folder and the files that it names must be there.
-
-    A job that was resolved into a run directory is read with `load_job`: its run has checkpoints of its own,
-    and the folder that it began from may be gone.
-
-    Raises:
-        JobError: as `load_job`, and: model.path or rollout_only.model_path is no folder with a model,
-            model.name is one; a file of interactions or plug-ins is not there; the library of a sink is not
-            installed.
-    """
-    loaded, places = _load(paths, overrides)
-    refuse_no_model(loaded.config, places)
-    refuse_no_file(loaded.config, places)
-    refuse_missing(loaded.config.sinks)
-    return loaded
-
-
-def refuse_what_is_missing(config: JobConfig, *, where: str) -> None:
-    """Refuse missing models, files and libraries, as `load_new_job` does, for a job that came as a document.
-
-    Raises:
-        JobError: a folder that it names holds no model, a file of interactions or plug-ins is not there, or
-            the library of a sink is not installed.
-    """
-    places = Places([where])
-    refuse_no_model(config, places)
-    refuse_no_file(config, places)
-    refuse_missing(config.sinks)
-
-
-def _load(paths: Path | Sequence[Path], overrides: Sequence[str]) -> tuple[LoadedJob, Places]:
-    """The job, and where each of its keys comes from."""
     document, places = merge(read_layers([paths] if isinstance(paths, Path) else paths), overrides)
     anchor(document, Path())
-    return _parse(document, places), places
+    return _parse(document, places)
 
 
 def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = ()) -> LoadedJob:
@@ -120,7 +77,7 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     if found:
         raise joined_findings((f"{places.of(key)}: {told}" for key, told in found), len(found))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
-    return LoadedJob(config, (*warnings, *advice(config)))
+    return LoadedJob(config, (*warnings, *advice(config)), places)
 
 
 def joined_findings(lines: Iterable[str], count: int) -> JobError:

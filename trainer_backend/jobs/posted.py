@@ -20,10 +20,11 @@ from shared_schemas.json_text import NUL, read_json
 from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
 from trainer_backend.job.layers import anchor
-from trainer_backend.job.load import LoadedJob, dump_job, joined_findings, parse_job, refuse_what_is_missing
+from trainer_backend.job.load import LoadedJob, dump_job, joined_findings, parse_job
 from trainer_backend.job.schema import JobConfig, JobTable
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.jobs.settings import Bounds
+from trainer_backend.rundir.new_job import refuse_what_is_missing
 
 # Which keys a TOML text has, on which lines: read once, in time linear in the text. Pure.
 #
@@ -252,7 +253,7 @@ def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, A
     refused = list(_outside(loaded.config, bounds))
     if refused:
         raise joined_findings((f"{WHERE}: {told}" for told in refused), len(refused))
-    refuse_what_is_missing(loaded.config, where=WHERE)
+    refuse_what_is_missing(loaded.config, loaded.places)
     return Posted(loaded, found_tags)
 
 

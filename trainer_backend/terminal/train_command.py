@@ -14,12 +14,13 @@ from rich.console import Console
 from service_kit.children import READY
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import LoadedJob, dump_job, load_new_job
+from trainer_backend.job.load import LoadedJob, dump_job
 from trainer_backend.pages.story import read_story
 from trainer_backend.run.beginning import Stopped
 from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.lock import refuse_taken
+from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.sinks import refuse_missing
 from trainer_backend.start import Ended, run_job
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import load_job, load_new_job
+from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
+from trainer_backend.rundir.new_job import load_new_job
 
 BASE = """
 [model]

@@ -8,8 +8,9 @@ import pytest
 import tomli
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import dump_job, load_job, load_new_job, parse_job
+from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.rundir.new_job import load_new_job
 
 HALF = {"type": "constant", "alpha": 0.5}
 NAN, INFINITE = float("nan"), float("inf")

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import load_job, load_new_job
+from trainer_backend.job.load import load_job
+from trainer_backend.rundir.new_job import load_new_job
 
 JOB = """
 [model]

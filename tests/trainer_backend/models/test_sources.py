@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import load_job, load_new_job, parse_job
+from trainer_backend.job.load import load_job, parse_job
 from trainer_backend.job.tables import ModelTable
+from trainer_backend.rundir.new_job import load_new_job
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # The hub's client reads its environment when it is imported, so each case is a process of its own.

@@ -8,7 +8,8 @@ import pytest
 from tests.conftest import tiny_job
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import dump_job, load_job, load_new_job
+from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.rundir.new_job import load_new_job
 
 GSM8K = Path(__file__).parents[3] / "configs/interactions/gsm8k.yaml"
 

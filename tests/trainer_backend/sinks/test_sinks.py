@@ -13,10 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.conftest import ListReporter, tiny_job
 from trainer_backend import plugins
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import load_job, load_new_job
+from trainer_backend.job.load import load_job
 from trainer_backend.job.tables import SinksTable
 from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.sinks import is_installed, refuse_missing, scalars
 
 WARMUP = {"kind": "warmup", "iteration": 0, "warmup/loss": 1.5}

@@ -1,0 +1,91 @@
+"""The job of a run that is to begin: the models, files and libraries that it names must be there."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainer_backend.errors import JobError, RunDirectoryError
+from trainer_backend.job.layers import Places
+from trainer_backend.job.load import LoadedJob, load_job
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import HUB_NAME, ModelTable
+from trainer_backend.rundir.checkpoint_paths import model_in
+from trainer_backend.sinks import refuse_missing
+
+
+def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
+    """`load_job` for a run that is to begin: whatever the job names must be there.
+
+    The job of an existing run is read with `load_job`: the run has checkpoints of its own, and the folder
+    that it began from may be gone.
+    """
+    loaded = load_job(paths, overrides)
+    refuse_what_is_missing(loaded.config, loaded.places)
+    return loaded
+
+
+def refuse_what_is_missing(config: JobConfig, places: Places) -> None:
+    """
+    Raises:
+        JobError: a model folder, a file of interactions or plug-ins, or the library of a sink is missing.
+    """
+    _refuse_no_model(config.model, config.fixed_policies, places)
+    interactions = config.multi_turn.interaction_config_path
+    files = [("services.task_plugins", file) for file in config.services.task_plugins]
+    files += [("multi_turn.interaction_config_path", interactions)] if interactions is not None else []
+    for key, file in files:
+        if not file.is_file():
+            meant = _meant(file, Path.is_file)
+            raise JobError(f"{places.of(key)}: {key} is {str(file)!r}, which is no file{meant}")
+    refuse_missing(config.sinks)
+
+
+def _refuse_no_model(model: ModelTable, fixed: Sequence[RolloutOnlyTable], places: Places) -> None:
+    if model.path is not None:
+        _refuse_empty(model.path, "model.path", places, guess_name=True)
+    name = model.name
+    if name is not None and (Path(name) / "config.json").is_file():
+        raise JobError(
+            f"{places.of('model.name')}: model.name is {name!r}, which is a folder here. "
+            "Did you mean model.path?"
+        )
+    for table in fixed:
+        if table.model_path is not None:
+            _refuse_no_fixed_model(table.model_path, places)
+
+
+def _refuse_no_fixed_model(folder: Path, places: Places) -> None:
+    key = "rollout_only.model_path"
+    try:
+        model = model_in(folder)
+    except RunDirectoryError as error:
+        raise JobError(f"{places.of(key)}: {key}: {error}") from error
+    _refuse_empty(model, key, places)
+
+
+def _refuse_empty(folder: Path, key: str, places: Places, *, guess_name: bool = False) -> None:
+    place = places.of(key)
+    if not folder.is_dir():
+        meant = _folder_meant(folder, guess_name=guess_name)
+        raise JobError(f"{place}: {key} is {str(folder)!r}, which is no folder{meant}")
+    if not (folder / "config.json").is_file():
+        raise JobError(f"{place}: {key} is {str(folder)!r}, which holds no model: config.json is missing")
+
+
+def _folder_meant(folder: Path, *, guess_name: bool) -> str:
+    """`". Did you mean 'x'?"` for a misspelt last part of a path, or for a name of the hub."""
+    if meant := _meant(folder, Path.is_dir):
+        return meant
+    looks_like_a_name = guess_name and len(folder.parts) == 2 and HUB_NAME.fullmatch(folder.as_posix())
+    return f". Did you mean model.name = {folder.as_posix()!r}?" if looks_like_a_name else ""
+
+
+def _meant(path: Path, kind: Callable[[Path], bool]) -> str:
+    """Return `". Did you mean 'x'?"` if a file or folder of that kind with a similar name is beside it."""
+    try:
+        beside = [other.name for other in path.parent.iterdir() if kind(other)]
+    except OSError:
+        beside = []
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f". Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
