@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from bench.fault_installation import Installation, Posted
-from bench.fault_watch import Seen, planned_id
+from bench.fault_watch import Seen, plan_id
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from task_app.policies.openai import decision_seed
@@ -17,7 +17,7 @@ from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import rollout_files
 from trainer_backend.rundir.spool import read_ledger
-from trainer_backend.rundir.state import watch
+from trainer_backend.rundir.state import read_status
 from trainer_backend.store import reads_rollouts
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.rows import RolloutRow
@@ -55,14 +55,14 @@ def judge(
 
 def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
     """What the run directory says: every iteration once, every planned rollout once."""
-    every, state = list(range(1, iterations + 1)), watch(run.path).state
+    every, state = list(range(1, iterations + 1)), read_status(run.path).state
     rows = [(row["kind"], row["iteration"]) for row in run.metrics()]
     seen.counts["starts"] = state.starts if state is not None else 0
     seen.hold("ended", holds=state is not None and (state.state, state.iteration) == ("ended", every[-1]))
     seen.hold("one row an iteration", holds=[n for kind, n in rows if kind == "iteration"] == every)
     seen.hold("both evaluations", holds=[n for kind, n in rows if kind == "evaluation"] == [0, every[-1]])
     ledger = read_ledger(run.path)
-    consumed = Counter(planned_id(name) for line in ledger for name in line.rollout_ids)
+    consumed = Counter(plan_id(name) for line in ledger for name in line.rollout_ids)
     seen.hold("one line of the ledger an iteration", holds=[line.iteration for line in ledger] == every)
     seen.hold("no rollout twice in the ledger", holds=set(consumed.values()) == {1})
     seen.counts["trained"] = consumed.total()
@@ -73,18 +73,18 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
     for line in ledger:
         stage = f"iteration_{line.iteration}"
         finished = judge_stage(run, stage, planner.training(line.iteration), seen)
-        seen.hold(f"{stage}: learned", holds=sorted(map(planned_id, line.rollout_ids)) == finished)
+        seen.hold(f"{stage}: learned", holds=sorted(map(plan_id, line.rollout_ids)) == finished)
 
 
 def judge_stage(run: RunDirectory, stage: str, planned: Sequence[RolloutRequest], seen: Seen) -> list[str]:
     """Every planned rollout once, with its seeds, finished or failed; planned ids of the finished ones."""
     stored = read_rollouts(run.rollouts_file(stage))
-    names = sorted(planned_id(item.rollout_id) for item in planned)
-    seen.hold(f"{stage}: planned", holds=sorted(planned_id(item.rollout_id) for item in stored) == names)
-    requests = {planned_id(item.rollout_id): item for item in planned}
+    names = sorted(plan_id(item.rollout_id) for item in planned)
+    seen.hold(f"{stage}: planned", holds=sorted(plan_id(item.rollout_id) for item in stored) == names)
+    requests = {plan_id(item.rollout_id): item for item in planned}
     finished = []
     for item in stored:
-        name = planned_id(item.rollout_id)
+        name = plan_id(item.rollout_id)
         if item.trajectory is None:
             seen.counts["failed_for_good"] += 1
             seen.hold(f"{stage}: failed, and no word of it", holds=item.failure is not None)
@@ -143,7 +143,7 @@ def judge_store(run: RunDirectory, store: Store, job_id: str, seen: Seen) -> Non
         holds=Counter((row.file, row.rollout_id, row.status) for row in rows) == written,
     )
     consumed = {name: line.iteration for line in read_ledger(run.path) for name in line.rollout_ids}
-    told = {row.rollout_id: reads_rollouts.consumed_by(store, job_id, row.rollout_id) for row in rows}
+    told = {row.rollout_id: reads_rollouts.learning_iteration(store, job_id, row.rollout_id) for row in rows}
     seen.hold("the store's ledger", holds={name: n for name, n in told.items() if n is not None} == consumed)
 
 

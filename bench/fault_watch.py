@@ -178,9 +178,9 @@ class Watch:
             if name.startswith("iteration_"):
                 for line in lines:
                     rollout = Rollout.model_validate_json(line)
-                    self._seen.kept[planned_id(rollout.rollout_id)] = rollout
+                    self._seen.kept[plan_id(rollout.rollout_id)] = rollout
 
 
-def planned_id(rollout_id: str) -> str:
+def plan_id(rollout_id: str) -> str:
     """Without the id of the start, and without the number of an attempt."""
     return rollout_id.partition("/")[2].partition(":")[0]

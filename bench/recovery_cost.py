@@ -25,7 +25,7 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.rundir.layout import RunDirectory, open_run
-from trainer_backend.rundir.spool import Consumed, Spool, append_consumed
+from trainer_backend.rundir.spool import LedgerEntry, Spool, append_to_ledger
 from trainer_backend.rundir.state import RunState, append_log, write_state
 
 LIMIT = 0.01
@@ -37,7 +37,7 @@ def costs(found: Played, run: RunDirectory) -> dict[str, kit.Cost]:
     requests = Planner(found.job, "run.1", Inference("http://here", "demo/actor", None)).training(1)
 
     def spool() -> None:
-        begun = Spool.begun(
+        begun = Spool.open(
             run.spool_file("iteration_1"), requests,
             policy_version=0, gateway_url="http://here", tell=print,
         )  # fmt: skip
@@ -54,7 +54,7 @@ def costs(found: Played, run: RunDirectory) -> dict[str, kit.Cost]:
     def records() -> None:
         number = next(updates)
         names = tuple(f"{rollout.rollout_id}.{number}" for rollout in found.rollouts)
-        append_consumed(run.path, Consumed(number, number, names))
+        append_to_ledger(run.path, LedgerEntry(number, number, names))
         for done in range(int(found.row["time/collect_s"]) + 4):  # stages at once, and each second
             write_state(run.path, RunState("training", 1, 1, "collect 2", done, 64))
         append_log(run.path, "a line, though most iterations say nothing")

@@ -21,7 +21,7 @@ from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopR
 from trainer_backend.job.load import parse_job
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.rundir.spool import Consumed, append_consumed
+from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.reads_rollouts import RolloutFilter
@@ -89,7 +89,9 @@ def long_run(folder: Path, iterations: int, decisions: int) -> RunDirectory:
     for iteration in range(1, iterations + 1):
         played = episodes(iteration, count, "train", shared)
         write_rollouts(run.rollouts_file(f"iteration_{iteration}"), played, [credit] * count)
-        append_consumed(run.path, Consumed(iteration, iteration, tuple(item.rollout_id for item in played)))
+        append_to_ledger(
+            run.path, LedgerEntry(iteration, iteration, tuple(item.rollout_id for item in played))
+        )
         numbers = {f"room/what_{number}": 0.1 * number + iteration for number in range(NUMBERS)}
         row = {"kind": "iteration", "iteration": iteration, "policy/version": iteration}
         run.append_metrics({**row, **numbers, "decision/unique_by_turn": [0.1] * 50})
@@ -133,7 +135,7 @@ def pages(store: Store, job_id: str) -> dict[str, Callable[[], object]]:
         reads_rollouts.decisions(store, found)
         reads_rollouts.siblings(store, job_id, found)
         reads_rollouts.anchors(store, job_id, found, f"{0:032x}", limit=40)
-        reads_rollouts.consumed_by(store, job_id, found.rollout_id)
+        reads_rollouts.learning_iteration(store, job_id, found.rollout_id)
 
     return {
         "runs": list_of_runs,

@@ -21,7 +21,7 @@ from bench.demo_iteration import QUICK, Played, played
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.rundir.spool import Consumed, append_consumed
+from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.sync import sync_run
@@ -38,7 +38,7 @@ def finish(run: RunDirectory, found: Played, iteration: int, credits: list[Credi
         for item in found.rollouts
     ]
     write_rollouts(run.rollouts_file(f"iteration_{iteration}"), named, credits)
-    append_consumed(run.path, Consumed(iteration, iteration, tuple(item.rollout_id for item in named)))
+    append_to_ledger(run.path, LedgerEntry(iteration, iteration, tuple(item.rollout_id for item in named)))
     run.append_metrics({**found.row, "iteration": iteration})
 
 

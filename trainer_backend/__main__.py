@@ -10,7 +10,7 @@ from rich.text import Text
 
 from service_kit.errors import ServiceError
 from trainer_backend.job.load import dump_job
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.terminal import jobs_commands, service_commands
@@ -264,7 +264,7 @@ def evaluate_policy(
         result = asyncio.run(evaluate(loaded.config, player, tell, keep=rollouts))
     _out.print(tables(result))
     if json_file is not None:
-        with writing(json_file):
+        with write_errors(json_file):
             json_file.write_text(as_json(result), encoding="utf-8")
 
 

@@ -47,11 +47,7 @@ def is_installed(package: str) -> bool:
 
 
 def refuse_missing(table: SinksTable, *, installed: Callable[[str], bool] = is_installed) -> None:
-    """Before anything is started: the library of every sink that the job asks for must be there.
-
-    Raises:
-        JobError: it is not; the sentence names what to install.
-    """
+    """Before anything is started: the library of every sink that the job asks for must be there."""
     for name in type(table).model_fields:
         if getattr(table, name) and not installed(name):
             raise JobError(

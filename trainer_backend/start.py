@@ -26,7 +26,7 @@ from trainer_backend.run.stopping import stop_on_signals, until
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, newest_folder
 from trainer_backend.rundir.digests import refuse_damaged
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.train import Run, train, work_left
 
 
@@ -50,7 +50,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
         TrainerError: with a sentence for the user.
         Stopped: a stop was asked for before the first checkpoint.
     """
-    with locked(directory.path), RecordingReporter.opened(directory, reporter) as recording:
+    with run_lock(directory.path), RecordingReporter.opened(directory, reporter) as recording:
         try:
             ended = await _run(job, directory, recording, resume=resume)
         except Stopped as stopped:

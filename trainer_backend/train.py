@@ -34,7 +34,7 @@ from trainer_backend.run.iteration_metrics import (
 )
 from trainer_backend.run.run import Run, collected
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.rundir.spool import Consumed, Spool, append_consumed
+from trainer_backend.rundir.spool import LedgerEntry, Spool, append_to_ledger
 
 __all__ = ["Run", "train", "work_left"]
 
@@ -249,7 +249,7 @@ async def _learn(run: Run, saving: Saving, progress: Progress, result: Iteration
         "recovery/resumes": float(run.resumes),
     }
     consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
-    append_consumed(run.directory.path, Consumed(iteration, progress.policy_version, consumed))
+    append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
     run.directory.append_metrics(row)
     run.reporter.metrics(row)
     return progress

@@ -24,7 +24,7 @@ from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import read_ledger
-from trainer_backend.rundir.state import read_log, watch
+from trainer_backend.rundir.state import read_log, read_status
 
 
 def test_the_job_runs_to_its_end_and_changes_the_model(trained):
@@ -47,7 +47,7 @@ def test_what_it_told_and_how_it_ended_stand_in_its_directory(trained):
     directory, reporter, _ = trained
     lines, _ = read_log(directory.path)
     assert [line.text for line in lines] == reporter.lines
-    seen = watch(directory.path)
+    seen = read_status(directory.path)
     assert (seen.holder, seen.interrupted) == (None, False)
     assert (seen.state.state, seen.state.iteration, seen.state.starts) == ("ended", 2, 1)
     ledger = read_ledger(directory.path)

@@ -18,10 +18,10 @@ from tests.trainer_backend.rundir.disk import make_read_only, mounted
 from trainer_backend.errors import RunDirectoryError, RunNotWritten, TaskAppError
 from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import LEDGER_FILE, read_ledger
-from trainer_backend.rundir.state import STATE_FILE, read_state, watch
+from trainer_backend.rundir.state import STATE_FILE, read_state, read_status
 from trainer_backend.start import run_job
 
 # Two of everything: threads of an update, its steps, siblings; and dropout, which draws.
@@ -60,7 +60,7 @@ def killed(folder: Path, *, part: str, number: int, **overrides: Any) -> RunDire
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = open_run(folder / "run")
-    assert watch(run.path).interrupted
+    assert read_status(run.path).interrupted
     return run
 
 
@@ -151,7 +151,7 @@ def test_a_second_trainer_on_a_run_directory_is_refused_and_changes_nothing_in_i
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
 
-    with locked(run.path):
+    with run_lock(run.path):
         before = files()
         with pytest.raises(RunDirectoryError, match=f"being trained by process {os.getpid()} on "):
             asyncio.run(run_job(tiny_job(), run, reporter, resume=True))

@@ -119,7 +119,7 @@ def test_the_trainer_is_started_with_its_database_and_the_flags_that_it_knows(tm
     assert words[-2:] == ["--allow-model", "Qwen/*"]
     key = {"TRAINER_API_KEY": "a-key", "TASK_URL": given["TASK_URL"]}
     settings = settings_from(Flags(host=flags["--host"], gateway_host=given["GATEWAY_HOST"]), key)
-    assert settings.bounds.given_urls == ("dns+http://task-app:8001",)
+    assert settings.bounds.default_urls == ("dns+http://task-app:8001",)
 
 
 def test_the_demo_is_posted_once_as_long_as_its_job_is_the_same(tmp_path):

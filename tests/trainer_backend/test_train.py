@@ -207,9 +207,9 @@ async def test_rows_that_are_lost_leave_the_best_where_it_is_until_an_evaluation
 
     run = run_of(tmp_path, evaluation=scores([WOOD, ()], [WOOD, COW], [WOOD, ()]))
     progress = await train(run, Progress(), asyncio.Event())
-    assert run.directory.lost_rows(4) is None
+    assert run.directory.missing_rows(4) is None
     run.directory.metrics_file.write_text("")
-    told = run.directory.lost_rows(4)
+    told = run.directory.missing_rows(4)
     assert told is not None and "has lost the rows of 4 of 4 iterations, the first of iteration 1" in told
     again = replace(run, collector=Collector(run.collector._train, scores([WOOD, ()])))
     await train(again, progress, asyncio.Event())

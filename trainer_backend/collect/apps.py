@@ -63,12 +63,7 @@ class App:
         self.weight = (self.weight + 1) / 2
 
     async def look(self, *, attempts: int = 1) -> None:
-        """Ask who it is.
-
-        Raises:
-            TaskAppLost: it does not answer.
-            TaskAppError: it is no task app, or wants another key.
-        """
+        """Ask who it is."""
         about = await self.client.about(attempts=attempts)
         self.instance_id, self.at_most = about.service.instance_id, about.limits.max_concurrent_rollouts
 
@@ -106,12 +101,7 @@ class TaskApps(Sequence[TaskAppClient]):
         return apps
 
     async def __aenter__(self) -> Self:
-        """Look all of them up, and ask each who it is.
-
-        Raises:
-            TaskAppLost: none answers, or no name is known.
-            TaskAppError: one answers, but not as a task app that takes this key.
-        """
+        """Look all of them up, and ask each who it is."""
         try:
             await self.look_up()
             await asyncio.gather(*(self._meet(app) for app in self.members))
@@ -186,10 +176,7 @@ class TaskApps(Sequence[TaskAppClient]):
         return "; ".join(app.lost for app in self.members if app.lost is not None)
 
     def refuse_if_none_answers(self) -> None:
-        """
-        Raises:
-            TaskAppLost: no task app answers; with the last answer of each.
-        """
+        """"""
         if not self._answering:
             raise TaskAppLost(f"no task app answers: {self.answers() or ', '.join(self._urls)}")
 

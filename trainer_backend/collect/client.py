@@ -134,10 +134,7 @@ class TaskAppClient:
         return about
 
     def refuse_too_large(self, request: RolloutRequest) -> None:
-        """
-        Raises:
-            JobError: this task app would not take the request, by what `about` last said of it.
-        """
+        """Refuse a request that this task app would not take, by the limits of its last `about`."""
         refuse_too_large(request, max_body_bytes=self._limits.max_body_bytes, url=self.url)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> str:
@@ -145,9 +142,6 @@ class TaskAppClient:
 
         Returns:
             The instance_id of the process that accepted the last of them.
-
-        Raises:
-            JobError: one of them is larger than it takes.
         """
         instance_id = ""
         for part in slices(requests, max_body_bytes=self._limits.max_body_bytes, url=self.url):
@@ -219,11 +213,7 @@ class TaskAppClient:
         await self._call("POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
 
     async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:
-        """What the route answers, as the model that it is.
-
-        Raises:
-            TaskAppError: it is something else; or as `_call`.
-        """
+        """What the route answers, as the model that it is."""
         answer = await self._call(method, path, **options)
         try:
             return model.model_validate(answer)

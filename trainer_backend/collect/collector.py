@@ -50,10 +50,6 @@ class Collector:
             progress: is told how many have ended.
             keep: is given each that has finished, before any task app is told to forget it; what it raises
                 ends the collection.
-
-        Raises:
-            TaskAppLost: none of the task apps answers, and none has come back in time.
-            TaskAppError: a task app refuses, or `timeout_s` has passed.
         """
         if not requests:
             return Collection(())
@@ -138,10 +134,7 @@ class _Crew:
                 await asyncio.gather(*(last(lane) for lane in self._lanes))
 
     async def _refuse_to_wait_for_ever(self) -> None:
-        """
-        Raises:
-            TaskAppLost: none of the task apps has answered for `lost_wait_s`; with the last answer of each.
-        """
+        """"""
         while True:
             self._changed.clear()
             try:

@@ -33,9 +33,6 @@ def endpoint(
         url: the server's base URL.
         key_variable: environment variable that holds the key. Absent, OPENAI_API_KEY goes to api.openai.com
             over https, and nowhere else: a key must not reach a host that it is not for.
-
-    Raises:
-        JobError: one of the flags is missing or wrong, or the variable holds no key.
     """
     if not model or not url:
         given, missing = ("--model", "--inference-url") if model else ("--inference-url", "--model")
@@ -57,9 +54,6 @@ def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.envir
     Args:
         variable: its name, in capitals.
         where: begins the error: the flag or TOML key that names the variable.
-
-    Raises:
-        JobError: no name of a variable (not repeated: it may be a key that was pasted), or no key in it.
     """
     if not VARIABLE.fullmatch(variable):
         raise JobError(
@@ -78,11 +72,7 @@ def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.envir
 
 
 def warmup_key(table: WarmupTable | None) -> SecretStr | None:
-    """The key of the server that the warm-up's teacher asks, if the job names a variable for it.
-
-    Raises:
-        JobError: the variable holds no key.
-    """
+    """The key of the server that the warm-up's teacher asks, if the job names a variable for it."""
     if table is None or table.api_key_env is None:
         return None
     return key_from(table.api_key_env, where="warmup.api_key_env")
@@ -94,9 +84,6 @@ def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -
     Args:
         warmup: may name a server.
         player: the model that plays, if it is one of somebody else's.
-
-    Raises:
-        JobError: a URL is none.
     """
     hosts = [inference_host(player.url, where="--inference-url")] if player else []
     url = warmup.policy_config.get("inference_url") if warmup else None
@@ -106,11 +93,7 @@ def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -
 
 
 def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
-    """Hosts that the job's own gateway calls.
-
-    Raises:
-        JobError: a URL is none.
-    """
+    """Hosts that the job's own gateway calls."""
     return [
         inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
         for table in tables
@@ -119,11 +102,7 @@ def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
 
 
 def inference_host(url: str, *, where: str) -> str:
-    """`host:port` of an inference URL, as a task app's allow-list has it.
-
-    Raises:
-        JobError: not an http or https URL with a host, or one with a user name or password in it.
-    """
+    """`host:port` of an inference URL, as a task app's allow-list has it."""
     parts = _split(url, where=where)
     host = parts.hostname or ""
     return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"

@@ -42,9 +42,6 @@ class Lane:
         let go here, so that a task app never holds more than it runs and _MOST_UNACKED. Nothing is lost by
         that: what has finished was kept before (`Collector.collect`), and a trainer that died would ask
         under another run id (start.run_job), and never for these again.
-
-        Raises:
-            TaskAppError: the task app refuses what it is asked. One that does not answer raises nothing.
         """
         while not (self._app.retired and self._app.lost):
             try:

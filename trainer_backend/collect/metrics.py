@@ -89,9 +89,6 @@ def refuse_empty(collection: Collection, stage: str, *, log: Path | None = None)
 
     Args:
         log: where a task app of our own may have logged; absent: where its operator looks.
-
-    Raises:
-        NothingToLearnFrom: no rollout was finished.
     """
     if collection.rollouts:
         return
@@ -106,11 +103,7 @@ def refuse_empty(collection: Collection, stage: str, *, log: Path | None = None)
 
 
 def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Trajectory]:
-    """The trajectories of the finished rollouts.
-
-    Raises:
-        NothingToLearnFrom: there is none.
-    """
+    """The trajectories of the finished rollouts."""
     found = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
     if not found:
         raise NothingToLearnFrom(f"{stage}: no rollout was finished")

@@ -74,11 +74,7 @@ class Source(Protocol):
 
 
 def source_of(job: JobConfig, data: DataSet | None) -> Source:
-    """The source of a job.
-
-    Raises:
-        ValueError: the job has a data set, and it was not given, or the other way round.
-    """
+    """The source of a job."""
     if (job.data is None) != (data is None):
         raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
     seed = job.job.seed

@@ -130,10 +130,6 @@ async def task_apps(
         player: a model at somebody else's server; an embedded task app is allowed to call it. What another
             one may call, its operator decides.
         tell: is given a sentence when one is lost, and when it is back.
-
-    Raises:
-        JobError: [services] names task apps, but no key is given for them; or a server's URL is none.
-        TaskAppError: none can be reached, or one refuses the key.
     """
     table = job.services
     async with AsyncExitStack() as stack:
@@ -171,11 +167,7 @@ def told_of(apps: TaskApps) -> str:
 
 
 def task_app_key(given: SecretStr | None = None) -> SecretStr:
-    """The key of the task apps that [services] names: the job's own, or this process's.
-
-    Raises:
-        JobError: neither has one, or what it has is no key.
-    """
+    """The key of the task apps that [services] names: the job's own, or this process's."""
     if given is not None:
         return given
     try:

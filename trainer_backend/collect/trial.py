@@ -65,10 +65,6 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
     Args:
         planner: with the address that the gateway will have; nobody is asked there.
         from_scratch: there is no checkpoint to go on from, so what comes before RL is played too.
-
-    Raises:
-        JobError: a task app refuses a name or a config; it names the TOML key.
-        TaskAppError: none of the task apps can be reached any more, or one fails.
     """
     policies = _policies(planner, from_scratch=from_scratch)
     first = planner.first_training()

@@ -128,10 +128,7 @@ def slices(
 
 
 def refuse_too_large(request: RolloutRequest, *, max_body_bytes: int, url: str) -> None:
-    """
-    Raises:
-        JobError: the task app at `url` would not take the request, even alone; it names the row.
-    """
+    """"""
     for _ in slices([request], max_body_bytes=max_body_bytes, url=url):
         pass
 

@@ -21,13 +21,13 @@ from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import Chart, Curve
 from trainer_backend.plugins import ESTIMATORS, estimator
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import (
     Credit,
     finished_rows,
     read_rollouts,
-    read_scored,
+    read_token_scores,
     read_values,
     read_values_after,
     write_rollouts,
@@ -95,9 +95,9 @@ def _measured(path: Path) -> Measured:
     """Of one iteration. A file of branches may be empty: no episode reached a decision that was chosen."""
     beside = path.with_name(path.name.replace("iteration_", "branches_"))
     if not beside.exists():
-        return Measured(read_values(path), read_values_after(path), None, read_scored(path))
+        return Measured(read_values(path), read_values_after(path), None, read_token_scores(path))
     branches = by_parent(with_records(item) for item in read_rollouts(beside))
-    scored = {**read_scored(path), **read_scored(beside)}
+    scored = {**read_token_scores(path), **read_token_scores(beside)}
     return Measured(read_values(path), read_values_after(path), branches, scored)
 
 
@@ -214,7 +214,7 @@ def write_recredit(
     Raises:
         RunDirectoryError: the disk is full, or refuses.
     """
-    with writing(folder):
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "figures.json").write_text(json.dumps(figures(found, cosines), indent=1), encoding="utf-8")
         if len(found.credits) > 1:
@@ -284,7 +284,7 @@ def recredit_run(
         RewardError: r_t cannot be built from what is stored.
     """
     run = open_run(path)
-    job = run.changed_job(overrides).config
+    job = run.job_with(overrides).config
     for name in names:
         estimator(name)
     stored = stored_iterations(run, iterations)

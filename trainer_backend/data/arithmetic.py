@@ -22,9 +22,6 @@ def sums(rows: int, *, steps: int, seed: int, largest: int = 20) -> Iterator[dic
         steps: the most additions, subtractions and multiplications of a row.
         seed: of everything; the first rows do not depend on how many follow.
         largest: number that a question names; multipliers are 2 or 3.
-
-    Raises:
-        ValueError: there are not so many different questions.
     """
     random, asked = Random(seed), set[str]()
     for _ in range(rows):

@@ -57,12 +57,7 @@ class DataSet:
 
 
 def data_of(job: JobConfig) -> DataSet | None:
-    """The rows that a job names; None where its environment makes its own worlds.
-
-    Raises:
-        DataError: see `read_data`.
-        JobError: the job has interactions, and no row is for one.
-    """
+    """The rows that a job names; None where its environment makes its own worlds."""
     data = None if job.data is None else read_data(job.data, instances=job.evaluation.instances)
     if job.multi_turn.interaction_config_path is not None and not _has_interactions(job.data, data):
         told = (
@@ -90,9 +85,6 @@ def read_data(table: DataTable, *, instances: int) -> DataSet:
 
     Args:
         instances: at most so many held-out rows are evaluated on (evaluation.instances).
-
-    Raises:
-        DataError: a file, split or row is not as it must be; nothing is left to train or evaluate on.
     """
     split = read_split(table.path, table.split)
     if table.held_out_share is None:
@@ -117,9 +109,6 @@ def read_split(path: Path, split: str) -> Split:
 
     A row without an id of its own is called by its split and its number from 0 in it, such as `train/17`: the
     same for every format.
-
-    Raises:
-        DataError: see `read_data`.
     """
     parsed: list[Parsed] = []
     places: dict[str, str] = {}

@@ -26,11 +26,7 @@ Splits = Mapping[str, Sequence[Path]]
 
 
 def files_of(path: Path, split: str) -> Sequence[Path]:
-    """The files of a split, in order.
-
-    Raises:
-        DataError: nothing there, no such split, or files that contradict each other.
-    """
+    """The files of a split, in order."""
     if path.is_file():
         return [path]
     if not path.is_dir():

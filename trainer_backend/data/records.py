@@ -20,11 +20,7 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The rows of a file, in its order.
-
-    Raises:
-        DataError: it cannot be read, or is not in the format that its name says.
-    """
+    """The rows of a file, in its order."""
     reader = READERS.get(path.suffix)
     if reader is None:
         raise DataError(f"its name ends in {path.suffix!r}; known: {', '.join(READERS)}", where=str(path))

@@ -79,9 +79,6 @@ def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str) -> Par
     Args:
         where: file and row, the beginning of every error.
         default_id: of a data set without a column `id`.
-
-    Raises:
-        DataError: a column that is missing, or of another type than is allowed.
     """
     found = _Columns({name: _without_nulls(value) for name, value in columns.items()}, where)
     interaction = found.one_of("interaction", *_INTERACTION)
@@ -112,11 +109,7 @@ class _Columns:
         self._read: set[str] = set()
 
     def one_of(self, what: str, *places: str) -> Any:
-        """The value of the first of these places that has one; None where none has.
-
-        Raises:
-            DataError: another of them holds another value.
-        """
+        """The value of the first of these places that has one; None where none has."""
         values = {place: self._at(place) for place in places}
         there = [place for place, value in values.items() if value is not None]
         for other in there[1:]:

@@ -54,11 +54,7 @@ Player = Checkpoint | Scripted | Inference
 def chosen_player(
     policy: str | None, model: str | None, inference_url: str | None, api_key_env: str | None
 ) -> Scripted | Inference | None:
-    """Who plays by the flags of the command; None when the folder's own model does.
-
-    Raises:
-        JobError: flags that contradict each other, or a variable without a key.
-    """
+    """Who plays by the flags of the command; None when the folder's own model does."""
     if model is None and inference_url is None and api_key_env is None:
         return Scripted(policy) if policy else None
     if policy is not None:
@@ -82,10 +78,6 @@ def what_to_evaluate(
         job_path: a job TOML; absent, that of the run.
         player: plays instead of the folder's model.
         overrides: `table.key=value` for the job.
-
-    Raises:
-        JobError: neither folder nor player, or no job for them.
-        RunDirectoryError: the run has no checkpoint yet.
     """
     if folder is None and player is None:
         raise JobError(
@@ -130,9 +122,6 @@ async def evaluate(
         player: who plays.
         tell: is called with how many episodes have ended, and of how many.
         keep: Parquet file for the episodes, failed ones too, as a run stores them.
-
-    Raises:
-        TrainerError: there is no such model, a task app refuses, or no episode was finished.
     """
     configure_logs_from()
     data = await asyncio.to_thread(data_of, job)

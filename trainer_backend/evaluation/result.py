@@ -107,9 +107,6 @@ def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | 
         policy: who played, in words.
         collection: what came back.
         setting: how it was played, in names and values that JSON can hold.
-
-    Raises:
-        NothingToLearnFrom: no episode finished.
     """
     episodes = finished_trajectories(collection.rollouts, "evaluation")
     metrics, counted = episode_metrics(episodes), have_achievements(episodes)

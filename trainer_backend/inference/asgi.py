@@ -85,11 +85,7 @@ def _error_type(status: int) -> str:
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Wait for some work; cancel it, which aborts its requests, when the client leaves first.
-
-    Raises:
-        ClientDisconnect: the client left.
-    """
+    """Wait for some work; cancel it, which aborts its requests, when the client leaves first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -34,9 +34,6 @@ def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
 
     It must show a tool to the model, and write a call so that the model's tool-call format reads it back:
     the warm-up teaches calls as the template writes them, and the gateway reads them in that format.
-
-    Raises:
-        ModelFolderError: no template, one that raises, one without tools, or no known format.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     renderer, name = ChatRenderer(tokenizer), tool_format_of(tokenizer)
@@ -82,11 +79,7 @@ def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
 
 
 def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
-    """The model's format; everything is text where none is known.
-
-    Raises:
-        ModelFolderError: tokenizer_config.json names a format that is not known here.
-    """
+    """The model's format; everything is text where none is known."""
     name = tool_format_of(tokenizer)
     return TEXT if name is None else TOOL_FORMATS[name]
 
@@ -100,11 +93,7 @@ TEXT = ToolFormat(parse_text, marker="", openers=())
 
 
 def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """The format that tokenizer_config.json names, else the first whose marker the chat template holds.
-
-    Raises:
-        ModelFolderError: as `tool_format_in_use`.
-    """
+    """The format that tokenizer_config.json names, else the first whose marker the chat template holds."""
     named = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
     if named is not None and named not in TOOL_FORMATS:
         raise ModelFolderError(

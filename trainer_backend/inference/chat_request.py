@@ -113,11 +113,7 @@ _TOOL_CHOICES = (None, "auto", "none")
 
 
 def read_chat_request(body: bytes) -> ChatRequest:
-    """Parse and check a body.
-
-    Raises:
-        BadChatRequest: as `read_request`; or two of its options contradict each other.
-    """
+    """Parse and check a body."""
     request = read_request(ChatRequest, body)
     for place, message in enumerate(request.messages):
         _refuse_unknown_parts(message, where=f"messages.{place}")

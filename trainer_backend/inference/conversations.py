@@ -126,9 +126,6 @@ class Conversations:
 
         Args:
             refuse_too_long: is given the text before it is encoded, and may raise.
-
-        Raises:
-            BadChatRequest: the template cannot render them.
         """
         turn = self._turns.get(rollout_id)
         if turn is not None and turn.renderer is renderer:

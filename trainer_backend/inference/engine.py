@@ -65,9 +65,6 @@ class LocalEngine:
         model: any causal model with full attention, in evaluation mode, on its device.
         stop_ids: the token ids that end a generation; see `stop_token_ids`.
         version: the policy version of the weights that `model` holds now.
-
-    Raises:
-        ModelFolderError: the model's attention is of a kind that the cache cannot hold.
     """
 
     def __init__(

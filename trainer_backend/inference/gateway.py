@@ -70,9 +70,6 @@ def create_gateway(
     Args:
         policies: what each model name (`{job}/{policy}`) is served by.
         key: the Bearer key of this job; it is compared, never stored elsewhere or logged.
-
-    Raises:
-        ValueError: the key is empty: a gateway without a key would serve anyone.
     """
     secret = key.get_secret_value() if isinstance(key, SecretStr) else key
     if not secret:

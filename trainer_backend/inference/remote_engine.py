@@ -112,11 +112,7 @@ class RemoteEngine:
         return generation
 
     async def text_ids(self, text: str) -> list[int]:
-        """The ids that the server's tokenizer makes of a text, special tokens written in it included.
-
-        Raises:
-            RemoteUnavailable, RemoteRefused: it does not tell.
-        """
+        """The ids that the server's tokenizer makes of a text, special tokens written in it included."""
         choice = await self._choice(text, Sampling(max_tokens=1), prompt_tokens=0)
         return _ids(choice, "prompt_token_ids")
 

@@ -63,11 +63,7 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text that the model continues.
-
-        Raises:
-            BadChatRequest: a message has a shape that this template cannot render.
-        """
+        """The text that the model continues."""
         plain = [plain_message(message, where=f"messages.{i}") for i, message in enumerate(messages)]
         # Templates are programs of others: whatever one raises means that it cannot render these messages.
         try:
@@ -85,11 +81,7 @@ class ChatRenderer:
         return str(text)
 
     def refuse_other_settings(self, asked: JsonObject) -> None:
-        """Refuse template settings other than the model folder's, which hold for all prompts of a policy.
-
-        Raises:
-            BadChatRequest: a request asks for something else, which would be ignored.
-        """
+        """Refuse template settings other than the model folder's, which hold for all prompts of a policy."""
         for name, value in asked.items():
             if name not in self._template_kwargs or self._template_kwargs[name] != value:
                 raise BadChatRequest(
@@ -110,9 +102,6 @@ class ChatRenderer:
         """What the model would have to write, end token included, to give `answer` to `messages`.
 
         None where that cannot be told: with the answer behind it, the template changes the prompt.
-
-        Raises:
-            BadChatRequest: as `prompt_text`.
         """
         without_system = [message for message in messages if message.get("role") != "system"]
         # Mistral's templates show the system message only while the last user message has no answer yet.
@@ -171,9 +160,6 @@ def plain_message(message: JsonObject, *, where: str) -> dict[str, Any]:
 
     Templates test whether `tool_calls` is there, so an empty one is left out. A call id that is not of nine
     letters and digits is replaced, in call and result alike, by nine that follow from it.
-
-    Raises:
-        BadChatRequest: no role; content that is neither text, a list of text parts, nor null; a broken call.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):

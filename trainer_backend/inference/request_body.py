@@ -77,12 +77,7 @@ class SamplingRequest(OpenBody):
 
 
 def read_request(kind: type[Request], body: bytes) -> Request:
-    """Parse and check a body.
-
-    Raises:
-        BadChatRequest: no JSON, a wrong type or range, a key that this server does not know, or an option
-            that it does not have.
-    """
+    """Parse and check a body."""
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:

@@ -23,10 +23,7 @@ class ServedPolicy:
 
 
 def policy_named(name: str, policies: Mapping[str, ServedPolicy]) -> ServedPolicy:
-    """
-    Raises:
-        UnknownModel: none of that name is served.
-    """
+    """"""
     if name not in policies:
         raise UnknownModel(f"model is {name!r:.200}{did_you_mean(name, policies)}", where="model")
     return policies[name]

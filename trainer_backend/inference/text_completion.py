@@ -29,22 +29,14 @@ class TextRequest(SamplingRequest):
 
 
 def read_text_request(body: bytes) -> TextRequest:
-    """
-    Raises:
-        BadChatRequest: as `read_request`.
-    """
+    """"""
     return read_request(TextRequest, body)
 
 
 async def text_completion(
     request: TextRequest, policies: Mapping[str, ServedPolicy], *, number: int, created: int
 ) -> dict[str, Any]:
-    """The reply to a request.
-
-    Raises:
-        UnknownModel: no policy of that name is served.
-        InferenceError: see `FrozenEngine.generate`.
-    """
+    """The reply to a request."""
     policy = policy_named(request.model, policies)
     prompt = request.prompt
     ids = prompt if isinstance(prompt, list) else await asyncio.to_thread(_ids, prompt, request, policy)

@@ -17,11 +17,7 @@ OF_AN_ADAPTER = ".lora_"
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
-    """The tensors of a source: a mapping as it is, a model folder's weights read from disk.
-
-    Raises:
-        WeightsRefused: the folder does not exist or holds no weights, or a file of them cannot be read.
-    """
+    """The tensors of a source: a mapping as it is, a model folder's weights read from disk."""
     if isinstance(source, Mapping):
         return source
     folder = Path(source)
@@ -45,9 +41,6 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     Names that share memory (a tied head and its embedding) need to be given once. Of a model with adapters
     theirs suffice: what lies under them is never trained.
-
-    Raises:
-        WeightsRefused: a name is missing or unknown, or a shape differs.
     """
     targets = model.state_dict()
     given_memory = {targets[name].data_ptr() for name in tensors if name in targets}

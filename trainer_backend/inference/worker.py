@@ -173,11 +173,7 @@ class EngineWorker:
         return []
 
     def _with_room(self, action: Callable[[], Result], doing: str) -> Result:
-        """Once more without the kept prefixes where memory runs out.
-
-        Raises:
-            EngineOutOfMemory: that was not enough.
-        """
+        """Once more without the kept prefixes where memory runs out."""
         for _ in range(2):
             try:
                 return action()

@@ -42,11 +42,7 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
 
 
 async def looked_up(url: str, resolve: Resolve = addresses_of) -> list[Address]:
-    """The task apps that one entry of services.task_url stands for.
-
-    Raises:
-        TaskAppError: the name is not known, or nobody answers for it in time.
-    """
+    """The task apps that one entry of services.task_url stands for."""
     if not url.startswith(DNS):
         return [Address(url.rstrip("/"))]
     parts = urlsplit(url.removeprefix(DNS))
@@ -82,12 +78,7 @@ def fault_in(url: str) -> str | None:
 
 
 def http_parts(url: str) -> SplitResult:
-    """The parts of an http or https URL.
-
-    Raises:
-        ValueError: it is none, or has a user name or password in it; a clause that begins after its key. What
-            may hold a secret is not repeated.
-    """
+    """The parts of an http or https URL."""
     try:
         parts = urlsplit(url)
         usable = is_http(parts)

@@ -97,9 +97,6 @@ def read_layers(paths: Sequence[Path], *, anchored: bool = True) -> list[Layer]:
 
     Args:
         anchored: paths in a file are seen from its folder; False leaves them as they are written.
-
-    Raises:
-        JobError: no file, one that cannot be read, bad TOML.
     """
     if not paths:
         raise JobError("a job needs at least one TOML file")
@@ -118,9 +115,6 @@ def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[s
 
     Args:
         overrides: `table.key=value` each, the value in TOML; what is no TOML counts as a string.
-
-    Raises:
-        JobError: an override names no key in a table.
     """
     document: dict[str, Any] = {}
     layers = list(files)
@@ -243,9 +237,6 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> str:
 
     Paths stay as they are written, unlike in `read_layers`: they are paths on the service's machine. The
     service, which knows its own version, checks the meaning.
-
-    Raises:
-        JobError: a file cannot be read, is no TOML where it has to be merge, or --set names no key.
     """
     if len(paths) == 1 and not overrides:
         try:

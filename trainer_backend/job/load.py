@@ -44,9 +44,6 @@ def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Loa
     Args:
         paths: a TOML file, or several: later ones go over earlier ones (job.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
-
-    Raises:
-        JobError: unreadable file, bad TOML, unknown key, wrong value, tables that contradict each other.
     """
     document, places = merge(read_layers([paths] if isinstance(paths, Path) else paths), overrides)
     anchor(document, Path())
@@ -69,18 +66,18 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
         config = JobConfig.model_validate(tables)
     except ValidationError as error:
         findings = _explain(error, JobConfig, tables)
-        raise joined_findings(
+        raise join_findings(
             (f"{_place(key, told, places)}: {told}" for key, told in findings), error.error_count()
         ) from error
     _refuse_unknown_plugs(config, places)
     found = [*unread_keys(config), *unknown_state_keys(config), *mixture_findings(config)]
     if found:
-        raise joined_findings((f"{places.of(key)}: {told}" for key, told in found), len(found))
+        raise join_findings((f"{places.of(key)}: {told}" for key, told in found), len(found))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
     return LoadedJob(config, (*warnings, *advice(config)), places)
 
 
-def joined_findings(lines: Iterable[str], count: int) -> JobError:
+def join_findings(lines: Iterable[str], count: int) -> JobError:
     """One error of the first findings, a line each, and how many more there are.
 
     Args:

@@ -1,4 +1,4 @@
-"""The trainer service as FastAPI: routes, the gate before them, what lives as long as the service."""
+"""The trainer service as a FastAPI app: its routes, the gate before them, and its background tasks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -28,23 +28,23 @@ from trainer_backend.errors import ApiError, TrainerError
 from trainer_backend.jobs import control, events, launcher, login, routes, run_routes
 from trainer_backend.jobs.login import LOGIN
 from trainer_backend.jobs.service import Service
-from trainer_backend.jobs.slots import ended
+from trainer_backend.jobs.slots import wait_for_threads
 
 log = structlog.get_logger("trainer")
 
-# What needs no key: whether the service lives, and what its log-in page is made of.
+# Paths without a key: the health check and the log-in page.
 OPEN_PATHS = frozenset({"/health", LOGIN})
-# The statuses of errors that a route may answer with.
+# The error statuses of routes.
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
 _STREAM = "/jobs/{job_id}/events"
 _THREADS = 24
 
 
 class TrainerApp(FastAPI):
-    """FastAPI behind its guards: as its own middleware they would stand inside it."""
+    """A FastAPI app behind guards that run before its own middleware."""
 
-    def __init__(self, **named: Any) -> None:
-        super().__init__(**named)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.front: ASGIApp = super().__call__
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +55,7 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     """Build the app. Nothing runs before its lifespan starts.
 
     Args:
-        pages: of the dashboard (dashboard.pages.router); they are no part of the API's description.
+        pages: routers of the dashboard; the API's description omits them.
     """
     app = TrainerApp(
         title="Turnwise trainer",
@@ -78,15 +78,15 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     ):
         app.include_router(router)
     install_problem_handlers(app)
-    app.add_exception_handler(TrainerError, _logged)
+    app.add_exception_handler(TrainerError, _problem)
     app.add_exception_handler(RequestValidationError, _validation)
     describe(app, open_paths=OPEN_PATHS)
-    app.front = _guarded(app.front, service)
+    app.front = _with_guards(app.front, service)
     return app
 
 
-def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
-    """What stands before the routes; the last one is the first one met."""
+def _with_guards(app: ASGIApp, service: Service) -> ASGIApp:
+    """Wrap the app in its guards; the last wrapper sees a request first."""
     settings, keys = service.settings, service.keys
     door = SessionDoor(keys, service.sessions, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN)
     app = Gate(
@@ -100,8 +100,8 @@ def _guarded(app: ASGIApp, service: Service) -> ASGIApp:
     return Observed(app, requests=service.requests, keys=keys, streams=[_STREAM])
 
 
-async def _logged(request: Request, error: Exception) -> Response:
-    """The reply to an error of our tree; what the service cannot do stands in the log too."""
+async def _problem(request: Request, error: Exception) -> Response:
+    """Return the reply to an error of our tree, and log it if the service is at fault."""
     assert isinstance(error, TrainerError)
     if error.status >= 500:
         log.warning("request_failed", method=request.method, path=request.url.path, detail=str(error))
@@ -109,15 +109,15 @@ async def _logged(request: Request, error: Exception) -> Response:
 
 
 async def _validation(request: Request, error: Exception) -> Response:
-    """The first finding of a query, a header or a path that is not as it is documented."""
+    """Return the reply to an invalid query, header or path: the first finding."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     place, *path = (str(part) for part in first["loc"])
     name = ".".join(path) or place
     if first["type"] == "extra_forbidden":
-        known = first.get("ctx", {}).get("known", ())
-        detail = f"{name[:80]!r} is not known here{did_you_mean(path[-1][:80], known) if known else ''}"
+        allowed = first.get("ctx", {}).get("known", ())
+        detail = f"{name[:80]!r} is not known here{did_you_mean(path[-1][:80], allowed) if allowed else ''}"
     else:
         detail = f"{name}: {first['msg']}"
     return problem_response(ApiError(detail, where=f"{place} {name}" if path else place))
@@ -125,24 +125,24 @@ async def _validation(request: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The supervisor and the watcher run as long as the service; then jobs are stopped in order."""
+    """Run the supervisor and the watcher while the service runs, then stop the jobs in order."""
     service: Service = app.state.service
-    async with _threads(service), _working(service):
+    async with _threads(service), _background_tasks(service):
         yield
 
 
 @asynccontextmanager
-async def _working(service: Service) -> AsyncIterator[None]:
-    working = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
+async def _background_tasks(service: Service) -> AsyncIterator[None]:
+    tasks = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
     if service.supervisor is not None:
-        working.append(asyncio.ensure_future(service.supervisor.run()))
+        tasks.append(asyncio.ensure_future(service.supervisor.run()))
     try:
         yield
     finally:
         service.news.close()
         if service.supervisor is not None:
             await service.supervisor.close()
-        for task in working:
+        for task in tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -150,9 +150,9 @@ async def _working(service: Service) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _threads(service: Service) -> AsyncIterator[None]:
-    """For requests; and at the end nobody works with the store any more, which is closed then.
+    """Provide threads for requests; at the end wait for every thread that uses the store.
 
-    More than asyncio would take on a small machine: a database that hangs holds a thread for each question.
+    There are more than asyncio's default on a small machine, since a hanging database holds one per request.
     """
     loop = asyncio.get_running_loop()
     threads = [ThreadPoolExecutor(_THREADS, "trainer"), *service.watcher.threads]
@@ -163,4 +163,4 @@ async def _threads(service: Service) -> AsyncIterator[None]:
         yield
     finally:
         loop.set_default_executor(ThreadPoolExecutor())
-        await ended(threads, at_most_s=service.settings.store_s)
+        await wait_for_threads(threads, at_most_s=service.settings.store_s)

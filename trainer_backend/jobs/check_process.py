@@ -1,7 +1,7 @@
-"""Reads each posted job in a process of its own, which is ended if it takes too long or too much memory.
+"""Parses each posted job in a process of its own, which is killed if it takes too long or too much memory.
 
-`python -m trainer_backend.jobs.check_process` is a server without threads that has imported what reads a job.
-It forks for each one: that costs milliseconds, and whatever a job has taken is given back with its process.
+`python -m trainer_backend.jobs.check_process` is a server without threads that has imported the parser. It
+forks for each job: a fork costs milliseconds, and all memory of a job is freed with its process.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ from trainer_backend.jobs.processes import WITHHELD
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# For the server to import, and for a process to die; one that waits for a disk that hangs is left alone.
-_IMPORT_S, _DYING_S = 120.0, 2.0
-# What came of a call; `ended` comes with the exit code of its process, negative for a signal.
-_READY, _RETURNED, _RAISED, _NO_MEMORY, _ENDED = "ready", "returned", "raised", "no memory", "ended"
+# Time for the server to import, and for a process to exit; a process that hangs on a disk is abandoned.
+_IMPORT_S, _EXIT_S = 120.0, 2.0
+# Outcomes of a call; _EXIT comes with the exit code of its process, negative for a signal.
+_READY, _RESULT, _ERROR, _NO_MEMORY, _EXIT = "ready", "returned", "raised", "no memory", "ended"
 _STDERR = 2
-# Threads of a library would not live on in a fork.
+# A library's threads would not survive a fork.
 _ALONE = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class CheckProcess:
-    """Calls that read what somebody has sent: one at a time, in the order in which they come.
+    """Runs calls that parse a client's input, one at a time, in order.
 
     Args:
-        at_most_s: for a call.
-        at_most_bytes: of memory that a call may take.
-        at_most: calls that are under way or wait for their turn.
+        at_most_s: time limit of a call.
+        at_most_bytes: memory limit of a call.
+        at_most: maximum number of calls that run or wait.
     """
 
     def __init__(self, *, at_most_s: float = 5.0, at_most_bytes: int = 512 << 20, at_most: int = 64) -> None:
@@ -55,38 +55,38 @@ class CheckProcess:
 
     def start(self) -> None:
         """Start the server, so that the first call does not wait for its imports."""
-        self._thread.submit(self._connected)
+        self._thread.submit(self._connect)
 
     async def ask(
-        self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
+        self, call: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
     ) -> Result:
-        """What a function of a module returns; function, arguments and result are pickled.
+        """Call a function of a module in the process; function, arguments and result are pickled.
 
         Raises:
-            TrainerError: what the function raised.
-            CheckEnded: it took too long, or too much memory, or its process was killed.
-            TooManyChecks: enough of them wait.
+            TrainerError: the function raised it.
+            CheckEnded: it took too long or too much memory, or its process was killed.
+            TooManyChecks: too many calls wait.
         """
         if self._under_way >= self._at_most:
             raise TooManyChecks(
                 f"{self._under_way} jobs wait to be checked, the most that this service takes"
             )
-        request = pickle.dumps((partial(call, *arguments, **named), self._at_most_s, self._at_most_bytes))
+        request = pickle.dumps((partial(call, *arguments, **keywords), self._at_most_s, self._at_most_bytes))
         self._under_way += 1
         try:
             loop = asyncio.get_running_loop()
             kind, result = await loop.run_in_executor(self._thread, self._exchange, request)
         finally:
             self._under_way -= 1
-        if kind == _RAISED:
+        if kind == _ERROR:
             raise result
-        if kind != _RETURNED:
+        if kind != _RESULT:
             raise self._error(kind, result)
         answer: Result = result
         return answer
 
     def close(self) -> None:
-        """End the server; a call that is under way is lost."""
+        """End the server; a running call is lost."""
         self._closed = True
         if self._server is not None:
             self._server.kill()
@@ -95,8 +95,8 @@ class CheckProcess:
 
     def _error(self, kind: str, exit_code: int) -> Exception:
         if kind == _NO_MEMORY:
-            most = f"{self._at_most_bytes >> 20} MiB of memory"
-            return CheckEnded(f"checking the job needed more than {most}, and was ended")
+            limit = f"{self._at_most_bytes >> 20} MiB of memory"
+            return CheckEnded(f"checking the job needed more than {limit}, and was ended")
         if exit_code == -signal.SIGALRM:
             return CheckEnded(f"checking the job took longer than {self._at_most_s:g} s, and was ended")
         if exit_code < 0:
@@ -105,27 +105,23 @@ class CheckProcess:
         return RuntimeError(f"the process that checks a job ended with exit code {exit_code}; see stderr")
 
     def _exchange(self, request: bytes) -> tuple[str, Any]:
-        """On the thread."""
-        connection = self._connected()
+        """Send a request and wait for its outcome, on the thread."""
+        connection = self._connect()
         try:
             connection.send_bytes(request)
-            # A process ends itself, unless a disk holds it: then it is left to that, with its server.
-            if connection.poll(self._at_most_s + _DYING_S):
+            # A process ends itself unless a disk blocks it; then it and its server are abandoned.
+            if connection.poll(self._at_most_s + _EXIT_S):
                 return _message(connection)
             exit_code = -signal.SIGALRM
-        except (OSError, EOFError):  # somebody has killed the server
+        except (OSError, EOFError):  # the server was killed
             exit_code = -signal.SIGKILL
         self._end()
         if not self._closed:
             self.start()
-        return _ENDED, exit_code
+        return _EXIT, exit_code
 
-    def _connected(self) -> Connection:
-        """Connect to a server process that has imported everything it needs.
-
-        Raises:
-            OSError, EOFError: it cannot be started; stderr says why.
-        """
+    def _connect(self) -> Connection:
+        """Connect to a server process that has imported everything it needs."""
         if self._connection is not None:
             return self._connection
         ours, theirs = socket.socketpair()
@@ -137,7 +133,7 @@ class CheckProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,
                 env={name: value for name, value in os.environ.items() if name not in WITHHELD} | _ALONE,
-                start_new_session=True,  # Ctrl-C is for the service, which then ends it
+                start_new_session=True,  # Ctrl-C goes to the service only, which then ends this process
             )
         self._connection = connection
         try:
@@ -164,7 +160,7 @@ def _message(connection: Connection) -> tuple[str, Any]:
 
 
 def serve(connection: Connection) -> None:
-    """Fork for each request until the other end is closed."""
+    """Fork for each request until the other end closes."""
     connection.send_bytes(pickle.dumps((_READY, None)))
     while True:
         try:
@@ -177,30 +173,30 @@ def serve(connection: Connection) -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:
-            connection.send_bytes(pickle.dumps((_ENDED, os.waitstatus_to_exitcode(status))))
+            connection.send_bytes(pickle.dumps((_EXIT, os.waitstatus_to_exitcode(status))))
 
 
 def _answer(connection: Connection, request: bytes) -> None:
     call, at_most_s, at_most_bytes = pickle.loads(request)
-    signal.setitimer(signal.ITIMER_REAL, at_most_s)  # ends this process, also while a library holds the GIL
+    signal.setitimer(signal.ITIMER_REAL, at_most_s)  # ends this process even while a library holds the GIL
     most, hard = psutil.Process().memory_info().vms + at_most_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
-        answer: tuple[str, Any] = (_RETURNED, call())
+        answer: tuple[str, Any] = (_RESULT, call())
     except TrainerError as error:
-        answer = (_RAISED, error)
+        answer = (_ERROR, error)
     except MemoryError:
         answer = (_NO_MEMORY, 0)
     message = pickle.dumps(answer)
-    signal.setitimer(signal.ITIMER_REAL, 0)  # half an answer would be none
+    signal.setitimer(signal.ITIMER_REAL, 0)  # from here on, a kill would cut the answer short
     connection.send_bytes(message)
 
 
 def main(descriptor: str) -> None:
     import trainer_backend.jobs.posted  # noqa: F401  # for all forks
 
-    gc.freeze()  # a collection in a fork would copy the pages of all that was imported
+    gc.freeze()  # otherwise a collection in a fork would copy the pages of all imports
     serve(Connection(int(descriptor)))
 
 

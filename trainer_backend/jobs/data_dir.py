@@ -1,4 +1,4 @@
-"""The folder that a trainer service works in: its run directories, its owner, and the deletion of runs."""
+"""The data directory of a trainer service: its run directories, its owner, and the deletion of runs."""
 
 import asyncio
 import fcntl
@@ -16,57 +16,53 @@ import tomli
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.load import parse_job
-from trainer_backend.jobs.states import refuse_found
+from trainer_backend.jobs.states import refuse_external
 from trainer_backend.rundir import lock
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import OWNERS_ALONE, RunDirectory, create_run, open_run
-from trainer_backend.rundir.lock import holder, locked
+from trainer_backend.rundir.lock import holder, run_lock
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store
 from trainer_backend.store.jobs import refuse_unended
 from trainer_backend.store.rows import JobRow
 
 _SERVICE = ".service"
-# A run directory that holds it was deleted as a job, and its files were kept: it is not found again.
+# A run directory with this file was deleted as a job but kept its files; the watcher ignores it.
 FORGOTTEN = "forgotten"
-# How far below the data directory runs lie: `turnwise train --seeds` makes NAME-seeds/seed_0.
+# Depths of runs below the data directory: `turnwise train --seeds` makes NAME-seeds/seed_0.
 _DEPTHS = ("*/run.json", "*/*/run.json")
-# What `create_run` has made when it is killed: the file that makes it a run, run.json, is written last.
-_BEGUN_FILES = frozenset({lock.FILE, "job.toml"})
-_BEGUN_FOLDERS = frozenset({"rollouts", "checkpoints"})
-# In the service's own folder: a run directory that is being removed.
-_DELETED = "deleted-"
+# What `create_run` leaves if it is killed: run.json, which makes a folder a run, is written last.
+_PARTIAL_FILES = frozenset({lock.FILE, "job.toml"})
+_PARTIAL_FOLDERS = frozenset({"rollouts", "checkpoints"})
+# Prefix of deleted run directories in the service's own folder.
+_TRASH = "deleted-"
 
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """
+    """The data directory.
+
     Attributes:
-        path: absolute, without links: what lies below it can be told from what does not.
-        home: names this folder in a store that several services share.
+        path: absolute, without links, so that comparisons of paths are safe.
+        home: the name of this folder in a store that several services share.
     """
 
     path: Path
     home: str
 
     def new_run_dir(self, name: str) -> Path:
-        """Where a new job's run is to be; not made yet. Nobody else is given the same."""
+        """Return a unique path for a new job's run; the folder is not created yet."""
         return self.path / f"{name}-{uuid4().hex[:8]}"
 
     def run_of(self, job: JobRow) -> RunDirectory:
-        """The run of a posted job, made if the job has none yet; what a kill left half made is made whole.
-
-        Raises:
-            JobError: this version cannot read the job.
-            RunDirectoryError: its run is gone, or lies elsewhere, or cannot be written.
-        """
+        """Return the run of a posted job. Create it if needed, and complete a half-created one."""
         config = parse_job(tomli.loads(job.config), where=f"job {job.id}").config
         assert job.run_dir is not None, "a posted job is created with its run directory"
         path = Path(job.run_dir)
         if self._outside(path):
             raise RunDirectoryError(
                 f"the run directory of job {job.id}, {path}, is not below the data directory {self.path}",
-                hint="A moved data directory is put back, or each run goes on by `turnwise train --resume`.",
+                hint="Put the data directory back, or continue each run with `turnwise train --resume`.",
             )
         if (path / "run.json").exists():
             return open_run(path)
@@ -79,49 +75,43 @@ class DataDir:
         return create_run(config, path)
 
     def runs(self) -> list[Path]:
-        """Every run directory in here that was not forgotten."""
-        found = [file.parent for pattern in _DEPTHS for file in self.path.glob(pattern)]
+        """List every run directory here that was not forgotten."""
+        paths = [file.parent for pattern in _DEPTHS for file in self.path.glob(pattern)]
         ours = self.path / _SERVICE
         return sorted(
-            path for path in found if not (path.is_relative_to(ours) or (path / FORGOTTEN).exists())
+            path for path in paths if not (path.is_relative_to(ours) or (path / FORGOTTEN).exists())
         )
 
     def forget(self, path: Path) -> None:
-        """Keep the files of a run, and let `runs` pass over them."""
-        with writing(path):
+        """Mark a run so that `runs` skips it; its files stay."""
+        with write_errors(path):
             (path / FORGOTTEN).touch()
 
     def refuse_foreign(self, path: Path) -> None:
-        """
-        Raises:
-            RunDirectoryError: it is no run directory below this folder, so nothing of it is deleted.
-        """
+        """Refuse to delete a folder that is no run directory in here."""
         if self._outside(path) or path.is_symlink() or not (path / "job.toml").exists():
             raise RunDirectoryError(f"{path} is no run directory in {self.path}, so it is not deleted")
 
     def move_aside(self, path: Path) -> Path:
-        """Where a run directory that is to be removed has been moved, as a whole; `aside` names it."""
-        aside = self.path / _SERVICE / f"{_DELETED}{uuid4().hex}"
-        with writing(path):
+        """Move a run directory to the trash and return its new path."""
+        aside = self.path / _SERVICE / f"{_TRASH}{uuid4().hex}"
+        with write_errors(path):
             return path.rename(aside)
 
     def aside(self) -> list[Path]:
-        """List the folders that were moved aside and are not removed yet."""
-        return sorted((self.path / _SERVICE).glob(f"{_DELETED}*"))
+        """List the folders in the trash."""
+        return sorted((self.path / _SERVICE).glob(f"{_TRASH}*"))
 
     def _outside(self, path: Path) -> bool:
-        found = path.resolve()
-        return found == self.path or not found.is_relative_to(self.path)
+        real = path.resolve()
+        return real == self.path or not real.is_relative_to(self.path)
 
 
 def _refuse_to_overwrite(path: Path) -> None:
-    """
-    Raises:
-        RunDirectoryError: there is more in this folder than a kill in `create_run` leaves.
-    """
+    """Refuse a folder that holds more than a killed `create_run` leaves."""
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
-        begun = entry.name in _BEGUN_FILES or entry.suffix == ".tmp"  # of a file that was being written
-        if begun or (entry.name in _BEGUN_FOLDERS and not any(entry.iterdir())):
+        partial = entry.name in _PARTIAL_FILES or entry.suffix == ".tmp"  # a file that was being written
+        if partial or (entry.name in _PARTIAL_FOLDERS and not any(entry.iterdir())):
             continue
         raise RunDirectoryError(
             f"{path} holds {entry.name!r} and no run.json, so it is no run, and it is not overwritten",
@@ -131,21 +121,18 @@ def _refuse_to_overwrite(path: Path) -> None:
 
 @contextmanager
 def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
-    """Make the folder, or use it again; one service at a time runs jobs in it.
+    """Open the data directory, creating it if needed; only one service at a time runs jobs in it.
 
     Args:
-        runs_jobs: False for a service that only shows runs; any number of such services may share the folder.
-
-    Raises:
-        RunDirectoryError: it cannot be written, another service runs jobs in it, or it is a copy.
+        runs_jobs: False for a service that only shows runs; any number of these may share the folder.
     """
     folder = path.resolve()
-    with writing(folder):
-        for made in (folder, folder / _SERVICE):
-            made.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
+    with write_errors(folder):
+        for subfolder in (folder, folder / _SERVICE):
+            subfolder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
         descriptor = os.open(folder / _SERVICE / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        if runs_jobs and not _locked(descriptor):
+        if runs_jobs and not _try_lock(descriptor):
             raise RunDirectoryError(
                 f"another trainer service runs jobs in {path}",
                 hint="Stop it, choose another --data-dir, or start this one with --no-jobs.",
@@ -158,7 +145,7 @@ def open_data_dir(path: Path, *, runs_jobs: bool) -> Iterator[DataDir]:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -167,8 +154,8 @@ def _locked(descriptor: int) -> bool:
 
 
 def _home_of(file: Path) -> str:
-    """Return the folder's own name; the first service that opens the folder makes it."""
-    with writing(file), file.open("a+", encoding="utf-8") as home:
+    """Return the folder's name, created by the first service that opens it."""
+    with write_errors(file), file.open("a+", encoding="utf-8") as home:
         fcntl.flock(home, fcntl.LOCK_EX)
         home.seek(0)
         name = home.read().strip()
@@ -179,18 +166,16 @@ def _home_of(file: Path) -> str:
 
 
 def _claim_place(folder: Path, home: str) -> None:
-    """Note where this folder lies. One that was copied has the name of the other: on a store that both share
-    each would take the other's jobs.
+    """Record where this folder lies, and refuse a copy of another data directory.
 
-    Raises:
-        RunDirectoryError: the folder that it is a copy of is still there.
+    A copy has the same name: on a shared store, each service would take the other's jobs.
     """
     ours, note = folder / _SERVICE / "home", folder / _SERVICE / "place"
-    with writing(note):
+    with write_errors(note):
         before = Path(note.read_text(encoding="utf-8").strip()) if note.exists() else folder
         other = before / _SERVICE / "home"
-        copied = before != folder and other.exists() and not other.samefile(ours)
-        if copied and other.read_text(encoding="utf-8").strip() == home:
+        is_copy = before != folder and other.exists() and not other.samefile(ours)
+        if is_copy and other.read_text(encoding="utf-8").strip() == home:
             raise RunDirectoryError(
                 f"{folder} is a copy of {before}, which is still there: one name of a service, twice",
                 hint=f"Delete {ours} to make it a service of its own, or remove the other.",
@@ -198,34 +183,29 @@ def _claim_place(folder: Path, home: str) -> None:
         note.write_text(f"{folder}\n", encoding="utf-8")
 
 
-# Deletion moves a run's files aside as a whole and removes them later: a kill leaves all of them or none.
+# A deletion first moves the files to the trash in one step: a kill leaves all of them or none in place.
 
 log = structlog.get_logger("trainer")
 
-# The sweeper also looks this often, for folders that an abandoned request has moved aside.
+# Interval of the sweeper, for folders that an abandoned request moved to the trash.
 _LOOK_S = 60.0
 
 
 def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None:
-    """Forget a job; its run directory stays and is not found again, or is moved aside to be removed.
+    """Forget a job; move its run directory to the trash, or keep it but hide it.
 
     A run of `turnwise train` is forgotten only once its directory is gone.
-
-    Raises:
-        JobConflict: it has not ended, somebody trains in its run directory, or that is of `turnwise train`.
-        RunDirectoryError: its files are not this service's to delete; nothing is changed then.
-        StoreUnavailable: the database does not answer; its files are where they were.
     """
     refuse_unended(job)
     path = None if job.run_dir is None else Path(job.run_dir)
     if path is None or not path.is_dir():
         jobs.remove(store, job.id)
         return
-    refuse_found(job, "delete")
+    refuse_external(job, "delete")
     if files:
         data.refuse_foreign(path)
-    with _held(job, path):
-        data.forget(path)  # first: a run that is neither a job nor forgotten would be found again
+    with _exclusive(job, path):
+        data.forget(path)  # first: otherwise the watcher would find the run again
         if not files:
             jobs.remove(store, job.id)
             return
@@ -238,19 +218,19 @@ def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None
 
 
 @contextmanager
-def _held(job: JobRow, path: Path) -> Iterator[None]:
-    """Nobody begins to train there meanwhile, and nothing that was moved aside is removed yet."""
-    found = holder(path)
-    if found is not None:
-        raise JobConflict(f"job {job.id} is being trained by {found}; stop it first, then delete it")
-    with locked(path):
+def _exclusive(job: JobRow, path: Path) -> Iterator[None]:
+    """Hold the run's lock, so that nobody trains in it and the sweeper does not delete it yet."""
+    trainer = holder(path)
+    if trainer is not None:
+        raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")
+    with run_lock(path):
         yield
 
 
 def sweep(data: DataDir) -> None:
-    """Remove the folders that were moved aside, also those that a killed service left. Runs on a thread."""
+    """Delete the folders in the trash, including those of a killed service. Runs on a thread."""
     for path in data.aside():
-        if holder(path) is not None:  # its row is being deleted, and that may fail
+        if holder(path) is not None:  # its row is being deleted, which may fail
             continue
         try:
             shutil.rmtree(path)
@@ -259,7 +239,7 @@ def sweep(data: DataDir) -> None:
 
 
 class Sweeper:
-    """Of one event loop; `run` it until it is cancelled."""
+    """Empties the trash from one event loop; `run` it until cancelled."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
@@ -267,7 +247,7 @@ class Sweeper:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Something was moved aside."""
+        """Sweep now: a folder was moved to the trash."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -279,4 +259,4 @@ class Sweeper:
                     async with asyncio.timeout(_LOOK_S):
                         await self._wake.wait()
         finally:
-            self._thread.shutdown(wait=False)  # the next start goes on with what takes long
+            self._thread.shutdown(wait=False)  # the next start finishes long deletions

@@ -1,13 +1,13 @@
-"""GET /jobs/{job_id}/events: what happens to a job while it happens, as server-sent events.
+"""GET /jobs/{job_id}/events: the progress of a job as server-sent events.
 
-    metrics   a row of metrics.jsonl that is new           {"kind", "iteration", "row"}
-    log       a line that the run has told                 {"time", "text"}
+    metrics   a new row of metrics.jsonl                   {"kind", "iteration", "row"}
+    log       a new line of the run's log                  {"time", "text"}
     state     the job, whenever it or its progress changed (as GET /jobs/{job_id})
-    store     the database does not answer; what happens meanwhile follows when it does
-    end       nothing follows: the job has ended
+    store     the database does not answer; missed events follow when it does
+    end       the last event: the job has ended
 
-`metrics` and `log` carry an id that says how far the reader has come; sent back as Last-Event-ID, which
-browsers do by themselves, the stream goes on from there.
+`metrics` and `log` carry an id, the reader's position in the stream. A client that sends it back as
+Last-Event-ID, as browsers do, continues from there.
 """
 
 import json
@@ -23,7 +23,7 @@ from starlette.responses import StreamingResponse
 from shared_schemas.base import Body
 from trainer_backend.errors import ApiError, TooManyStreams
 from trainer_backend.jobs.run_routes import Piece, next_piece
-from trainer_backend.jobs.service import Service, job_named, service_of
+from trainer_backend.jobs.service import Service, find_job, service_of
 from trainer_backend.jobs.views import JobView, job_view
 from trainer_backend.rundir.state import LOG_FILE
 from trainer_backend.store import jobs, reads
@@ -33,13 +33,13 @@ from trainer_backend.store.rows import ENDED
 router = APIRouter(tags=["runs"])
 
 _MOST_ROWS = 200
-# What every database, and every file, can be asked for.
+# The most digits that every database and every file offset accepts.
 _MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far a reader has come: the number of the last metrics row, the byte after the last log line."""
+    """A reader's position: the number of the last metrics row, the byte after the last log line."""
 
     row: int = 0
     byte: int = 0
@@ -49,10 +49,7 @@ class Place:
 
     @classmethod
     def read(cls, text: str) -> "Place":
-        """
-        Raises:
-            ApiError: it is no id of ours.
-        """
+        """Parse an event id."""
         row, _, byte = text.partition(".")
         if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (row, byte)):
             raise ApiError(f"{text[:40]!r} is no event id of this service", where="header Last-Event-ID")
@@ -76,19 +73,24 @@ async def events(
     query: Annotated[EventsQuery, Query()],
     last_event_id: Annotated[str | None, Header(max_length=40)] = None,
 ) -> StreamingResponse:
-    """Server-sent events: `metrics`, `log`, `state`, `store`, `end`; comments while all is quiet."""
+    """Server-sent events:
+
+    `metrics`, `log`, `state`, `store`, `end`; comments in between keep the stream open.
+    """
     service = service_of(request)
     place = Place.read(last_event_id or query.after or "0.0")
-    job = await job_named(service, job_id)
+    job = await find_job(service, job_id)
     if service.streams >= service.settings.max_streams:
         raise TooManyStreams(f"{service.streams} event streams are open, the most that this service holds")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(
-        _counted(service, _stream(service, job.id, place)), media_type="text/event-stream", headers=headers
+        _count_stream(service, _stream(service, job.id, place)),
+        media_type="text/event-stream",
+        headers=headers,
     )
 
 
-async def _counted(service: Service, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _count_stream(service: Service, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     service.streams += 1
     try:
         async for event in stream:
@@ -98,36 +100,36 @@ async def _counted(service: Service, stream: AsyncIterator[bytes]) -> AsyncItera
 
 
 async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[bytes]:
-    told: JobView | None = None
+    last_job: JobView | None = None
     while not service.news.closed:
-        seen = service.news.seen(job_id)  # first: what comes while we read is then not missed
+        count = service.news.count(job_id)  # first, so that news during the read are not missed
         try:
-            found = await service.ask(_look, service, job_id, place)
+            news = await service.ask(_look, service, job_id, place)
         except UnknownJob:
             yield _event("end", {"state": "deleted"})
             return
         except StoreUnavailable as error:
             yield _event("store", error.problem())
-            await service.news.wait(job_id, seen, at_most_s=service.settings.heartbeat_s)
+            await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s)
             continue
-        for event in found.events(place):
+        for event in news.events(place):
             yield event
-        place = found.place
-        if found.more:
+        place = news.place
+        if news.more:
             continue
-        if found.job != told:
-            told = found.job
-            yield _event("state", told)
-        if found.job.state in ENDED:
-            yield _event("end", {"state": found.job.state})
+        if news.job != last_job:
+            last_job = news.job
+            yield _event("state", last_job)
+        if news.job.state in ENDED:
+            yield _event("end", {"state": news.job.state})
             return
-        if not await service.news.wait(job_id, seen, at_most_s=service.settings.heartbeat_s):
+        if not await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s):
             yield b": still here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """The events that are new since a place in the stream."""
+class _News:
+    """The new events since a position in the stream."""
 
     job: JobView
     rows: tuple[Any, ...]
@@ -142,15 +144,15 @@ class _Found:
         for row in self.rows:
             data = {"kind": row.kind, "iteration": row.iteration, "row": dict(row.row)}
             yield _event("metrics", data, Place(row.number, before.byte))
-        for line, end in self.log.told():
+        for line, end in self.log.log_lines():
             yield _event("log", {"time": line.time, "text": line.text}, Place(self.place.row, end))
 
 
-def _look(service: Service, job_id: str, place: Place) -> _Found:
-    job = jobs.get(service.store, job_id)  # first: when it has ended, all else is there
+def _look(service: Service, job_id: str, place: Place) -> _News:
+    job = jobs.get(service.store, job_id)  # first: once it has ended, everything else is complete
     rows = reads.metric_lines(service.store, job_id, after=place.row, limit=_MOST_ROWS)
     log = next_piece(Path(job.run_dir, LOG_FILE), place.byte) if job.run_dir else Piece()
-    return _Found(job_view(job), rows, log, Place(rows[-1].number if rows else place.row, log.end))
+    return _News(job_view(job), rows, log, Place(rows[-1].number if rows else place.row, log.end))
 
 
 def _event(name: str, data: BaseModel | dict[str, Any], place: Place | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""The service's counts, and the last figures of the jobs that run, in Prometheus' words."""
+"""Metrics in Prometheus' format: the service's counts, and the last numbers of the running jobs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,16 +19,16 @@ from trainer_backend.store.sync_lines import numbers_of
 _PREFIX = "turnwise_trainer"
 _KINDS = ("iteration", "evaluation")
 _MOST_JOBS = 200
-# So that who asks every minute sees the last iteration of a job, and its last evaluation.
-_SHOWN_ON = timedelta(minutes=5)
+# A collector that asks every minute must see the last iteration and evaluation of an ended job.
+_SHOWN_FOR = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """What the store says now; `up` is False, and all else empty, where it does not answer.
+class _Snapshot:
+    """The state of the store; if it does not answer, `up` is False and all else is empty.
 
     Attributes:
-        rows: of the jobs that run, or ended just now, their last row of each kind.
+        rows: the last row of each kind of the jobs that run or have just ended.
     """
 
     up: bool
@@ -37,46 +37,46 @@ class _Stored:
 
 
 def page(service: Service, *, version: str, accept: str) -> Response:
-    """All metrics, in the text format that `accept` (the request's header) asks for. Call it on a thread."""
-    stored = _stored(service)
-    return metrics_response(lambda: _everything(service, stored, version), accept=accept)
+    """Return all metrics in the text format of the request's Accept header. Call it on a thread."""
+    snapshot = _snapshot(service)
+    return metrics_response(lambda: _everything(service, snapshot, version), accept=accept)
 
 
-def _stored(service: Service) -> _Stored:
+def _snapshot(service: Service) -> _Snapshot:
     store, home = service.store, service.data.home
     try:
         counts = jobs.counts(store, home)
         running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
         ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
-        since = store.clock() - _SHOWN_ON
-        shown = (*running, *(job for job in ended if job.ended is not None and job.ended >= since))
-        rows = tuple((job, _last_rows(service, job)) for job in shown)
+        since = store.clock() - _SHOWN_FOR
+        recent = (*running, *(job for job in ended if job.ended is not None and job.ended >= since))
+        rows = tuple((job, _last_rows(service, job)) for job in recent)
     except StoreUnavailable:
-        return _Stored(False, {}, ())
-    return _Stored(True, counts, rows)
+        return _Snapshot(False, {}, ())
+    return _Snapshot(True, counts, rows)
 
 
 def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
     try:
-        found = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
+        lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
     except UnknownJob:  # deleted meanwhile
         return {}
-    return {kind: {"iteration": line.iteration, **line.row} for kind, line in found.items()}
+    return {kind: {"iteration": line.iteration, **line.row} for kind, line in lines.items()}
 
 
-def _everything(service: Service, stored: _Stored, version: str) -> Iterator[Metric]:
+def _everything(service: Service, snapshot: _Snapshot, version: str) -> Iterator[Metric]:
     yield InfoMetricFamily(_PREFIX, "Which trainer this is.", {"version": version, "home": service.data.home})
-    yield from _now(service, stored)
+    yield from _now(service, snapshot)
     yield from _so_far(service)
-    yield from _of_runs(stored)
+    yield from _of_runs(snapshot)
 
 
-def _now(service: Service, stored: _Stored) -> Iterator[Metric]:
-    yield _gauge("store_up", "1 while the database answers.", float(stored.up))
-    if stored.up:
+def _now(service: Service, snapshot: _Snapshot) -> Iterator[Metric]:
+    yield _gauge("store_up", "1 while the database answers.", float(snapshot.up))
+    if snapshot.up:
         family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
         for state in get_args(JobState):
-            family.add_metric([state], stored.counts.get(state, 0))
+            family.add_metric([state], snapshot.counts.get(state, 0))
         yield family
     slots = service.supervisor.slots.values() if service.supervisor is not None else ()
     running = sum(slot.process is not None for slot in slots)
@@ -89,20 +89,20 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _so_far(service: Service) -> Iterator[Metric]:
-    looked = service.watcher.looked
+    syncs = service.watcher.figures
     figures: dict[str, tuple[str, float]] = {
-        "syncs": ("Run directories that were brought into the store.", looked.syncs),
-        "sync_seconds": ("Seconds that this took.", looked.sync_s),
-        "sync_failures": ("Run directories that could not be read.", looked.failures),
+        "syncs": ("Run directories that were brought into the store.", syncs.syncs),
+        "sync_seconds": ("Seconds that this took.", syncs.sync_s),
+        "sync_failures": ("Run directories that could not be read.", syncs.failures),
     }
     if service.supervisor is not None:
-        done = service.supervisor.figures
+        counts = service.supervisor.figures
         figures |= {
-            "job_starts": ("Processes of jobs that were started.", done.started),
-            "job_restarts": ("Crashed jobs that were started again.", done.restarts),
-            "job_kills": ("Processes that were killed because they did not stop in time.", done.killed),
-            "job_faults": ("Times that a job met an error of the service.", done.faults),
-            "store_failures": ("Rounds that the store did not answer.", done.store_failures),
+            "job_starts": ("Processes of jobs that were started.", counts.starts),
+            "job_restarts": ("Crashed jobs that were started again.", counts.restarts),
+            "job_kills": ("Processes that were killed because they did not stop in time.", counts.kills),
+            "job_faults": ("Times that a job met an error of the service.", counts.faults),
+            "store_failures": ("Rounds that the store did not answer.", counts.store_failures),
         }
     for name, (text, value) in figures.items():
         yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
@@ -115,55 +115,55 @@ def _so_far(service: Service) -> Iterator[Metric]:
     yield seconds
 
 
-def _of_runs(stored: _Stored) -> Iterator[Metric]:
-    """Every number of the last rows, as turnwise_trainer_ROOM_WHAT, and under the names that people know."""
+def _of_runs(snapshot: _Snapshot) -> Iterator[Metric]:
+    """Yield every number of the last rows as turnwise_trainer_ROOM_WHAT, and under its common names."""
     families = _Families()
-    for job, rows in stored.rows:
+    for job, rows in snapshot.rows:
         for kind, row in rows.items():
             for name, value in numbers_of(row):
                 if "/" in name:
                     text = f"{name} of the last row."
                     families.add(f"{_PREFIX}_{_plain(name)}", text, value, job, kind=kind)
-        for known, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
-            for name, ours, value in _as_known(known, rows.get(kind, {})):
+        for names, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
+            for name, ours, value in _under_other_names(names, rows.get(kind, {})):
                 families.add(name, f"{ours} of the last row.", value, job)
     yield from families.all.values()
 
 
 class _Families:
-    """Gauges by name. Prometheus keeps one of two samples with one name and the same labels."""
+    """Gauges by name. Of two samples with equal name and labels Prometheus would keep only one."""
 
     def __init__(self) -> None:
         self.all: dict[str, GaugeMetricFamily] = {}
-        self._taken: set[tuple[str, ...]] = set()
+        self._samples: set[tuple[str, ...]] = set()
 
     def add(self, name: str, text: str, value: float, job: JobRow, **more: str) -> None:
         labels = {"job_id": job.id, "run": job.name, **more}
-        while (name, *labels.values()) in self._taken:  # of policies `a-b` and `a_b`, say
+        while (name, *labels.values()) in self._samples:  # such as of policies `a-b` and `a_b`
             name += "_"
-        self._taken.add((name, *labels.values()))
+        self._samples.add((name, *labels.values()))
         family = self.all.setdefault(name, GaugeMetricFamily(name, text, labels=tuple(labels)))
         family.add_metric(tuple(labels.values()), value)
 
 
-def _as_known(known: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield their name, our name and the value; a `*` at the end of both names stands for any same ending."""
+def _under_other_names(names: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """Yield their name, our name and the value; a `*` at the end of both names matches any ending."""
     numbers = dict(numbers_of(row)) | {name: row[name] for name in ("iteration",) if name in row}
-    for name, ours in known.items():
+    for name, ours in names.items():
         if not ours.endswith("*"):
-            found = {name: ours}
+            matches = {name: ours}
         else:
             begin = ours[:-1]
-            likes = [one for one in numbers if one.startswith(begin)]
-            found = {name[:-1] + _plain(one.removeprefix(begin)): one for one in likes}
-        yield from ((there, here, numbers[here]) for there, here in found.items() if here in numbers)
+            endings = [one for one in numbers if one.startswith(begin)]
+            matches = {name[:-1] + _plain(one.removeprefix(begin)): one for one in endings}
+        yield from ((there, here, numbers[here]) for there, here in matches.items() if here in numbers)
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
 
 
-# Names that other systems give to our metrics; a `*` stands for any ending. Only equal quantities are here.
+# Names of our metrics in other systems; a `*` matches any ending. Only equal quantities are listed.
 
 # verl's names (prior art: verl HEAD), `/` written as `_`.
 OF_ITERATIONS: Mapping[str, str] = {

@@ -1,6 +1,6 @@
 """Jobs in the shape that existing launchers send: the routes under /rl, and the translation into our keys.
 
-A published key that means something here becomes our key; the reply names the other keys, which are not read.
+A published key with a meaning here becomes our key; the reply names all other keys, which are ignored.
 
 The shape is that of synth-ai: `{job_type, compute, data: {endpoint_base_url, config, model}, tags}`.
 """
@@ -17,13 +17,13 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
-from trainer_backend.jobs.service import Service, job_named, service_of
+from trainer_backend.jobs.service import Service, find_job, service_of
 from trainer_backend.jobs.submitting import Submission, digest_of, resolution, submit
-from trainer_backend.jobs.task_app_trial import Verified, Verify, tried, verified
+from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
 from trainer_backend.jobs.views import JobView, job_view
 from trainer_backend.store.rows import JobRow
 
-# Published keys that only other backends know, by table. They are left out, and the reply says so.
+# Published keys of other backends, by table. They are ignored, and the reply names them.
 NOT_READ = {
     "algorithm": ("type", "method", "variety"),
     "services": ("judge_url",),
@@ -40,8 +40,8 @@ NOT_READ = {
         "async_semaphore_max",
     ),
 }
-# Published names of keys that have another name, or another table, here.
-MOVED = {
+# Published keys that have another name or table here.
+NEW_NAMES = {
     "training.lora": "lora",
     "lora.r": "lora.rank",
     **{
@@ -54,34 +54,31 @@ MOVED = {
     "rollout.env_config.step_rewards.indicator_lambda": "training.step_rewards_indicator_lambda",
     "rollout.env_config.step_rewards.step_beta": "training.step_rewards_beta",
 }
-# How a decision is paid, where a launcher says it: what the trainer does anyway.
+# Published values for how a decision is rewarded; all mean what the trainer does.
 STRATEGIES = frozenset({"consistent", "simple", "consistent_stepwise", "decision_consistent"})
-# Published names of the model, and of what it was trained from.
+# Published keys for the model and its origin.
 _MODEL_NAMES = ("base", "source")
 _OURS = ("preset", "path", "name")
 
 
-def translated(
+def translate(
     config: dict[str, Any], *, task_url: str | None, model: str | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """
+    """Translate a launcher's tables into ours.
+
     Args:
         config: the tables of the launcher's TOML.
-        task_url: `data.endpoint_base_url`; it counts, as the launcher has tried it.
+        task_url: `data.endpoint_base_url`; it wins, since the launcher has tried it.
         model: `data.model` or `data.base_model`.
 
     Returns:
-        The tables of a job of ours, and a sentence for each key that was not read.
-
-    Raises:
-        JobError: two models are named, epochs are no numbers, it is no job for RL, a key is given in two
-            places with different values, or decisions are to be paid in another way than here.
+        The tables of our job, and a sentence for each ignored key.
     """
     refuse_unwritable(config)
     tables: dict[str, Any] = deepcopy(config)
     if tables.pop("type", "rl") != "rl":
         raise JobError(f"type is {config['type']!r:.80}; jobs for 'rl' alone are taken here")
-    for published, ours in MOVED.items():
+    for published, ours in NEW_NAMES.items():
         _move(tables, published, ours)
     _refuse_other_strategies(tables)
     warnings = tuple(_leave_out(tables))
@@ -101,13 +98,13 @@ def _leave_out(tables: dict[str, Any]) -> Iterator[str]:
             if key in table:
                 del table[key]
                 yield f"{name}.{key} is for other backends and is not read"
-    if _taken(tables, "rollout.env_config.difficulty") is not None:
+    if _pop(tables, "rollout.env_config.difficulty") is not None:
         yield "rollout.env_config.difficulty is not read; worlds differ by their seed alone"
 
 
 def _move(tables: dict[str, Any], published: str, ours: str) -> None:
-    """Put a key where ours is; given there too, both must say the same."""
-    value = _taken(tables, published)
+    """Move a key to our name; if both are given, they must be equal."""
+    value = _pop(tables, published)
     if value is None:
         return
     *parents, key = ours.split(".")
@@ -120,8 +117,8 @@ def _move(tables: dict[str, Any], published: str, ours: str) -> None:
         raise JobError(f"{published} is {value!r:.80}, but {ours} is {home[key]!r:.80}: give one of them")
 
 
-def _taken(tables: dict[str, Any], dotted: str) -> Any:
-    """The value of a key, which is taken out; None where it is not given."""
+def _pop(tables: dict[str, Any], dotted: str) -> Any:
+    """Remove a key and return its value, or None if it is absent."""
     *parents, key = dotted.split(".")
     home: Any = tables
     for name in parents:
@@ -131,7 +128,7 @@ def _taken(tables: dict[str, Any], dotted: str) -> Any:
 
 def _refuse_other_strategies(tables: dict[str, Any]) -> None:
     for place in ("training.step_rewards_strategy", "rollout.env_config.step_rewards.strategy"):
-        strategy = _taken(tables, place)
+        strategy = _pop(tables, place)
         if strategy is not None and not (isinstance(strategy, str) and strategy in STRATEGIES):
             raise JobError(
                 f"{place} is {strategy!r:.80}, and the trainer pays each unlocked achievement the same; "
@@ -140,22 +137,22 @@ def _refuse_other_strategies(tables: dict[str, Any]) -> None:
             )
     settings = _table(_table(tables, "rollout"), "env_config")
     if settings.get("step_rewards") == {}:  # all of it is moved
-        _taken(tables, "rollout.env_config.step_rewards")
+        _pop(tables, "rollout.env_config.step_rewards")
 
 
 def _name_model(tables: dict[str, Any], model: str | None) -> None:
     table = _table(tables, "model")
-    named = [str(table.pop(key)) for key in _MODEL_NAMES if table.get(key) is not None]
-    named += [model] if model is not None else []
-    if len(set(named)) > 1:
-        raise JobError(f"the launcher names two models, {named[0]!r} and {named[1]!r}: give one")
-    if named and not any(key in table for key in _OURS):
-        table["name" if HUB_NAME.fullmatch(named[0]) else "path"] = named[0]
+    names = [str(table.pop(key)) for key in _MODEL_NAMES if table.get(key) is not None]
+    names += [model] if model is not None else []
+    if len(set(names)) > 1:
+        raise JobError(f"the launcher names two models, {names[0]!r} and {names[1]!r}: give one")
+    if names and not any(key in table for key in _OURS):
+        table["name" if HUB_NAME.fullmatch(names[0]) else "path"] = names[0]
     tables["model"] = table
 
 
 def _count_iterations(tables: dict[str, Any]) -> None:
-    """num_epochs * iterations_per_epoch is what training.iterations counts."""
+    """Set training.iterations to num_epochs * iterations_per_epoch."""
     table = _table(tables, "training")
     epochs, each = table.pop("num_epochs", None), table.pop("iterations_per_epoch", None)
     if epochs is None and each is None:
@@ -168,10 +165,10 @@ def _count_iterations(tables: dict[str, Any]) -> None:
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    found = tables.get(name, {})
-    if not isinstance(found, dict):
-        raise JobError(f"{name} is {found!r:.80}, but it is a table")
-    return dict(found)
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
+        raise JobError(f"{name} is {table!r:.80}, but it is a table")
+    return dict(table)
 
 
 router = APIRouter(tags=["launchers"])
@@ -180,7 +177,7 @@ _JSON = "application/json"
 
 
 class LauncherData(OpenBody):
-    """`config` is the whole TOML, as tables or as text."""
+    """A launcher's job; `config` is the whole TOML, as tables or as text."""
 
     config: dict[str, Any] | str
     endpoint_base_url: str | None = Field(default=None, description="the task app; services.task_url")
@@ -196,14 +193,14 @@ class LauncherJob(OpenBody):
 
 
 class LauncherView(JobView):
-    """A job as GET /jobs/{job_id} tells of it, with the names that launchers read."""
+    """A job as in GET /jobs/{job_id}, with the field names of launchers."""
 
     job_id: str
     status: str
 
 
 class LauncherReply(LauncherView):
-    """The same of a new job, and what may still be wrong with it."""
+    """A new job with its warnings."""
 
     warnings: tuple[str, ...] = ()
 
@@ -222,25 +219,25 @@ async def create_rl_job(
     query: Annotated[CreateQuery, Query()],
     idempotency_key: IdempotencyKey = None,
 ) -> Any:
-    """Post a job as a launcher does. Keys of other backends are not read, and the reply names them.
+    """Post a job as a launcher does. Keys of other backends are ignored, and the reply names them.
 
-    The job's task apps are asked first: what they would refuse is refused here.
+    The job's task apps check it first; their refusal is the reply.
     """
     service = service_of(request)
     config = body.data.config
-    tables, not_read = translated(
+    tables, not_read = translate(
         document_of(config) if isinstance(config, str) else config,
         task_url=body.data.endpoint_base_url,
         model=body.data.model or body.data.base_model,
     )
     warnings = (*_not_read(body), *not_read)
-    sent = Submission(tables, digest_of(await request.body()), body.tags)
+    submission = Submission(tables, digest_of(await request.body()), body.tags)
     if query.dry_run:
-        found = await resolution(service, sent)
-        warnings = (*warnings, *found.warnings, *await tried(found.toml))
-        return Response(Resolved(toml=found.toml, warnings=warnings).model_dump_json(), media_type=_JSON)
-    job, made, doubts = await submit(service, sent, idempotency_key, tried)
-    if not made:
+        resolved = await resolution(service, submission)
+        warnings = (*warnings, *resolved.warnings, *await try_at_task_apps(resolved.toml))
+        return Response(Resolved(toml=resolved.toml, warnings=warnings).model_dump_json(), media_type=_JSON)
+    job, is_new, doubts = await submit(service, submission, idempotency_key, try_at_task_apps)
+    if not is_new:
         response.status_code = 200
         response.headers["Idempotency-Replayed"] = "true"
     return LauncherReply(**await _view(service, job), warnings=(*warnings, *doubts))
@@ -249,16 +246,16 @@ async def create_rl_job(
 @router.get("/api/rl/jobs/{job_id}", include_in_schema=False)
 @router.get("/rl/jobs/{job_id}")
 async def show_rl_job(request: Request, job_id: str) -> LauncherView:
-    """One job, as GET /jobs/{job_id} finds it."""
+    """Show one job as in GET /jobs/{job_id}, with the field names of launchers."""
     service = service_of(request)
-    return LauncherView(**await _view(service, await job_named(service, job_id)))
+    return LauncherView(**await _view(service, await find_job(service, job_id)))
 
 
 @router.post("/api/rl/verify_task_app", include_in_schema=False)
 @router.post("/rl/verify_task_app")
 async def verify_task_app(request: Request, body: Verify) -> Verified:
-    """Whether a task app answers this service and takes its key. Only those that jobs may name are asked."""
-    return await verified(body.endpoint_base_url, service_of(request).settings.bounds)
+    """Check that a task app answers this service and accepts its key. Only allowed task apps are asked."""
+    return await verify(body.endpoint_base_url, service_of(request).settings.bounds)
 
 
 async def _view(service: Service, job: JobRow) -> dict[str, Any]:
@@ -267,7 +264,7 @@ async def _view(service: Service, job: JobRow) -> dict[str, Any]:
 
 
 def _not_read(body: LauncherJob) -> Iterator[str]:
-    """What stands beside `data`."""
+    """Name the ignored fields beside `data`."""
     for name in sorted(body.model_extra or ()):
         yield f"{name} is not read"
     if body.compute:

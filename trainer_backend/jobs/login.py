@@ -1,7 +1,7 @@
-"""The log-in page: the key once, then a cookie that no script can read.
+"""The log-in page: it exchanges the key for a cookie that no script can read.
 
-A link from elsewhere brings it (SameSite=lax), and only reads; what changes something has to come from a page
-of ours (service_kit.gate), whatever it brings.
+A link from another site sends the cookie (SameSite=lax) but can only read; every change must come from one of
+our pages (service_kit.gate).
 """
 
 import math
@@ -24,7 +24,7 @@ _TOO_MANY = "Too many wrong keys came from here. Try again in {wait_s} s."
 
 @router.get(LOGIN)
 async def ask(request: Request, next: Annotated[str, Query(max_length=_LONGEST)] = "/") -> Response:
-    """The form; nobody has to fill it in where there is no key."""
+    """Show the form, or redirect if the service has no key."""
     if not service_of(request).keys.configured:
         return RedirectResponse(own_path(next), 303)
     return page("login", next=own_path(next), refused="")
@@ -36,7 +36,7 @@ async def log_in(
     key: Annotated[str, Form(max_length=_LONGEST)],
     next: Annotated[str, Form(max_length=_LONGEST)] = "/",
 ) -> Response:
-    """A session for the right key; after some wrong ones nobody looks at the next for a while."""
+    """Start a session for the right key; after several wrong ones, refuse further keys for a while."""
     keys, guesses = service_of(request).keys, service_of(request).guesses
     address = request.client.host if request.client is not None else ""
     if wait_s := math.ceil(guesses.wait_s(address)):
@@ -55,7 +55,9 @@ async def log_in(
 
 
 def own_path(path: str) -> str:
-    """Where to go on: a path of this service, and never another host's (`//host`, `/\\host`)."""
+    """Return the path if it is one of this service, never another host's (`//host`, `/\\host`); otherwise
+    `/`.
+    """
     parts = urlsplit(path)
     plain = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
     return path if plain and not parts.netloc and not parts.scheme else "/"

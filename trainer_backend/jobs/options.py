@@ -1,7 +1,7 @@
-"""The options of `turnwise trainer`: what the operator decides, and no posted job.
+"""The options of `turnwise trainer`, set by the operator and by no posted job.
 
-Typer makes the command line, the environment variables, the bounds, the help and the tab completion from this
-one declaration. It imports nothing else of ours: every start of `turnwise` reads it.
+Typer makes the command line, environment variables, bounds, help and tab completion from this declaration. It
+imports no other module of ours, because every start of `turnwise` reads it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typer import Option
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The options as they were given."""
+    """The values of the options."""
 
     host: Annotated[
         str, Option(help="address of this machine to listen on; beyond loopback it needs a key")
@@ -29,13 +29,13 @@ class Flags:
             help="sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE; absent: DATA_DIR/turnwise.db",
         ),
     ] = None
-    max_jobs: Annotated[int, Option(min=1, help="jobs that run at a time; the rest waits")] = 1
+    max_jobs: Annotated[int, Option(min=1, help="jobs that run at a time; others wait")] = 1
     jobs: Annotated[bool, Option("--jobs/--no-jobs", help="--no-jobs only shows the runs of DATA_DIR")] = True
     restarts: Annotated[
-        int, Option(min=0, help="of a job whose process crashed, without an iteration in between")
+        int, Option(min=0, help="restarts of a job that crashes without finishing an iteration in between")
     ] = 3
     stop_grace_s: Annotated[
-        float, Option(min=0, help="for a job to save what is finished, before it is killed")
+        float, Option(min=0, help="seconds for a job to save finished work before it is killed")
     ] = 100.0
     roots: Annotated[
         list[Path] | None,

@@ -1,7 +1,7 @@
-"""Posted jobs: their JSON or TOML is read, validated, and held to the bounds that the operator has set.
+"""Posted jobs: parsing of their JSON or TOML, validation, and the operator's bounds.
 
-Whoever may post jobs may train; he may not read the operator's files, run code of his own, send the
-operator's keys to a host of his choice, or listen where he likes. Errors never repeat a key.
+Everybody with the service's key may train. Nobody may read the operator's files, run own code, send the
+operator's keys to another host, or listen on an address of choice. Errors never repeat a key.
 """
 
 import os
@@ -20,22 +20,22 @@ from shared_schemas.json_text import NUL, read_json
 from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
 from trainer_backend.job.layers import anchor
-from trainer_backend.job.load import LoadedJob, dump_job, joined_findings, parse_job
+from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job
 from trainer_backend.job.schema import JobConfig, JobTable
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.jobs.settings import Bounds
 from trainer_backend.rundir.new_job import refuse_what_is_missing
 
-# Which keys a TOML text has, on which lines: read once, in time linear in the text. Pure.
+# The keys of a TOML text with their lines, found in one pass and linear time. Pure.
 #
-# It is read before it is parsed, as the text of anybody: whatever is in it, no TOML at all, this reads on.
-# What
-# is a dotted key of a thousand parts to a parser is a thousand tables with their books.
+# This runs before the parser, on text from anybody, and accepts anything, even invalid TOML: a dotted key
+# of a
+# thousand parts would cost the parser a thousand tables.
 
 _BLANK = re.compile(r"(?:[ \t\r\n]++|#[^\n]*+)*+")
-# A part of a dotted key. All repetitions are possessive: none is tried again with less.
+# A part of a dotted key. All repetitions are possessive, so that there is no backtracking.
 _PART = re.compile(r"[ \t]*+(?:([A-Za-z0-9_-]++)|\"((?:[^\"\\\n]++|\\.)*+)\"|'([^'\n]*+)')[ \t]*+")
-# What divides a value, and the strings and comments in it, which nothing divides.
+# Separators in a value, and the strings and comments that hide separators.
 _MARK = re.compile(
     r'"""(?:[^"\\]++|\\.|"(?!""))*+(?:"{3,5}|\\?\Z)'
     r"|'''(?:[^']++|'(?!''))*+(?:'{3,5}|\Z)"
@@ -48,12 +48,12 @@ _AT_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
 
 
-# The most keys and list items of a document; in a text their dividers are counted, a little more.
+# The limit of keys and list items in a document; for a text, separators are counted, which are slightly more.
 MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 
 
 def is_too_much(text: str) -> bool:
-    """Whether a text may hold more than any job does; then it is not read."""
+    """Return whether a text may hold more than any job; such a text is not parsed."""
     return sum(map(text.count, _DIVIDERS)) > MOST_VALUES
 
 
@@ -62,9 +62,9 @@ class Statement:
     """The header of a table, or a key with its value.
 
     Attributes:
-        line: from 1.
-        name: dotted, of a key with that of its table before it.
-        depth: parts of its own key, or of the longest in its value.
+        line: counted from 1.
+        name: dotted, with the table's name.
+        depth: number of parts of its own key, or of the longest key in its value.
     """
 
     line: int
@@ -73,11 +73,11 @@ class Statement:
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """In the order of the text."""
-    table, line, counted, place = "", 1, 0, 0
+    """Yield the statements in the order of the text."""
+    table, line, previous, place = "", 1, 0, 0
     while (place := _end(_BLANK, text, place)) < len(text):
-        line += text.count("\n", counted, place)
-        counted = place
+        line += text.count("\n", previous, place)
+        previous = place
         header = text[place] == "["
         parts, place = _key(text, place + (2 if text.startswith("[[", place) else header))
         place, depth = _rest(text, place)
@@ -115,7 +115,7 @@ def line_of(message: str, lines: Mapping[str, int], text: str) -> int | None:
 
 
 def _key(text: str, place: int) -> tuple[list[str], int]:
-    """The parts of the dotted key that begins there, and where it ends."""
+    """Parse the dotted key at a place; return its parts and where it ends."""
     parts: list[str] = []
     while match := _PART.match(text, place):
         parts.append(match[match.lastindex or 0])
@@ -127,7 +127,7 @@ def _key(text: str, place: int) -> tuple[list[str], int]:
 
 
 def _rest(text: str, place: int) -> tuple[int, int]:
-    """Where a statement ends, and how many parts the longest key in its value has."""
+    """Return where a statement ends, and the number of parts of the longest key in its value."""
     inside = dots = most_dots = 0
     for match in _MARK.finditer(text, place):
         mark = match[0]
@@ -150,25 +150,25 @@ def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 
 WHERE = "the posted job"
-# Code comes with them: they are taken from the operator's folders, and not from what runs have written.
+# Paths that lead to code: allowed in the operator's folders, but not in folders that runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY = "WANDB_API_KEY"
 _MOST_TAGS, _LONGEST_TAG = 32, 200
-# Tables and lists in one another; the schema needs a few. What reads and writes TOML calls itself for each.
+# Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
-# How deep a folder of data, or a run with its checkpoints, holds files that are read.
+# Maximum depth at which files in a folder of data or checkpoints are read.
 _FOLDERS = 3
 _LONGEST_PATH = 4_096  # Linux
-_WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's own; longer ones cannot be written down again
+_WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot be written again
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
-    """A job that may run.
+class ValidJob:
+    """A valid job.
 
     Attributes:
-        tags: what [tags] says, and whoever posted it.
+        tags: the tags in [tags] and in the request.
     """
 
     loaded: LoadedJob
@@ -176,10 +176,7 @@ class Posted:
 
 
 def document_of(text: str) -> dict[str, Any]:
-    """
-    Raises:
-        JobError: no TOML, with the line; or more of it than a job has.
-    """
+    """Parse a TOML text within the limits of a job."""
     if is_too_much(text):
         raise JobError(f"{WHERE}: {_TOO_MANY}")
     for statement in statements(text):
@@ -194,10 +191,8 @@ def document_of(text: str) -> dict[str, Any]:
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
-    """Refuse a document that is too deep or too large, or has too long a number, before anything walks it.
-
-    Raises:
-        JobError: with the table that holds it.
+    """Refuse a document that is too deep or too large, or holds too long a number, before anything walks
+    it.
     """
     values = 0
     for name, table in document.items():
@@ -210,10 +205,10 @@ def refuse_unwritable(document: Mapping[str, Any]) -> None:
                 raise JobError(f"{WHERE}: {name[:80]} holds a whole number of more than 64 bits")
             if any(isinstance(item, str) and "\0" in item for item in (name, *level, *_keys_of(level))):
                 raise JobError(f"{WHERE}: {name[:80]!r} holds {NUL}")
-            holding = [item for item in level if isinstance(item, Mapping | list)]
-            if holding and depth == _DEEPEST:
+            nested = [item for item in level if isinstance(item, Mapping | list)]
+            if nested and depth == _DEEPEST:
                 raise JobError(f"{WHERE}: {_too_deep(name[:80])}")
-            level, depth = [inner for item in holding for inner in _inside(item)], depth + 1
+            level, depth = [inner for item in nested for inner in _inside(item)], depth + 1
 
 
 def _keys_of(level: Iterable[Any]) -> Iterator[str]:
@@ -228,40 +223,39 @@ def _too_deep(what: str) -> str:
     return f"{what} holds tables or lists in one another, more than {_DEEPEST} deep"
 
 
-def posted_job(document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None) -> Posted:
-    """Validate a posted document, with the operator's addresses put where it names none.
+def validate_job(
+    document: Mapping[str, Any], bounds: Bounds, tags: Mapping[str, Any] | None = None
+) -> ValidJob:
+    """Validate a posted document, after filling in the operator's addresses where it names none.
 
-    A relative path starts at the first root that has such a file, or else at the service's own folder.
-
-    Raises:
-        JobError: it is wrong, or names what it may not; a line for each finding.
+    A relative path is looked up in the allowed roots in order, then in the service's working directory.
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
-    found_tags = _tags({**_table(own.pop("tags", {}), "tags"), **(tags or {})})
+    all_tags = _tags({**_table(own.pop("tags", {}), "tags"), **(tags or {})})
     _refuse_key(own)
     _fill_in(own, bounds)
-    as_written = parse_job(own, where=WHERE).config
-    for key, path in paths_of(as_written):
+    draft = parse_job(own, where=WHERE).config
+    for key, path in paths_of(draft):
         if len(str(path)) > _LONGEST_PATH:
             raise JobError(f"{WHERE}: {key} is a path of more than {_LONGEST_PATH} characters")
-    # A way up could lead to any file, and where it was found would tell that it is there.
-    if not any(".." in path.parts for _, path in paths_of(as_written)):
+    # With a way up, the place where a path is found would reveal whether a foreign file exists.
+    if not any(".." in path.parts for _, path in paths_of(draft)):
         for folder in (*bounds.roots, Path()):
             anchor(own, folder)
     loaded = parse_job(own, where=WHERE)
-    refused = list(_outside(loaded.config, bounds))
-    if refused:
-        raise joined_findings((f"{WHERE}: {told}" for told in refused), len(refused))
+    findings = list(_outside(loaded.config, bounds))
+    if findings:
+        raise join_findings((f"{WHERE}: {finding}" for finding in findings), len(findings))
     refuse_what_is_missing(loaded.config, loaded.places)
-    return Posted(loaded, found_tags)
+    return ValidJob(loaded, all_tags)
 
 
 def paths_of(config: JobConfig) -> Iterator[tuple[str, Path]]:
-    """Every path that a job names, by its key; not job.runs_dir, which the service sets."""
+    """Yield every path that a job names, with its key, except job.runs_dir, which the service sets."""
     for table_name in type(config).model_fields:
-        found = getattr(config, table_name)
-        for table in found if isinstance(found, tuple) else (found,):  # several, as [[rollout_only]]
+        section = getattr(config, table_name)
+        for table in section if isinstance(section, tuple) else (section,):  # several, as [[rollout_only]]
             for name in type(table).model_fields if table is not None else ():
                 value = getattr(table, name)
                 for item in value if isinstance(value, tuple | list) else (value,):
@@ -278,15 +272,15 @@ def _refuse_key(document: Mapping[str, Any]) -> None:
 
 
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
-    """The operator's addresses and folder, where the job names none.
+    """Fill in the operator's addresses and folder where the job names none.
 
-    A default counts as none: the job that a run or `turnwise check` writes down gives every key.
+    A default counts as none, because the job.toml of a run and `turnwise check` write every key.
     """
     services = _table(document.get("services", {}), "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
-    if bounds.given_urls and not services.get("task_url"):
-        services["task_url"] = list(bounds.given_urls)
+    if bounds.default_urls and not services.get("task_url"):
+        services["task_url"] = list(bounds.default_urls)
     services.setdefault("gateway_host", bounds.gateway_host)
     document["services"] = services
     job = _table(document.get("job", {}), "job")
@@ -296,7 +290,7 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
 
 
 def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
-    """What a valid job names and may not, a sentence each."""
+    """Yield a sentence for each thing that a valid job names and may not use."""
     if config.job.runs_dir.resolve() != bounds.data_dir:
         yield f"job.runs_dir is the service's own to choose ({bounds.data_dir}); leave it out"
     if config.services.gateway_host != bounds.gateway_host:
@@ -311,7 +305,7 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
                 f"{roots} (--allow-root)"
             )
     for url in config.services.task_url:
-        # On this machine too: the operator's key for task apps goes to whoever listens there.
+        # On this machine too, since the process that listens there receives the operator's key.
         if url.rstrip("/") not in bounds.task_urls:
             allowed = ", ".join(sorted(bounds.task_urls)) or "none"
             yield (
@@ -330,9 +324,9 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 def _foreign_keys(config: JobConfig, bounds: Bounds) -> Iterator[str]:
     """Yield a finding for each of the operator's keys and each foreign host that the job would use."""
-    named = [("warmup", config.warmup.api_key_env)] if config.warmup is not None else []
-    named += [("rollout_only", table.api_key_env) for table in config.rollout_only]
-    for home, variable in named:
+    variables = [("warmup", config.warmup.api_key_env)] if config.warmup is not None else []
+    variables += [("rollout_only", table.api_key_env) for table in config.rollout_only]
+    for home, variable in variables:
         if variable is not None and variable not in bounds.key_variables:
             yield f"{home}.api_key_env names a variable that posted jobs may not read (--allow-key-variable)"
     for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.fixed_policies)):
@@ -350,14 +344,14 @@ def _foreign_keys(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def _is_allowed(key: str, path: Path, bounds: Bounds) -> bool:
-    real = path.resolve()  # of links too: what is read is where they lead
+    real = path.resolve()  # links included: the file that is read is their target
     if key in CODE_PATHS and real.is_relative_to(bounds.data_dir):
         return False
     return any(real.is_relative_to(root) for root in _roots(key, bounds))
 
 
 def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) -> Path | None:
-    """A link in a folder, or in folders in it, that leads where the job may not read."""
+    """Find a link in a folder or its subfolders that leads to a place the job may not read."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -367,7 +361,7 @@ def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) 
                 inside = depth and entry.is_dir() and _link_out_of(path, key, bounds, depth - 1)
                 if inside:
                     return inside
-    except OSError:  # a file; or what nobody can read, this job neither
+    except OSError:  # a file, or a folder that the job cannot read either
         pass
     return None
 
@@ -392,30 +386,30 @@ def _few(tags: Any) -> Any:
     return tags
 
 
-# Tags are counted before each one is checked.
+# The number of tags is checked before the tags.
 Tags = Annotated[dict[str, str | int | float | bool], BeforeValidator(_few)]
 
 
-def _tags(found: Mapping[str, Any]) -> dict[str, str]:
-    """What a person sorts jobs by; numbers and truths as text."""
-    if len(found) > _MOST_TAGS:
-        raise JobError(f"{WHERE}: [tags] holds {len(found)} tags; at most {_MOST_TAGS}")
-    for name, value in found.items():
+def _tags(tags: Mapping[str, Any]) -> dict[str, str]:
+    """Check tags and convert their values to text."""
+    if len(tags) > _MOST_TAGS:
+        raise JobError(f"{WHERE}: [tags] holds {len(tags)} tags; at most {_MOST_TAGS}")
+    for name, value in tags.items():
         if isinstance(value, bool | int | float | str) and len(name) + len(str(value)) <= _LONGEST_TAG:
             continue
         raise JobError(
             f"{WHERE}: tags.{name[:40]} is no text, number or truth of at most {_LONGEST_TAG} characters"
         )
     return {
-        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in found.items()
+        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in tags.items()
     }
 
 
-# The text may come from anybody, so it is read in a process that can be ended (check_process.py).
+# The text may come from anybody, so a separate process parses it (check_process.py).
 
 _JSON = "application/json"
 _TOML = frozenset({"", "application/toml", "application/x-toml", "application/octet-stream"})
-# What curl -d sends when nobody says otherwise.
+# The default Content-Type of curl -d.
 _FORM = "application/x-www-form-urlencoded"
 
 
@@ -434,7 +428,7 @@ class PostedJob(Body):
 
 
 class Finding(Body):
-    """`line` from 1, where it is known."""
+    """A problem in a job's text; `line` counts from 1 and is null where unknown."""
 
     severity: Literal["error", "warning"]
     text: str
@@ -442,7 +436,7 @@ class Finding(Body):
 
 
 class Checked(Body):
-    """What was found in a job's text; without errors (`ok`) it can be posted."""
+    """The findings in a job's text; without errors (`ok`) it can be posted."""
 
     ok: bool
     findings: tuple[Finding, ...]
@@ -450,11 +444,11 @@ class Checked(Body):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A job that may run.
+    """A valid job, ready to be stored.
 
     Attributes:
-        toml: with every default filled in.
-        warnings: what may still be wrong with it.
+        toml: the job with every default filled in.
+        warnings: likely mistakes in it.
     """
 
     name: str
@@ -463,40 +457,30 @@ class Resolution:
     warnings: tuple[str, ...]
 
 
-def resolved(
+def resolve(
     content: bytes | Mapping[str, Any], media_type: str, tags: Mapping[str, Any], bounds: Bounds
 ) -> Resolution:
-    """
-    Args:
-        content: a body as it came, or the tables of a job.
-        media_type: of a body: its Content-Type header, or nothing.
-        tags: beside those of the job.
+    """Parse and validate a posted job.
 
-    Raises:
-        JobError: no TOML, a job that is wrong, or one that names what it may not.
-        ApiError: no JSON of the documented shape.
-        UnknownMediaType: neither of the two.
+    Args:
+        content: the body of a request, or the tables of a job.
+        media_type: the body's Content-Type header, or nothing.
+        tags: tags beside those of the job.
     """
     if isinstance(content, bytes):
         tables, own_tags = _read(content, media_type.partition(";")[0].strip().lower())
-        posted = posted_job(tables, bounds, {**own_tags, **tags})
+        job = validate_job(tables, bounds, {**own_tags, **tags})
     else:
-        posted = posted_job(content, bounds, tags)
-    config = posted.loaded.config
-    return Resolution(
-        config.job.name, dump_job(config), tuple(posted.tags.items()), tuple(posted.loaded.warnings)
-    )
+        job = validate_job(content, bounds, tags)
+    config = job.loaded.config
+    return Resolution(config.job.name, dump_job(config), tuple(job.tags.items()), tuple(job.loaded.warnings))
 
 
-def checked(content: bytes, bounds: Bounds) -> Checked:
-    """Read the TOML of a job as POST /jobs would; nothing is stored or started.
-
-    Raises:
-        ApiError: it is no text.
-    """
+def check(content: bytes, bounds: Bounds) -> Checked:
+    """Check the TOML of a job as POST /jobs would, without storing or starting anything."""
     text = text_of(content)
     try:
-        warnings = posted_job(document_of(text), bounds).loaded.warnings
+        warnings = validate_job(document_of(text), bounds).loaded.warnings
     except TrainerError as error:
         lines = [line.removeprefix(f"{WHERE}: ") for line in str(error).splitlines()]
         return Checked(ok=False, findings=_findings("error", [line for line in lines if line], text))
@@ -521,11 +505,11 @@ def text_of(body: bytes) -> str:
 
 
 def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The tables of a job, and the tags that came beside them."""
+    """Return the tables of a job, and the tags beside them."""
     if media_type == _JSON:
-        posted = _json_body(body)
-        document = document_of(posted.toml) if posted.toml is not None else posted.config
-        return document or {}, posted.tags
+        body_job = _json_body(body)
+        document = document_of(body_job.toml) if body_job.toml is not None else body_job.config
+        return document or {}, body_job.tags
     if media_type in _TOML or media_type.startswith("text/"):
         return document_of(text_of(body)), {}
     if media_type == _FORM:
@@ -542,17 +526,14 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
 
 
 def _json_body(body: bytes) -> PostedJob:
-    """
-    Raises:
-        ApiError: with the key that is wrong.
-    """
+    """Parse a JSON body; an error names the wrong key."""
     try:
         return PostedJob.model_validate(read_json(body))
     except ValueError as error:
-        raise ApiError(_told(error), where="body") from error
+        raise ApiError(_message(error), where="body") from error
 
 
-def _told(error: ValueError) -> str:
+def _message(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     finding = error.errors(include_url=False)[0]

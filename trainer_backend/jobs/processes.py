@@ -1,4 +1,4 @@
-"""The process of a job: started on its run directory, told to stop, waited for."""
+"""The process of a job: its start in its run directory, its stop, and its last message."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from trainer_backend.store.rows import JobRow
 
 PROCESS_LOG = "process.log"
 _LAST_BYTES = 8192
-# The service's own secrets, which no job needs.
+# The service's own secrets, which jobs do not need.
 WITHHELD = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
 Command = Callable[[Path], Sequence[str]]
 
@@ -28,18 +28,19 @@ class JobProcess(Child):
     """The process of a job.
 
     Attributes:
-        told: a signal to stop was sent.
-        late: it had to be killed after that.
+        is_stopping: whether a signal to stop was sent.
+        late: whether it had to be killed after that.
     """
 
-    told = late = False
+    is_stopping = late = False
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
 
-        The event loop's timer kills it, since the caller may be waiting for a store that hangs."""
-        if not self.told:
-            self.told = True
+        A timer of the event loop kills it, since the caller may be waiting for a store that hangs.
+        """
+        if not self.is_stopping:
+            self.is_stopping = True
             self.signal(signal.SIGTERM)
             asyncio.get_running_loop().call_later(grace_s, self._kill_late)
 
@@ -55,11 +56,7 @@ class JobProcess(Child):
 async def start_process(
     run_dir: Path, *, command: Command = job_command, environ: Mapping[str, str] = os.environ
 ) -> JobProcess:
-    """Start the process of a job. It lives as long as this one at most.
-
-    Raises:
-        OSError: it cannot be started, or its log not be written.
-    """
+    """Start the process of a job. It ends with this process at the latest."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
         return await JobProcess.start(
             command(run_dir),
@@ -70,8 +67,10 @@ async def start_process(
 
 
 def last_words(job: JobRow, process: JobProcess) -> tuple[RunState | None, str | None]:
-    """What this process wrote last of its run, not what one before it did; and the error that it printed at
-    its end (job_process.py). None: it did not."""
+    """Read the last state and the last error that this process wrote (job_process.py); None: it wrote none.
+
+    The state of an earlier process of the job does not count.
+    """
     folder = None if job.run_dir is None else Path(job.run_dir)
     if folder is None:
         return None, None

@@ -10,8 +10,8 @@ from starlette.responses import PlainTextResponse
 from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
-from trainer_backend.jobs.posted import Checked, PostedJob, checked
-from trainer_backend.jobs.service import job_named, refuse_foreign, service_of
+from trainer_backend.jobs.posted import Checked, PostedJob, check
+from trainer_backend.jobs.service import find_job, refuse_foreign, service_of
 from trainer_backend.jobs.submitting import resolution, submission_of, submit
 from trainer_backend.jobs.views import JobList, JobView, job_view, list_view
 from trainer_backend.store import jobs
@@ -31,13 +31,13 @@ IdempotencyKey = Annotated[
 
 
 class Created(JobView):
-    """The job, and what may still be wrong with it."""
+    """A new job with its warnings."""
 
     warnings: tuple[str, ...] = ()
 
 
 class Resolved(Body):
-    """What a job would be: every default filled in."""
+    """A job with every default filled in."""
 
     toml: str
     warnings: tuple[str, ...]
@@ -58,7 +58,7 @@ class DeleteQuery(Body):
 
 
 def job_body(*, as_json: bool) -> dict[str, Any]:
-    """How OpenAPI describes a body that is read by hand."""
+    """Describe a body for OpenAPI that the route parses itself."""
     text = {"schema": {"type": "string"}, "example": '[model]\npreset = "tiny-0.3m"\n'}
     content: dict[str, Any] = {"application/toml": text, "text/plain": text}
     if as_json:
@@ -79,15 +79,15 @@ async def create_job(
     query: Annotated[CreateQuery, Query()],
     idempotency_key: IdempotencyKey = None,
 ) -> Any:
-    """Post a job: its TOML, or JSON with its tables. In its turn it is trained, in a process of its own."""
+    """Post a job: its TOML, or JSON with its tables. It is trained in its turn, in a process of its own."""
     service = service_of(request)
-    sent = submission_of(await request.body(), request.headers.get("content-type", ""))
+    submission = submission_of(await request.body(), request.headers.get("content-type", ""))
     if query.dry_run:
-        found = await resolution(service, sent)
-        answer = Resolved(toml=found.toml, warnings=found.warnings)
+        resolved = await resolution(service, submission)
+        answer = Resolved(toml=resolved.toml, warnings=resolved.warnings)
         return Response(answer.model_dump_json(), media_type="application/json")
-    job, made, warnings = await submit(service, sent, idempotency_key)
-    if not made:
+    job, is_new, warnings = await submit(service, submission, idempotency_key)
+    if not is_new:
         response.status_code = 200
         response.headers["Idempotency-Replayed"] = "true"
     response.headers["Location"] = f"/jobs/{job.id}"
@@ -97,14 +97,14 @@ async def create_job(
 
 @router.post("/jobs/check", openapi_extra=job_body(as_json=False))
 async def check_job(request: Request) -> Checked:
-    """What is wrong with a job's TOML, or doubtful, each finding with its line; nothing is stored."""
+    """List the errors and likely mistakes in a job's TOML, each with its line; nothing is stored."""
     service = service_of(request)
-    return await service.checks.ask(checked, await request.body(), service.settings.bounds)
+    return await service.checks.ask(check, await request.body(), service.settings.bounds)
 
 
 @router.get("/jobs")
 async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> JobList:
-    """Jobs, newest first, those of `turnwise train` too (`origin` cli)."""
+    """List jobs, newest first, including runs of `turnwise train` (`origin` cli)."""
     service = service_of(request)
     page = await service.ask(
         jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
@@ -114,9 +114,9 @@ async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> J
 
 @router.get("/jobs/{job_id}")
 async def show_job(request: Request, job_id: str) -> JobView:
-    """One job: by its id, the first 6 characters or more of it, or a name that no other has."""
+    """Show one job by its id, by at least 6 leading characters of the id, or by a unique name."""
     service = service_of(request)
-    return await service.ask(job_view, await job_named(service, job_id))
+    return await service.ask(job_view, await find_job(service, job_id))
 
 
 @router.get(
@@ -125,21 +125,20 @@ async def show_job(request: Request, job_id: str) -> JobView:
     responses={200: {"content": {"application/toml": {"schema": {"type": "string"}}}}},
 )
 async def show_config(request: Request, job_id: str) -> Response:
-    """The job's TOML with every default filled in; it can be posted again."""
-    job = await job_named(service_of(request), job_id)
+    """Return the job's TOML with every default filled in; it can be posted again."""
+    job = await find_job(service_of(request), job_id)
     return Response(job.config, media_type="application/toml")
 
 
 @router.delete("/jobs/{job_id}", status_code=204, response_class=Response)
 async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery, Query()]) -> None:
-    """Forget an ended or paused job of this service. Its files stay, unless `files` says otherwise, and are
-    not shown."""
+    """Forget an ended or paused job of this service. Unless `files` is set, its files stay, but hidden."""
     service = service_of(request)
-    job = await job_named(service, job_id)
+    job = await find_job(service, job_id)
     refuse_foreign(service, job)
     try:
         await service.ask(forget_job, service.store, service.data, job, files=query.files)
-    finally:  # also where nobody waits any longer for what goes on
+    finally:  # even if the request timed out: the deletion may have started
         service.sweeper.wake()
     service.changed(job.id)
 
@@ -150,7 +149,7 @@ SERVICE = "turnwise-trainer"
 
 
 class Health(Body):
-    """`store`: whether the database answered when it was last asked. Jobs go on without it."""
+    """The service lives. `store` is whether the database answered its last request; jobs run without it."""
 
     status: Literal["ok"] = "ok"
     service: str = SERVICE
@@ -159,13 +158,13 @@ class Health(Body):
 
 @info_router.get("/health")
 async def health(request: Request) -> Health:
-    """Alive; needs no key."""
-    return Health(store="up" if service_of(request).watcher.looked.store_up else "away")
+    """Report that the service lives; needs no key."""
+    return Health(store="up" if service_of(request).watcher.figures.store_up else "away")
 
 
 @info_router.get("/info")
 async def info(request: Request) -> dict[str, Any]:
-    """What the service runs, and what a posted job may name."""
+    """Describe the service and what posted jobs may name."""
     service = service_of(request)
     bounds, rules = service.settings.bounds, service.settings.rules
     return {
@@ -193,7 +192,7 @@ async def info(request: Request) -> dict[str, Any]:
 
 @info_router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Counts of the service, and the last figures of the jobs that run, in the text format of Prometheus."""
+    """Return the service's counts and the last numbers of running jobs in Prometheus' text format."""
     service = service_of(request)
     accept = request.headers.get("accept", "")
     return await service.ask(page, service, version=request.app.version, accept=accept)

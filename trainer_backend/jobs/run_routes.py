@@ -1,4 +1,4 @@
-"""Routes that read a job's run: its curves, and its log a piece at a time."""
+"""Routes that read a job's run: its curves, and its logs in pieces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shared_schemas.base import Body
 from trainer_backend.jobs.processes import PROCESS_LOG
-from trainer_backend.jobs.service import job_named, service_of
+from trainer_backend.jobs.service import find_job, service_of
 from trainer_backend.rundir.files import object_of
 from trainer_backend.rundir.state import LOG_FILE, LogLine, line_of
 from trainer_backend.store import reads
@@ -23,7 +23,7 @@ _FILES = {"run": LOG_FILE, "process": PROCESS_LOG, "task_app": "task_app.log"}
 
 
 class Curve(Body):
-    """A metric over iterations; of one that was thinned, means of stretches with their bounds."""
+    """A metric over iterations; a long curve is reduced to means of intervals with their bounds."""
 
     iterations: tuple[int, ...]
     values: tuple[float, ...]
@@ -46,14 +46,14 @@ class MetricsQuery(Body):
 
 
 class Line(Body):
-    """`time` is UTC; empty where the file has none."""
+    """A line of a log; `time` is UTC, and empty in files without times."""
 
     time: str
     text: str
 
 
 class Log(Body):
-    """`next_offset` is given to the next request: only what is new comes then."""
+    """Lines of a log; send `next_offset` with the next request to receive only new lines."""
 
     lines: tuple[Line, ...]
     next_offset: int
@@ -69,25 +69,25 @@ class LogQuery(Body):
 
 @router.get("/jobs/{job_id}/metrics")
 async def metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, Query()]) -> Metrics:
-    """Curves of a run, by metric name; docs/metrics.md says what each means."""
+    """Read curves of a run by metric name; docs/metrics.md describes each."""
     service = service_of(request)
-    job = await job_named(service, job_id)
+    job = await find_job(service, job_id)
     names = query.names or await service.ask(reads.metric_names, service.store, job.id, query.kind)
-    found = await service.ask(
+    curves = await service.ask(
         reads.series, service.store, [job.id], names, kind=query.kind, points=query.points
     )
     series = {
-        name: Curve(iterations=one.iterations_N, values=one.values_N, low=one.low_N, high=one.high_N)
-        for name, one in found[job.id].items()
+        name: Curve(iterations=curve.iterations_N, values=curve.values_N, low=curve.low_N, high=curve.high_N)
+        for name, curve in curves[job.id].items()
     }
     return Metrics(job_id=job.id, kind=query.kind, series=series)
 
 
 @router.get("/jobs/{job_id}/log")
 async def log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
-    """What a run has told, line by line; of a long log the last megabyte."""
+    """Read lines of a run's logs; of a long log the last megabyte."""
     service = service_of(request)
-    return await service.ask(_log, await job_named(service, job_id), query)
+    return await service.ask(_log, await find_job(service, job_id), query)
 
 
 def _log(job: JobRow, query: LogQuery) -> Log:
@@ -95,13 +95,13 @@ def _log(job: JobRow, query: LogQuery) -> Log:
         return Log(lines=(), next_offset=0)
     piece = last_piece(Path(job.run_dir, _FILES[query.part]), query.offset)
     if query.part == "run":
-        lines = [Line(time=line.time, text=line.text) for line, _ in piece.told()]
+        lines = [Line(time=line.time, text=line.text) for line, _ in piece.log_lines()]
     else:
         lines = [Line(time="", text=text) for text in piece.texts()]
     return Log(lines=tuple(lines[-query.tail :]), next_offset=piece.end)
 
 
-# A reply holds at most this much of a log file.
+# The most bytes of a log file in one reply.
 MOST_BYTES = 1 << 20
 
 
@@ -110,10 +110,10 @@ class Piece:
     """Whole lines of a file, oldest first.
 
     Attributes:
-        lines: without their line ends.
-        ends: of each line the byte after it: from there on is all that came later.
-        end: where the next piece begins.
-        more: whether there is a next one already.
+        lines: without line ends.
+        ends: for each line, the byte after it.
+        end: the byte at which the next piece begins.
+        more: whether a next piece exists already.
     """
 
     lines: tuple[bytes, ...] = ()
@@ -122,10 +122,10 @@ class Piece:
     more: bool = False
 
     def texts(self) -> list[str]:
-        """Of a file that anything may have been printed to."""
+        """Decode the lines of a file with arbitrary output."""
         return [part for line in self.lines for part in line.decode("utf-8", "replace").splitlines() or [""]]
 
-    def told(self) -> Iterator[tuple[LogLine, int]]:
+    def log_lines(self) -> Iterator[tuple[LogLine, int]]:
         """Yield each line of run.log and the offset where it ends; skip lines that are not in our format."""
         for line, end in zip(self.lines, self.ends, strict=True):
             if (row := object_of(line)) is not None:
@@ -133,12 +133,14 @@ class Piece:
 
 
 def next_piece(path: Path, offset: int) -> Piece:
-    """The first lines from a byte on; a file that is shorter was written anew, and begins anew."""
+    """Read the first lines from a byte on; a file that became shorter was rewritten and is read from its
+    start.
+    """
     return _piece(path, offset, last=False)
 
 
 def last_piece(path: Path, offset: int) -> Piece:
-    """The last lines of those from a byte on."""
+    """Read the last lines of a file, at most from a byte on."""
     return _piece(path, offset, last=True)
 
 

@@ -1,4 +1,4 @@
-"""`turnwise trainer`: uvicorn around the app, from the operator's settings to a stop in order."""
+"""`turnwise trainer`: the app in uvicorn, from the operator's settings to an orderly stop."""
 
 import os
 import sys
@@ -25,25 +25,20 @@ from trainer_backend.store.database import open_store
 
 log = structlog.get_logger("trainer")
 
-# For a thread that was told to end.
+# Time for a thread to end.
 _LAST_S = 1.0
 
 
 def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Command = job_command) -> None:
-    """Serve until somebody stops it.
+    """Serve until the process is stopped.
 
     Args:
-        say: is given a line for the person who started it.
-        command: what is started for a job.
-
-    Raises:
-        StoreError: the database does not answer, or is none of ours.
-        RunDirectoryError: the data directory cannot be used.
-        PortTaken: the port is in use.
+        say: receives lines for the user.
+        command: the command that starts a job.
     """
     configure_logs_from()
     flags = settings.flags
-    # The port first: a taken one must not touch the store of the service that has it.
+    # The port first: if another service has it, its store must not be touched.
     with (
         Listener(flags.host, flags.port) as listener,
         closing(CheckProcess()) as checks,
@@ -53,17 +48,19 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
         server = server_of(app_of(service), ready=lambda: say(f"{READY}{listener.url}"))
         say(f"store: {service.store.shown}; runs: {service.data.path}")
         server.run_on(listener, exit_with_parent=flags.exit_with_parent)
-    _leave_what_hangs()
+    _exit_despite_stuck_threads()
 
 
-def _leave_what_hangs() -> None:
-    """End this process, where a thread hangs in a database or a disk: the interpreter would wait for it."""
-    working = [one for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
-    for one in working:
-        one.join(_LAST_S)
-    hanging = [one.name for one in working if one.is_alive()]
-    if hanging:
-        log.warning("threads_left", threads=hanging)
+def _exit_despite_stuck_threads() -> None:
+    """End this process if a thread is stuck in a database or disk; the interpreter would wait for it."""
+    threads = [
+        thread for thread in threading.enumerate() if not (thread.daemon or thread is threading.main_thread())
+    ]
+    for thread in threads:
+        thread.join(_LAST_S)
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        log.warning("threads_left", threads=stuck)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -73,7 +70,7 @@ def _leave_what_hangs() -> None:
 def open_service(
     settings: Settings, checks: CheckProcess, *, command: Command = job_command
 ) -> Iterator[Service]:
-    """What the routes work with; nothing of it runs yet."""
+    """Build the service's objects; nothing runs yet."""
     with open_data_dir(settings.bounds.data_dir, runs_jobs=settings.rules.max_jobs > 0) as data:
         store = open_store(settings.database_url)
         try:
@@ -96,7 +93,7 @@ def open_service(
 
 
 def app_of(service: Service) -> TrainerApp:
-    """The whole application: the API, and the dashboard over it."""
+    """Build the whole application: the API and the dashboard."""
     from trainer_backend.jobs.submitting import dashboard_of
     from trainer_backend.pages.app import router
 
@@ -106,12 +103,14 @@ def app_of(service: Service) -> TrainerApp:
 
 
 def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
-    """A server that ends open event streams when it stops; a second signal kills jobs that are stopping."""
+    """Build a server that ends event streams when it stops; a second signal kills jobs that are still
+    stopping.
+    """
     service: Service = app.state.service
     settings, supervisor = service.settings, service.supervisor
 
-    async def end_streams(orphaned: bool) -> None:
-        # uvicorn waits for requests that are under way before it ends the app.
+    async def end_streams(_orphaned: bool) -> None:
+        # uvicorn waits for running requests before it ends the app.
         service.news.close()
 
     def kill_jobs() -> None:

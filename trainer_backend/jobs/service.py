@@ -1,4 +1,4 @@
-"""The object that all routes share, made once at the start, and the job that a request names."""
+"""The object that all routes share, and the search for the job that a request names."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,12 +27,13 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Service:
-    """
+    """The parts of a running service.
+
     Attributes:
-        checks: where what strangers sent is read.
-        supervisor: None where no jobs are run (--no-jobs).
-        requests: what was answered so far.
-        streams: event streams that are open.
+        checks: the process that parses clients' input.
+        supervisor: None if the service runs no jobs (--no-jobs).
+        requests: statistics of the replies.
+        streams: number of open event streams.
     """
 
     settings: Settings
@@ -50,78 +51,64 @@ class Service:
     streams: int = 0
 
     async def ask(
-        self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
+        self, call: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
     ) -> Result:
-        """What a call to the store or the disk returns; made on a thread, and waited for so long at most.
-
-        Raises:
-            StoreUnavailable: it took too long.
-        """
+        """Call the store or the disk on a thread, with a deadline."""
         try:
             async with asyncio.timeout(self.settings.store_s):
-                return await asyncio.to_thread(call, *arguments, **named)
+                return await asyncio.to_thread(call, *arguments, **keywords)
         except TimeoutError as error:
             raise late(self.store.shown, self.settings.store_s) from error
 
     def changed(self, job_id: str) -> None:
-        """Tell the supervisor and the open pages that a job's row has changed, so that both look now."""
+        """Wake the supervisor and the open pages after a change of a job's row."""
         self.news.tell(job_id)
         if self.supervisor is not None:
             self.supervisor.wake()
 
 
 def service_of(request: Request) -> Service:
-    """The application's."""
-    found = request.app.state.service
-    assert isinstance(found, Service)
-    return found
+    """Return the application's service."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
 
 
 _SHORTEST = 6
-_LOOKED_AT = 500
+_MOST_SEARCHED = 500
 _LONGEST = 64
-_TOLD = 8
+_MOST_NAMED = 8
 
 
-async def job_named(service: Service, name: str) -> JobRow:
-    """Find a job by its id, the beginning of its id, or a name that only one job has.
-
-    Raises:
-        UnknownJob: no job matches, or more than one does.
-        StoreUnavailable: the database does not answer.
-    """
+async def find_job(service: Service, name: str) -> JobRow:
+    """Find a job by its id, the beginning of its id, or a name that only one job has."""
     try:
         return await service.ask(jobs.get, service.store, name)
     except UnknownJob:
-        page = await service.ask(jobs.find, service.store, limit=_LOOKED_AT)
+        page = await service.ask(jobs.find, service.store, limit=_MOST_SEARCHED)
     return _only(name, page.items)
 
 
 def refuse_foreign(service: Service, job: JobRow) -> None:
-    """Refuse to act on another service's job: several services may share a database, and no disk.
-
-    Raises:
-        RunsNoJobs: this service only shows runs.
-        JobConflict: another one runs that job, and has its files.
-    """
+    """Refuse to act on another service's job: services may share a database, but no disk."""
     if service.supervisor is None:
         raise RunsNoJobs("this service only shows runs (--no-jobs), and so it changes none")
     if job.home != service.data.home:
         raise JobConflict(f"job {job.id} is of another trainer service, which has its files; ask that one")
 
 
-def _only(name: str, known: tuple[JobRow, ...]) -> JobRow:
-    found = [job for job in known if job.name == name]
+def _only(name: str, rows: tuple[JobRow, ...]) -> JobRow:
+    matches = [job for job in rows if job.name == name]
     if len(name) >= _SHORTEST:
-        found += [job for job in known if job.id.startswith(name) and job.name != name]
-    if len(found) == 1:
-        return found[0]
+        matches += [job for job in rows if job.id.startswith(name) and job.name != name]
+    if len(matches) == 1:
+        return matches[0]
     shown = name[:_LONGEST]
-    if found:
-        told = ", ".join(f"{job.id} ({job.state})" for job in found[:_TOLD])
-        raise UnknownJob(f"{len(found)} jobs are called {shown!r}; name one by its id: {told}")
-    if not known:
+    if matches:
+        choices = ", ".join(f"{job.id} ({job.state})" for job in matches[:_MOST_NAMED])
+        raise UnknownJob(f"{len(matches)} jobs are called {shown!r}; name one by its id: {choices}")
+    if not rows:
         raise UnknownJob(f"there is no job {shown!r}, nor any other")
-    newest = dict.fromkeys(job.name for job in known[:_TOLD])
-    close = did_you_mean(shown, {*newest, *(job.id for job in known[:_TOLD])})
+    newest = dict.fromkeys(job.name for job in rows[:_MOST_NAMED])
+    close = did_you_mean(shown, {*newest, *(job.id for job in rows[:_MOST_NAMED])})
     raise UnknownJob(f"there is no job {shown!r}{close}")

@@ -1,4 +1,4 @@
-"""What the operator of a trainer service has decided: addresses, bounds, keys."""
+"""The settings of a trainer service: addresses, bounds of posted jobs, keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,29 +18,30 @@ from trainer_backend.jobs.slots import ANSWER_S
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """
+    """The rules of the supervisor.
+
     Attributes:
-        max_jobs: that run at a time.
-        restarts: of a job that crashes, with no iteration in between.
-        first_wait_s: before the first of them; each next one waits twice as long. Long enough that a disk
-            that is full, or a descriptor that is missing, for a moment costs no job all of its restarts.
-        grace_s: for a process to save what is finished and end.
-        held_s: for a run directory that somebody trains in to be let go: that of a killed service needs a
-            moment, a person's may need hours.
-        round_s: between two rounds where nothing happens.
+        max_jobs: how many jobs run at a time.
+        restarts: how often a job is restarted that crashes without finishing an iteration in between.
+        first_wait_s: before the first restart; each further one waits twice as long. It is long enough for a
+            moment without disk space or file descriptors not to use up all restarts.
+        grace_s: for a process to save its finished work and end.
+        lock_wait_s: for another trainer to release a run directory; a killed service needs a moment, a
+            person's run may need hours.
+        round_s: between two rounds without events.
     """
 
     max_jobs: int = 1
     restarts: int = 3
     grace_s: float = 100.0
-    held_s: float = 60.0
+    lock_wait_s: float = 60.0
     round_s: float = 1.0
     first_wait_s: float = 5.0
 
 
 TASK_URL_VARIABLE = "TASK_URL"
 _DATABASE = "turnwise.db"
-# A folder of jobs beside the code, with files that they name; written by nobody but the operator.
+# A folder of jobs and their files beside the code; only the operator writes there.
 _ROOTS = (Path("configs"),)
 
 
@@ -49,19 +50,19 @@ class Bounds:
     """What a posted job may name (posted.py).
 
     Attributes:
-        data_dir: where its run directory will be; models and data in it may be named, code may not.
-        roots: folders whose files may be named, absolute, without links.
-        task_urls: of jobs that name none the first; empty: each starts its own.
-        given_urls: those that TASK_URL names, and nobody has to name.
-        inference_hosts: that a warm-up's teacher may ask; `host` stands for all its ports.
-        key_variables: environment variables that a key may be taken from.
-        models: patterns of names on the hub: with the operator's access, and onto the operator's disk.
-        gateway_host: where the gateway of every job listens.
+        data_dir: the parent of its run directory; the job may name models and data in it, but no code.
+        roots: folders whose files it may name, absolute, without links.
+        task_urls: task apps that it may name; if it names none and there are none, it starts its own.
+        default_urls: the task apps of TASK_URL, used by jobs that name none.
+        inference_hosts: hosts that a warm-up's teacher may call; `host` allows all its ports.
+        key_variables: environment variables that may hold its keys.
+        models: patterns of models on the hub, downloaded with the operator's access to the operator's disk.
+        gateway_host: the address of every job's gateway.
     """
 
     data_dir: Path
     roots: tuple[Path, ...] = ()
-    given_urls: tuple[str, ...] = ()
+    default_urls: tuple[str, ...] = ()
     task_urls: frozenset[str] = frozenset()
     inference_hosts: frozenset[str] = frozenset()
     key_variables: frozenset[str] = frozenset()
@@ -71,16 +72,17 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """
+    """The settings of the service; its limits on requests and jobs.
+
     Attributes:
-        api_key: None: nobody but this machine may ask.
-        max_connections: that are open at a time; fewer where the process may have few files open.
+        api_key: None: the service answers this machine only.
+        max_connections: open connections; fewer if the process may open few files.
         max_header_s: for the head of a request to arrive.
-        max_body_bytes, max_body_s: of a request's body.
-        heartbeat_s: of an open event stream.
-        max_streams: event streams that are open at a time.
+        max_body_bytes, max_body_s: size and time limit of a request's body.
+        heartbeat_s: interval of comments in an event stream.
+        max_streams: open event streams.
         max_queued: jobs that wait for their turn.
-        store_s: for the store to answer whoever asks: a request, the supervisor, the watcher.
+        store_s: deadline of the store for requests, supervisor and watcher.
     """
 
     flags: Flags
@@ -99,18 +101,17 @@ class Settings:
 
 
 def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
-    """
-    Raises:
-        SettingsError: a flag or a variable is wrong, or the service would be open to the network.
-    """
+    """Read the settings from the options and the environment."""
     key = key_from_environ(environ, TRAINER_KEY)
     if key is None and not is_loopback(flags.host):
         raise SettingsError(
             f"--host is {flags.host!r}, which others can reach, and there is no key",
             hint=f"Set {TRAINER_KEY} or {TRAINER_KEY}_FILE, or listen on 127.0.0.1.",
         )
-    given = tuple(part.strip() for part in environ.get(TASK_URL_VARIABLE, "").split(",") if part.strip())
-    task_urls = (*given, *(flags.task_urls or ()))
+    default_urls = tuple(
+        part.strip() for part in environ.get(TASK_URL_VARIABLE, "").split(",") if part.strip()
+    )
+    task_urls = (*default_urls, *(flags.task_urls or ()))
     for url in task_urls:
         if fault := fault_in(url):
             raise SettingsError(
@@ -119,7 +120,7 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
     if is_wildcard(flags.gateway_host):
         raise SettingsError(
             f"--gateway-host is {flags.gateway_host!r}, which is no address that a task app could call",
-            hint="Name this machine as the task apps know it.",
+            hint="Name this machine by an address that the task apps can reach.",
         )
     for name in flags.key_variables or ():
         if not VARIABLE.fullmatch(name):
@@ -128,7 +129,7 @@ def settings_from(flags: Flags, environ: Mapping[str, str]) -> Settings:
     bounds = Bounds(
         data_dir=data_dir,
         roots=tuple(root.resolve() for root in flags.roots or _ROOTS),
-        given_urls=given,
+        default_urls=default_urls,
         task_urls=frozenset(url.rstrip("/") for url in task_urls),
         inference_hosts=frozenset(host.lower() for host in flags.inference_hosts or ()),
         key_variables=frozenset(flags.key_variables or ()),

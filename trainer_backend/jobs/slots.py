@@ -18,78 +18,79 @@ from trainer_backend.store.database import StoreUnavailable
 
 @dataclass(slots=True)
 class Figures:
-    """Counts since the service started, for /metrics."""
+    """Counts since the start of the service, for /metrics."""
 
-    started: int = 0
+    starts: int = 0
     restarts: int = 0
-    killed: int = 0
+    kills: int = 0
     store_failures: int = 0
     faults: int = 0
 
 
 @dataclass(slots=True)
 class Slot:
-    """A place that a running job takes up, also between a crash and the next start. Times: the loop's clock.
+    """The place of a running job, also between a crash and the next start. Times are the loop's clock.
 
     Attributes:
-        counted: the next start is in the job's `attempt` already: it was claimed with it.
-        ending: how its process ended, until that is written down.
-        crashes: with no iteration in between; `iteration`: that was finished by the last of them.
+        is_counted: whether the job's `attempt` includes the next start already, because a claim counts it.
+        ending: how its process ended, until that is stored.
+        crashes: crashes without an iteration in between.
+        iteration: the last finished iteration at the last crash.
     """
 
     process: JobProcess | None = None
-    counted: bool = False
+    is_counted: bool = False
     ending: Ending | None = None
     not_before_s: float = 0.0
-    held_until_s: float = math.inf
+    lock_deadline_s: float = math.inf
     crashes: int = 0
     iteration: int = 0
 
     @property
     def lives(self) -> bool:
-        """Whether it has a process that has not ended."""
+        """Whether its process is alive."""
         return self.process is not None and self.process.exit_code is None
 
-    def may_wait(self, now_s: float, held_s: float) -> bool:
-        """Whether to wait, still, for who holds the run directory."""
-        if math.isinf(self.held_until_s):
-            self.held_until_s = now_s + held_s
-        return now_s < self.held_until_s
+    def may_wait(self, now_s: float, lock_wait_s: float) -> bool:
+        """Return whether to wait longer for another trainer to release the run directory."""
+        if math.isinf(self.lock_deadline_s):
+            self.lock_deadline_s = now_s + lock_wait_s
+        return now_s < self.lock_deadline_s
 
-    def ended(
-        self, exit_code: int, state: RunState | None, said: str | None = None, code: str | None = None
+    def record_end(
+        self, exit_code: int, state: RunState | None, error: str | None = None, code: str | None = None
     ) -> Ending:
-        """How it ended; counted once, however often this is asked."""
+        """Record how its process ended; repeated calls count a crash once."""
         if self.ending is None:
-            reached = state.iteration if state is not None else 0
-            if reached > self.iteration:
-                self.crashes, self.iteration = 0, reached
+            iteration = state.iteration if state is not None else 0
+            if iteration > self.iteration:
+                self.crashes, self.iteration = 0, iteration
             self.crashes += is_crash(exit_code)
-            self.ending = Ending(exit_code, state, self.crashes, said, code)
+            self.ending = Ending(exit_code, state, self.crashes, error, code)
         return self.ending
 
     def wait_for_restart(self, until_s: float) -> None:
-        """Note that the process is gone and that the next one starts at `until_s`."""
+        """Record that the process is gone and that the next one starts at `until_s`."""
         self.process, self.ending, self.not_before_s = None, None, until_s
 
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# A call of the store may take this long.
+# Deadline of a call to the store.
 ANSWER_S = 20.0
 
 
 class Line:
-    """Runs calls that may hang, to a database or a network disk, one at a time, each with a deadline.
+    """Runs calls that may hang in a database or network disk, one at a time, each with a deadline.
 
-    A thread that hangs cannot be ended. So each caller has a Line with one thread of its own: its next call
-    waits for the one that hangs, within the same deadline, and takes no thread from other callers.
+    A stuck thread cannot be ended. So each caller has a Line with one thread of its own: its next call waits
+    for the stuck one, within the same deadline, and takes no thread from other callers.
 
     Args:
-        name: of its thread.
-        shown: the store, as an error may name it.
-        answer_s: for each answer; while the previous call still runs, for both together.
+        name: the name of its thread.
+        shown: the store's address for messages.
+        answer_s: the deadline; while the previous call still runs, it covers both.
     """
 
     def __init__(self, name: str, shown: str, answer_s: float) -> None:
@@ -99,11 +100,7 @@ class Line:
     async def ask(
         self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Result:
-        """Return the call's result. A call that misses the deadline goes on, and its result is lost.
-
-        Raises:
-            StoreUnavailable: it took too long.
-        """
+        """Return the call's result. A call that misses the deadline continues, but its result is lost."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._answer_s):
@@ -116,17 +113,17 @@ def late(shown: str, answer_s: float) -> StoreUnavailable:
     return StoreUnavailable(f"the store {shown} did not answer within {answer_s:g} s")
 
 
-async def ended(threads: Iterable[ThreadPoolExecutor], *, at_most_s: float) -> None:
-    """Wait until these work no longer, and take nothing on; so long at most."""
+async def wait_for_threads(threads: Iterable[ThreadPoolExecutor], *, at_most_s: float) -> None:
+    """Stop thread pools and wait, up to a limit, until their threads have ended."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
     def wait() -> None:
-        for one in threads:
-            one.shutdown(cancel_futures=True)
+        for thread in threads:
+            thread.shutdown(cancel_futures=True)
         with suppress(RuntimeError):  # too late: the loop is closed
             loop.call_soon_threadsafe(over.set)
 
-    # A daemon: neither the loop's end nor the interpreter's waits for it, as they do for a pool's thread.
+    # A daemon thread: neither the loop nor the interpreter waits for it at the end, as they do for a pool's.
     threading.Thread(target=wait, name="end-of-threads", daemon=True).start()
     with suppress(TimeoutError):
         async with asyncio.timeout(at_most_s):

@@ -1,16 +1,16 @@
-"""The states of a job: after its process has ended, after a verb, and while another process trains. Pure."""
+"""The states of a job: after its process ended, after a verb, and while another process trains. Pure."""
 
 import signal
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from trainer_backend.rundir.state import DONE, REFUSED, STOPPED, RunState, Watched
+from trainer_backend.rundir.state import DONE, REFUSED, STOPPED, RunState, RunStatus
 from trainer_backend.store.database import JobConflict
 from trainer_backend.store.jobs import Changes, state_of_run
 from trainer_backend.store.rows import ENDED, JobRow
 
-# Each restart waits twice as long as the one before it, and so long at most.
+# The longest wait before a restart; each waits twice as long as the one before.
 LONGEST_WAIT_S = 60.0
 
 
@@ -20,29 +20,29 @@ class Ending:
 
     Attributes:
         exit_code: negative: the signal that killed it.
-        state: the last that the process wrote; None: it wrote none.
-        crashes: crashes of this job without an iteration in between, this one counted, if it is one.
-        said: the error that it printed last; None: none.
-        code: of the error that kept it from starting, which is then what was `said`; None: it started.
+        state: the last state that the process wrote, or None.
+        crashes: crashes of this job without an iteration in between, including this one.
+        error: the last error that it printed, or why it could not start; None: there is none.
+        code: the code of the error that prevented its start; None: it started.
     """
 
     exit_code: int
     state: RunState | None
     crashes: int
-    said: str | None = None
+    error: str | None = None
     code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What to write down; and how long to wait before it is started again, None: not at all."""
+    """The changes to store, and the seconds until a restart; None: no restart."""
 
     changes: Changes
     restart_in_s: float | None = None
 
 
 def is_stop(exit_code: int) -> bool:
-    """Whether it ended because it was told to; also before it could hear that, with nothing to save."""
+    """Return whether the process ended by request, possibly before it had anything to save."""
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
@@ -51,24 +51,27 @@ def is_crash(exit_code: int) -> bool:
 
 
 def stays(job: JobRow, exit_code: int) -> bool:
-    """Whether a job whose process has ended while the service stops is left as it is: the next start goes on
-    with it, also where its process was killed because it had not saved in time."""
+    """Return whether a job keeps its state although its process ended during the service's stop.
+
+    The next start then continues it, even if its process was killed because it did not save in time.
+    """
     return job.wanted == "run" and exit_code not in (DONE, REFUSED)
 
 
 def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
-    """
+    """Return the outcome for a job whose process ended.
+
     Args:
-        job: as it is now: what is wanted of it may have changed while its process ended.
-        restarts: how often a job that crashes is started again, with no iteration in between.
-        first_wait_s: before the first of them.
+        job: its current row; `wanted` may have changed while the process was ending.
+        restarts: how often a job is restarted that crashes without an iteration in between.
+        first_wait_s: before the first restart.
     """
-    code, detail = _told(ending)
-    if ending.exit_code == DONE:  # also where a stop came too late to be heeded
+    code, detail = _reason(ending)
+    if ending.exit_code == DONE:  # even if a stop came too late
         return Outcome({"state": "succeeded", "ended": now, "code": None, "detail": None})
-    if ending.state is not None and ending.state.state == "ended":  # a run that has ended stays so
-        told = f"the run has ended and is saved; after that: {detail}"
-        return Outcome({"state": "succeeded", "ended": now, "code": None, "detail": told})
+    if ending.state is not None and ending.state.state == "ended":  # a finished run stays finished
+        detail = f"the run has ended and is saved; after that: {detail}"
+        return Outcome({"state": "succeeded", "ended": now, "code": None, "detail": detail})
     if job.wanted == "cancel":
         return Outcome({"state": "cancelled", "ended": now})
     if ending.exit_code == REFUSED:
@@ -77,20 +80,20 @@ def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: floa
         if is_stop(ending.exit_code):
             return Outcome({"state": "paused"})
         return Outcome({"state": "paused", "code": code, "detail": detail})
-    if job.state == "pausing":  # and wanted again meanwhile
+    if job.state == "pausing":  # resumed while it was pausing
         return Outcome({"state": "queued"})
     if is_stop(ending.exit_code):
-        told = "its process was told to stop by somebody else; what was finished is saved"
-        return Outcome({"state": "paused", "wanted": "pause", "code": "stopped", "detail": told})
+        detail = "its process was told to stop by somebody else; what was finished is saved"
+        return Outcome({"state": "paused", "wanted": "pause", "code": "stopped", "detail": detail})
     if ending.crashes > restarts:
         return Outcome({"state": "failed", "ended": now, "code": code, "detail": detail})
     wait_s = min(first_wait_s * 2 ** (ending.crashes - 1), LONGEST_WAIT_S)
-    told = f"restart {ending.crashes} of {restarts} in {wait_s:g} s after: {detail}"
-    return Outcome({"code": "restarting", "detail": told}, restart_in_s=wait_s)
+    detail = f"restart {ending.crashes} of {restarts} in {wait_s:g} s after: {detail}"
+    return Outcome({"code": "restarting", "detail": detail}, restart_in_s=wait_s)
 
 
 def without_process(job: JobRow, now: datetime) -> Changes | None:
-    """What becomes of a job that was to end and has no process: there is nothing left to wait for."""
+    """Return the changes for a job that was about to end and has no process."""
     if job.state == "cancelling":
         return {"state": "cancelled", "ended": now}
     if job.state == "pausing":
@@ -98,18 +101,18 @@ def without_process(job: JobRow, now: datetime) -> Changes | None:
     return None
 
 
-def _told(ending: Ending) -> tuple[str, str]:
+def _reason(ending: Ending) -> tuple[str, str]:
     """Return a code and a sentence that say why the process did not start, failed, or was killed."""
     if ending.code is not None:
-        return ending.code, ending.said or ""
+        return ending.code, ending.error or ""
     if ending.exit_code < 0:
         name = _signal_name(-ending.exit_code)
         hint = "; often the system, short of memory" if name == "SIGKILL" else ""
         return "killed", f"its process was killed by {name}{hint}"
     if ending.state is not None and ending.state.state == "failed":
         return ending.state.code or "crashed", ending.state.detail
-    if ending.said is not None:  # before it came to its run: what there is of state.json is not its own
-        return ("refused" if ending.exit_code == REFUSED else "crashed"), ending.said
+    if ending.error is not None:  # it failed before it opened its run, so state.json is not its own
+        return ("refused" if ending.exit_code == REFUSED else "crashed"), ending.error
     return "crashed", f"its process ended with exit code {ending.exit_code}; process.log may say why"
 
 
@@ -120,16 +123,13 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# Pause, resume and cancel write the wanted state; the supervisor makes the running process follow it.
+# Pause, resume and cancel store the wanted state; the supervisor makes the process follow it.
 
 Verb = Literal["pause", "resume", "cancel"]
 
 
-def refuse_found(job: JobRow, verb: str) -> None:
-    """
-    Raises:
-        JobConflict: somebody trains, or has trained, that run by hand; this service only shows it.
-    """
+def refuse_external(job: JobRow, verb: str) -> None:
+    """Refuse to control a run of `turnwise train`, which this service only shows."""
     if job.origin == "cli":
         raise JobConflict(
             f"job {job.id} is a run of `turnwise train`, and not this service's to {verb}",
@@ -139,14 +139,10 @@ def refuse_found(job: JobRow, verb: str) -> None:
 
 
 def changes_for(verb: Verb, job: JobRow, now: datetime) -> Changes | None:
-    """Return the changes that a verb makes; None where the job is in that state already.
-
-    So a request may be sent twice.
-
-    Raises:
-        JobConflict: it makes no sense in the state that the job is in.
+    """Return the changes that a verb makes; None if the job is in that state already, so requests may
+    repeat.
     """
-    refuse_found(job, verb)
+    refuse_external(job, verb)
     if verb == "pause":
         return _pause(job)
     return _resume(job) if verb == "resume" else _cancel(job, now)
@@ -162,18 +158,18 @@ def _pause(job: JobRow) -> Changes | None:
             return None if job.wanted == "pause" else {"wanted": "pause"}
         case "paused":
             return None
-    raise _refused("pause", job)
+    raise _no_effect("pause", job)
 
 
 def _resume(job: JobRow) -> Changes | None:
     match job.state:
         case "queued" | "running":
             return None
-        case "pausing":  # it goes on once its process has saved and ended
+        case "pausing":  # it continues once its process has saved and ended
             return None if job.wanted == "run" else {"wanted": "run"}
         case "paused" | "failed" | "cancelled":
             return {"state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None}
-    raise _refused("resume", job)
+    raise _no_effect("resume", job)
 
 
 def _cancel(job: JobRow, now: datetime) -> Changes | None:
@@ -184,19 +180,19 @@ def _cancel(job: JobRow, now: datetime) -> Changes | None:
             return {"state": "cancelling", "wanted": "cancel"}
         case "cancelling" | "cancelled":
             return None
-    raise _refused("cancel", job)
+    raise _no_effect("cancel", job)
 
 
-def _refused(verb: Verb, job: JobRow) -> JobConflict:
+def _no_effect(verb: Verb, job: JobRow) -> JobConflict:
     return JobConflict(f"job {job.id} is {job.state}, so there is nothing to {verb}")
 
 
-def changes_for_found(job: JobRow, watched: Watched, now: datetime) -> Changes | None:
-    """Return the changes for the row of a run that another process trains; None: the row is right.
+def changes_for_external(job: JobRow, status: RunStatus, now: datetime) -> Changes | None:
+    """Return the changes for the row of a run that another process trains; None: the row is current.
 
-    The state follows from the run's lock and from the last state that its process wrote.
+    The state follows from the run's lock and the last state that its process wrote.
     """
-    state, code, detail = state_of_run(watched)
+    state, code, detail = state_of_run(status)
     if (job.state, job.code, job.detail) == (state, code, detail):
         return None
     changes: Changes = {"state": state, "code": code, "detail": detail}

@@ -1,4 +1,4 @@
-"""Jobs on their way into the store: POST /jobs from bytes to a row, and the dashboard's actions on jobs."""
+"""The way of a job into the store: POST /jobs from bytes to a row, and the dashboard's actions on jobs."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -9,15 +9,15 @@ from typing import Any
 import structlog
 
 from trainer_backend.errors import QueueFull, RunsNoJobs, TrainerError
-from trainer_backend.jobs.control import ask_for
-from trainer_backend.jobs.posted import Resolution, checked, resolved
-from trainer_backend.jobs.service import Service, job_named
+from trainer_backend.jobs.control import apply_verb
+from trainer_backend.jobs.posted import Resolution, check, resolve
+from trainer_backend.jobs.service import Service, find_job
 from trainer_backend.pages import page
 from trainer_backend.store import jobs
 from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.rows import JobRow
 
-# Of a resolved job: warnings, or a JobError.
+# Takes a resolved job's TOML; returns warnings or raises JobError.
 Trial = Callable[[str], Awaitable[tuple[str, ...]]]
 
 
@@ -26,10 +26,10 @@ class Submission:
     """A job as a client sent it.
 
     Attributes:
-        content: the body as it came, or the tables of a job.
-        digest: of the body as it came; an Idempotency-Key that comes again with another digest is refused.
-        tags: beside those of the job.
-        media_type: of a body.
+        content: the unparsed body, or the tables of a job.
+        digest: of the body; an Idempotency-Key with another digest is refused.
+        tags: tags beside those of the job.
+        media_type: Content-Type of the body.
     """
 
     content: bytes | Mapping[str, Any]
@@ -39,7 +39,7 @@ class Submission:
 
 
 def submission_of(body: bytes, media_type: str) -> Submission:
-    """What a request brings; not read yet."""
+    """Wrap the unparsed body of a request."""
     return Submission(body, digest_of(body), media_type=media_type)
 
 
@@ -47,35 +47,26 @@ def digest_of(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-async def resolution(service: Service, sent: Submission) -> Resolution:
-    """
-    Raises:
-        TrainerError: what `checking.resolved` raises.
-        CheckEnded: that took too long, or too much memory.
-    """
+async def resolution(service: Service, submission: Submission) -> Resolution:
+    """Parse and validate a submission in the check process."""
     bounds = service.settings.bounds
-    return await service.checks.ask(resolved, sent.content, sent.media_type, sent.tags, bounds)
+    return await service.checks.ask(
+        resolve, submission.content, submission.media_type, submission.tags, bounds
+    )
 
 
-async def untried(toml: str) -> tuple[str, ...]:
-    """No trial: what the job asks of others shows when it begins."""
+async def no_trial(toml: str) -> tuple[str, ...]:
+    """Skip the trial; a mismatch with a task app then shows when the job starts."""
     return ()
 
 
 async def submit(
-    service: Service, sent: Submission, key: str | None, trial: Trial = untried
+    service: Service, submission: Submission, key: str | None, trial: Trial = no_trial
 ) -> tuple[JobRow, bool, tuple[str, ...]]:
     """Check a job and store it; return the job, whether this request made it, and its warnings.
 
     A repeated request gets the job of the accepted one, even if the queue is full now, files are gone, or the
     rules for posted jobs have changed.
-
-    Raises:
-        JobError: it is wrong, or names what it may not.
-        RunsNoJobs: this service only shows runs.
-        QueueFull: too many wait already.
-        JobError: the trial says that it cannot run.
-        IdempotencyConflict: the key came with another body before.
     """
     if service.supervisor is None:
         raise RunsNoJobs(
@@ -83,32 +74,35 @@ async def submit(
             hint="Start one that runs jobs: turnwise trainer.",
         )
     if key is not None:
-        before = await service.ask(jobs.made_by, service.store, service.data.home, key, sent.digest)
-        if before is not None:
-            return before, False, await _warnings_again(service, sent)
-    found = await resolution(service, sent)
-    doubts = await trial(found.toml)  # takes seconds: what is posted meanwhile is counted below
-    waiting = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
-    if waiting >= service.settings.max_queued:
-        raise QueueFull(f"{waiting} jobs wait for their turn, the most that this service takes")
+        earlier = await service.ask(
+            jobs.job_of_request, service.store, service.data.home, key, submission.digest
+        )
+        if earlier is not None:
+            return earlier, False, await _warnings_again(service, submission)
+    resolved = await resolution(service, submission)
+    # The trial takes seconds; the count below includes jobs posted meanwhile.
+    trial_warnings = await trial(resolved.toml)
+    queued = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
+    if queued >= service.settings.max_queued:
+        raise QueueFull(f"{queued} jobs wait for their turn, the most that this service takes")
     new = NewJob(
-        name=found.name,
-        config=found.toml,
+        name=resolved.name,
+        config=resolved.toml,
         home=service.data.home,
-        run_dir=service.data.new_run_dir(found.name),
-        tags=found.tags,
+        run_dir=service.data.new_run_dir(resolved.name),
+        tags=resolved.tags,
         idempotency_key=key,
-        body_hash=sent.digest if key is not None else None,
+        body_hash=submission.digest if key is not None else None,
     )
-    job, made = await service.ask(jobs.create, service.store, new)
+    job, is_new = await service.ask(jobs.create, service.store, new)
     service.changed(job.id)
-    return job, made, (*found.warnings, *doubts)
+    return job, is_new, (*resolved.warnings, *trial_warnings)
 
 
-async def _warnings_again(service: Service, sent: Submission) -> tuple[str, ...]:
-    """Of a job that was accepted; none where it would not be now."""
+async def _warnings_again(service: Service, submission: Submission) -> tuple[str, ...]:
+    """Return the warnings of an accepted job, or none if the same job would be refused now."""
     try:
-        return (await resolution(service, sent)).warnings
+        return (await resolution(service, submission)).warnings
     except TrainerError:
         return ()
 
@@ -125,33 +119,37 @@ class JobsForPages:
     async def check(self, text: str) -> page.Checked:
         bounds = self._service.settings.bounds
         try:
-            found = (await self._service.checks.ask(checked, _bytes_of(text), bounds)).findings
+            findings = (await self._service.checks.ask(check, _bytes_of(text), bounds)).findings
         except TrainerError as error:
             return page.Checked(errors=(page.Finding(str(error)),))
 
         def of(severity: str) -> tuple[page.Finding, ...]:
-            return tuple(page.Finding(one.text, one.line) for one in found if one.severity == severity)
+            return tuple(
+                page.Finding(finding.text, finding.line)
+                for finding in findings
+                if finding.severity == severity
+            )
 
         return page.Checked(errors=of("error"), warnings=of("warning"))
 
     async def submit(self, text: str, form: str) -> JobRow:
-        sent = submission_of(_bytes_of(text), "application/toml")
-        # With the text in it: who goes back and sends another one wants another job.
-        key = f"form-{form}-{sent.digest[:16]}" if form else None
-        job, _, _ = await submit(self._service, sent, key)
+        submission = submission_of(_bytes_of(text), "application/toml")
+        # The text is part of the key: going back and sending another text makes another job.
+        key = f"form-{form}-{submission.digest[:16]}" if form else None
+        job, _, _ = await submit(self._service, submission, key)
         return job
 
     async def control(self, job_id: str, action: page.Action) -> JobRow:
-        return await ask_for(self._service, action, await job_named(self._service, job_id))
+        return await apply_verb(self._service, action, await find_job(self._service, job_id))
 
 
 def _bytes_of(text: str) -> bytes:
-    """Of a form's text; half a character in it makes bytes that are refused where they are read."""
+    """Encode a form's text; half a surrogate pair becomes bytes that the decoder refuses later."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def dashboard_of(service: Service) -> page.Dashboard:
-    """What the pages work with."""
+    """Build what the dashboard's pages need."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
     return page.Dashboard(
         service.store, jobs, service.store.clock, examples_in(service.settings.bounds.roots)
@@ -159,18 +157,18 @@ def dashboard_of(service: Service) -> page.Dashboard:
 
 
 def examples_in(roots: Sequence[Path]) -> tuple[tuple[str, str], ...]:
-    """Jobs that the operator offers, *.toml in the folders of --allow-root: names and texts.
+    """List the operator's example jobs, *.toml in the folders of --allow-root: names and texts.
 
-    What cannot be read is logged and left out: a form is no reason not to serve.
+    A file that cannot be read is logged and skipped: a form must not prevent the service's start.
     """
     files = [file for root in roots for file in sorted(root.glob("*.toml"))]
     stems = [file.stem for file in files]
-    found = []
+    examples = []
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             _log.warning("example_not_read", file=str(file), error=str(error))
             continue
-        found.append((file.stem if stems.count(file.stem) == 1 else str(file), text))
-    return tuple(found)
+        examples.append((file.stem if stems.count(file.stem) == 1 else str(file), text))
+    return tuple(examples)

@@ -20,7 +20,7 @@ from trainer_backend.jobs.settings import Rules
 from trainer_backend.jobs.slots import ANSWER_S, Figures, Line, Slot
 from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
 from trainer_backend.jobs.watcher import News, Watcher
-from trainer_backend.rundir.lock import holder, refuse_taken
+from trainer_backend.rundir.lock import holder, refuse_if_locked
 from trainer_backend.rundir.state import FAILED, is_final
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob
@@ -29,15 +29,15 @@ from trainer_backend.store.rows import ACTIVE, JobRow, JobState
 
 log = structlog.get_logger("trainer")
 
-# For a killed process to be gone; one that waits for a disk that hangs is not.
-_DYING_S = 10.0
+# Time for a killed process to exit; one that is stuck on a disk does not.
+_EXIT_S = 10.0
 
 
 class Supervisor:
-    """Of one event loop: `run` it as a task, `close` it at the end.
+    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end.
 
     Args:
-        answer_s: for the store and the disk to answer; after that a round is given up, and tried again.
+        answer_s: deadline of the store and the disk; a round that misses it is repeated later.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Supervisor:
         self._wake.set()
 
     async def run(self) -> None:
-        """Go round until it is closed. A database that is away costs rounds, and no job."""
+        """Run rounds until closed. A database that is away costs rounds, but no job."""
         while not self._closing:
             self._wake.clear()
             try:
@@ -89,22 +89,22 @@ class Supervisor:
                     await self._wake.wait()
 
     async def close(self) -> None:
-        """Stop every process in order; the jobs stay as they are: the next service goes on with them."""
+        """Stop every process in order. The jobs keep their states, so the next service continues them."""
         self._closing = True
         self.wake()
-        self._stop_all()  # first: a round that waits for a store that hangs must not cost them their time
-        async with self._between_rounds:  # cut short, a round could leave a process that nobody knows of
+        self._stop_all()  # first: waiting for a stuck store must not shorten their grace time
+        async with self._between_rounds:  # an interrupted round could leave an unknown process
             self._stop_all()
             ends = [asyncio.ensure_future(process.ended()) for process in self._processes()]
             if ends:
-                await asyncio.wait(ends, timeout=self._rules.grace_s + _DYING_S)
+                await asyncio.wait(ends, timeout=self._rules.grace_s + _EXIT_S)
             try:
                 await self._settle_all()
             except StoreUnavailable as error:
                 log.warning("store_away", detail=str(error))
 
     def end_at_once(self) -> None:
-        """Kill every process, saved or not, also those that are being stopped; `close` then has no wait."""
+        """Kill every process, including those that are saving; `close` then does not wait."""
         self._closing, self._grace_s = True, 0.0
         for process in self._processes():
             process.kill()
@@ -121,12 +121,12 @@ class Supervisor:
         for row in await self._books.jobs_in("pausing", "cancelling"):
             await self._boundary(row.id, self._bring_to_its_end(row))
         for row in await self._books.jobs_in("running"):
-            await self._boundary(row.id, self._keep_running(row))
+            await self._boundary(row.id, self._ensure_process(row))
         while len(self.slots) < self._rules.max_jobs and not self._closing:
-            claimed = await self._books.claim()
-            if claimed is None:
+            job = await self._books.claim()
+            if job is None:
                 break
-            await self._boundary(claimed.id, self._start(claimed, Slot(counted=True)))
+            await self._boundary(job.id, self._start(job, Slot(is_counted=True)))
 
     async def _settle_all(self) -> None:
         for job_id, slot in list(self.slots.items()):
@@ -139,7 +139,7 @@ class Supervisor:
             await work
         except StoreUnavailable:
             raise
-        except UnknownJob:  # deleted from the store by somebody else
+        except UnknownJob:  # deleted by another client
             self._let_go(job_id)
         except Exception as error:
             log.exception("job_fault", job=job_id)
@@ -149,9 +149,9 @@ class Supervisor:
                 await self._give_up(job_id, error)
 
     async def _give_up(self, job_id: str, error: Exception) -> None:
-        told = f"{type(error).__name__} in the service; its log has more (job_fault)"
+        detail = f"{type(error).__name__} in the service; its log has more (job_fault)"
         try:
-            await self._fail(job_id, "crashed", told)
+            await self._fail(job_id, "crashed", detail)
         except StoreUnavailable:
             raise
         except Exception:
@@ -167,13 +167,13 @@ class Supervisor:
 
     async def _bring_to_its_end(self, row: JobRow) -> None:
         slot = self.slots.get(row.id)
-        if slot is None or slot.process is None:  # it crashed, or the service was killed, before it had ended
+        if slot is None or slot.process is None:  # it crashed, or the service was killed, before the end
             self.slots.pop(row.id, None)
             await self._books.end_without_process(row.id)
         else:
             slot.process.stop(self._grace_s)
 
-    async def _keep_running(self, row: JobRow) -> None:
+    async def _ensure_process(self, row: JobRow) -> None:
         slot = self.slots.get(row.id)
         if self._closing:
             return
@@ -181,7 +181,7 @@ class Supervisor:
             return
         if slot is not None or len(self.slots) < self._rules.max_jobs:
             await self._start(row, slot or Slot())
-        else:  # fewer may run at a time than before the restart of the service
+        else:  # the limit is lower than before the restart of the service
             await self._books.change(
                 row.id, lambda job: {"state": "queued"} if job.state == "running" else None
             )
@@ -191,41 +191,43 @@ class Supervisor:
         self.slots[row.id] = slot
         try:
             run = await self._line.ask(self._data.run_of, row)
-            found = await self._line.ask(holder, run.path)
-            if found is not None and slot.may_wait(self._now(), self._rules.held_s):
-                told = f"{run.path} is being trained by {found}; waiting for it to end"
-                await self._books.change(row.id, lambda job: None if job.detail == told else _waiting(told))
+            trainer = await self._line.ask(holder, run.path)
+            if trainer is not None and slot.may_wait(self._now(), self._rules.lock_wait_s):
+                detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
+                await self._books.change(
+                    row.id, lambda job: None if job.detail == detail else _waiting(detail)
+                )
                 return
-            await self._line.ask(refuse_taken, run.path)
+            await self._line.ask(refuse_if_locked, run.path)
             slot.process = await start_process(run.path, command=self._command)
         except StoreUnavailable:
             raise
         except (TrainerError, OSError) as error:
-            await self._not_started(row.id, slot, error)
+            await self._record_start_failure(row.id, slot, error)
             return
-        self.figures.started += 1
+        self.figures.starts += 1
         log.info("job_started", job=row.id, name=row.name, pid=slot.process.pid, run=str(run.path))
         self._watch_end(slot.process)
         changes: Changes = {"run_id": run.run_id, "code": None, "detail": None}
-        if not slot.counted:
+        if not slot.is_counted:
             changes["attempt"] = row.attempt + 1
-        slot.counted, slot.held_until_s, slot.ending = False, math.inf, None
+        slot.is_counted, slot.lock_deadline_s, slot.ending = False, math.inf, None
         await self._books.change(row.id, lambda job: changes)
 
-    async def _not_started(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
-        """A job that cannot be started has failed; where the machine refused, it crashed: that may pass."""
+    async def _record_start_failure(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
+        """Fail a job that cannot be started; count a crash instead if the machine's fault may pass."""
         code = error.code if isinstance(error, TrainerError) else "not_started"
         log.warning("job_not_started", job=job_id, code=code, detail=str(error))
         if isinstance(error, TrainerError) and is_final(error):
             await self._fail(job_id, code, str(error))
         else:
-            slot.ending = None  # of the process before, which is written down
-            await self._write_down(job_id, slot, slot.ended(FAILED, None, str(error), code))
+            slot.ending = None  # of the previous process; it is stored already
+            await self._write_down(job_id, slot, slot.record_end(FAILED, None, str(error), code))
 
     def _watch_end(self, process: JobProcess) -> None:
         async def wait() -> None:
             await process.ended()
-            self.figures.killed += process.late
+            self.figures.kills += process.late
             self._wake.set()
 
         task = asyncio.ensure_future(wait())
@@ -233,38 +235,40 @@ class Supervisor:
         task.add_done_callback(self._waiting.discard)
 
     async def _settle(self, job_id: str, slot: Slot, process: JobProcess) -> None:
-        """Write down what became of a job whose process has ended; its slot is free then, or waits."""
+        """Store the outcome of a job whose process ended; then its slot is free, or waits for a restart."""
         exit_code = await process.ended()
         row = await self._books.job(job_id)
-        ending = slot.ended(exit_code, *await self._line.ask(last_words, row, process))
-        # First: whoever sees that it has ended then finds all that it did.
+        ending = slot.record_end(exit_code, *await self._line.ask(last_words, row, process))
+        # First: a client that sees the end must then find all results.
         try:
             await self._last_syncs.ask(self._watcher.sync, row)
-        except StoreUnavailable as error:  # or a run so large that this takes longer: the watcher goes on
+        except (
+            StoreUnavailable
+        ) as error:  # or the run is so large that this takes longer: the watcher continues
             log.warning("sync_late", job=job_id, detail=str(error))
-        settled = await self._write_down(job_id, slot, ending)
-        log.info("job_ended", job=job_id, exit_code=exit_code, state=settled.state, detail=settled.detail)
+        outcome = await self._write_down(job_id, slot, ending)
+        log.info("job_ended", job=job_id, exit_code=exit_code, state=outcome.state, detail=outcome.detail)
 
     async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> JobRow:
-        """The job afterwards; its slot is free, or waits for the next start."""
-        settled, restart_in_s = await self._books.settle(job_id, ending, closing=self._closing)
+        """Store an ending and return the job; its slot is free afterwards, or waits for the next start."""
+        row, restart_in_s = await self._books.settle(job_id, ending, closing=self._closing)
         if restart_in_s is None:
             self.slots.pop(job_id)
         else:
             self.figures.restarts += 1
             slot.wait_for_restart(self._now() + restart_in_s)
-        return settled
+        return row
 
-    async def _fail(self, job_id: str, code: str, told: str) -> None:
-        await self._books.fail(job_id, code, told)
+    async def _fail(self, job_id: str, code: str, detail: str) -> None:
+        await self._books.fail(job_id, code, detail)
         self.slots.pop(job_id, None)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
-def _waiting(told: str) -> Changes:
-    return {"code": "waiting", "detail": told}
+def _waiting(detail: str) -> Changes:
+    return {"code": "waiting", "detail": detail}
 
 
 _MOST_ACTIVE = 1000
@@ -273,18 +277,18 @@ _MOST_ACTIVE = 1000
 class Books:
     """The jobs of one home in the store, as the supervisor reads and changes them.
 
-    Each call has a deadline, and each change wakes whoever waits for news of the job.
+    Each call has a deadline, and each change wakes those who wait for news of the job.
 
     Raises (every method):
-        StoreUnavailable: the store did not answer in time; what was asked for may be done later all the same.
-        UnknownJob: somebody else has deleted the job.
+        StoreUnavailable: the store did not answer in time; the change may still happen later.
+        UnknownJob: somebody else deleted the job.
     """
 
     def __init__(self, store: Store, home: str, news: News, rules: Rules, line: Line) -> None:
         self._store, self._home, self._news, self._rules, self._line = store, home, news, rules, line
 
     async def jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
-        """Oldest first."""
+        """Return the jobs in these states, oldest first."""
         page = await self._line.ask(
             jobs.find, self._store, states=states, home=self._home, origin="api", limit=_MOST_ACTIVE
         )
@@ -294,42 +298,42 @@ class Books:
         return await self._line.ask(jobs.get, self._store, job_id)
 
     async def claim(self) -> JobRow | None:
-        """The next job, which is running from now on; None: none waits."""
-        claimed = await self._line.ask(jobs.claim, self._store, self._home)
-        if claimed is not None:
-            self._news.tell(claimed.id)
-        return claimed
+        """Claim the next queued job, which counts as running from now on; None: no job waits."""
+        job = await self._line.ask(jobs.claim, self._store, self._home)
+        if job is not None:
+            self._news.tell(job.id)
+        return job
 
     async def change(self, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
-        """The job afterwards."""
+        """Change a job and return it."""
         row = await self._line.ask(jobs.change, self._store, job_id, decide)
         self._news.tell(job_id)
         return row
 
     async def end_without_process(self, job_id: str) -> None:
-        """It was to end, and there is nothing to wait for."""
+        """End a job that was about to end and has no process."""
         await self.change(job_id, lambda job: without_process(job, self._store.clock()))
 
-    async def fail(self, job_id: str, code: str, told: str) -> None:
+    async def fail(self, job_id: str, code: str, detail: str) -> None:
         def decide(job: JobRow) -> Changes:
-            return {"state": "failed", "ended": self._store.clock(), "code": code, "detail": told}
+            return {"state": "failed", "ended": self._store.clock(), "code": code, "detail": detail}
 
         await self.change(job_id, decide)
 
     async def settle(self, job_id: str, ending: Ending, *, closing: bool) -> tuple[JobRow, float | None]:
-        """Write how a job's process, or the attempt to start one, has ended.
+        """Store how a job's process, or its attempted start, ended.
 
         Args:
-            closing: the service stops, and with it its jobs.
+            closing: whether the service is stopping, and its jobs with it.
 
         Returns:
-            The job afterwards, and how long to wait before it is started again; None: not at all.
+            The job afterwards, and the seconds until its restart; None: no restart.
         """
         outcome = Outcome({})
 
         def decide(job: JobRow) -> Changes | None:
             nonlocal outcome
-            if job.state not in ACTIVE:  # written down already, by a change whose answer was late
+            if job.state not in ACTIVE:  # stored already, by a change whose answer was late
                 return None
             if closing and stays(job, ending.exit_code):
                 return None

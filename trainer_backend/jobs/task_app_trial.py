@@ -1,4 +1,4 @@
-"""Asks the task apps of a launcher's job before it is queued, as its process does when it begins."""
+"""The trial of a launcher's job at its task apps before it is queued, as its process does at its start."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.jobs.posted import WHERE
 from trainer_backend.jobs.settings import Bounds
 
-# Somebody waits for the answer. A task app that takes longer may still be there when the job begins.
+# A client waits for the answer. A slower task app may still answer when the job starts.
 _AT_MOST_S = 20.0
 _ONE_REQUEST_S = 10.0
-# A job that leaves the port open gets another one; lists of hosts cannot name it.
+# Stands for a port that the job leaves open; a list of hosts cannot name it.
 _ANY_PORT = 1
 
 
 class Verify(OpenBody):
-    """Which task app to verify."""
+    """The task app to verify."""
 
     endpoint_base_url: str = Field(min_length=1, max_length=2_000)
 
 
 class Attempt(Body):
-    """`status` of GET /info with the service's key, where it was 200; else `detail` says what happened."""
+    """One attempt at GET /info with the service's key: `status` 200, or `detail` with the problem."""
 
     url: str
     status: int | None
@@ -41,17 +41,14 @@ class Attempt(Body):
 
 
 class Verified(Body):
-    """Whether a job with this task app would reach it. No key, and no part of one, is ever told."""
+    """Whether a job with this task app would reach it. The reply never holds a key or a part of one."""
 
     any_ok: bool
     attempts: tuple[Attempt, ...]
 
 
-async def verified(url: str, bounds: Bounds) -> Verified:
-    """
-    Raises:
-        JobError: the service's key may not be sent there.
-    """
+async def verify(url: str, bounds: Bounds) -> Verified:
+    """Ask a task app for GET /info with the service's key, if that key may be sent there."""
     if url.rstrip("/") not in bounds.task_urls:
         allowed = ", ".join(sorted(bounds.task_urls)) or "none"
         raise JobError(
@@ -66,17 +63,14 @@ async def verified(url: str, bounds: Bounds) -> Verified:
                 for app in apps.members
             ]
     except (TaskAppError, JobError, TimeoutError) as error:
-        attempts = [Attempt(url=url, status=None, detail=_told(error))]
-    return Verified(any_ok=any(found.status == 200 for found in attempts), attempts=tuple(attempts))
+        attempts = [Attempt(url=url, status=None, detail=_message(error))]
+    return Verified(any_ok=any(attempt.status == 200 for attempt in attempts), attempts=tuple(attempts))
 
 
-async def tried(toml: str) -> tuple[str, ...]:
-    """Have the task apps that a resolved job names make what it will ask for; warnings where they are away.
+async def try_at_task_apps(toml: str) -> tuple[str, ...]:
+    """Have a job's task apps create what it will request; return a warning if they are away.
 
-    A job with rows or fixed policies is tried when it begins: that takes the rows, and other people's keys.
-
-    Raises:
-        JobError: a task app refuses a name, a config or the service's key: the job cannot run.
+    A job with rows or fixed policies is tried at its start only: a trial needs the rows and foreign keys.
     """
     job = (await asyncio.to_thread(parse_job, tomli.loads(toml), where=WHERE)).config
     if not job.services.task_url or job.data is not None or job.rollout_only:
@@ -86,7 +80,7 @@ async def tried(toml: str) -> tuple[str, ...]:
         async with asyncio.timeout(_AT_MOST_S), _apps(job.services.task_url, task_app_key()) as apps:
             await try_job(planner, apps, from_scratch=True)
     except (TaskAppLost, TimeoutError) as error:
-        return (f"the job was not tried at its task app, which does not answer now: {_told(error)}",)
+        return (f"the job was not tried at its task app, which does not answer now: {_message(error)}",)
     except TaskAppError as error:
         raise JobError(f"{WHERE} cannot run: {error}") from error
     return ()
@@ -97,11 +91,11 @@ def _apps(urls: Sequence[str], key: SecretStr) -> TaskApps:
 
 
 def _gateway(job: JobConfig) -> Inference:
-    """Where the actor will be asked, as far as it is known; nobody asks there in a trial."""
+    """Describe the actor's gateway as far as it is known; a trial never calls it."""
     host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     return Inference(url, model_of(job.job.name, ACTOR), SecretStr(""), job.inference.max_model_len)
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) or f"nothing within {_AT_MOST_S:g} s"

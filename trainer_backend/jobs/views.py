@@ -1,4 +1,4 @@
-"""What the API tells of a job: its row in the store, and how far its run is by its run directory."""
+"""The API's view of a job: its row in the store, and its progress from the run directory."""
 
 from datetime import datetime
 from pathlib import Path
@@ -11,10 +11,10 @@ from trainer_backend.store.rows import ACTIVE, JobRow, JobState, Origin, Wanted,
 
 
 class Progress(Body):
-    """What the process of a job wrote last: `state.json` of its run directory.
+    """The progress of a job from `state.json` of its run directory.
 
-    `iteration` is the last that is finished, `iterations` how many the job has. `stage` is what is under way,
-    and `done` of `total` how far.
+    `iteration` is the last finished one, `iterations` the job's total. `stage` is the current stage, with
+    `done` of `total` steps.
     """
 
     state: str
@@ -27,9 +27,9 @@ class Progress(Body):
 
 
 class JobView(Body):
-    """A job. `wanted` is what it was last asked to do, `attempt` how often a process was started for it.
+    """A job. `wanted` is the last requested state, `attempt` the number of processes started so far.
 
-    `code` and `detail` say why it failed, was stopped, or is started again.
+    `code` and `detail` say why it failed, was stopped, or is being restarted.
     """
 
     id: str
@@ -51,20 +51,20 @@ class JobView(Body):
 
 
 class JobList(Body):
-    """A page of jobs, newest first; `next_cursor` is given to the next request, null: this was the last."""
+    """A page of jobs, newest first. Send `next_cursor` with the next request; null: this page is the last."""
 
     jobs: tuple[JobView, ...]
     next_cursor: str | None
 
 
 def job_view(job: JobRow) -> JobView:
-    """Reads the run directory; call it on a thread."""
+    """Build the view of a job. It reads the run directory: call it on a thread."""
     row = {name: getattr(job, name) for name in JobView.model_fields if name != "progress"}
     return JobView(**{**row, "tags": dict(job.tags), "progress": _progress(job)})
 
 
 def list_view(jobs: tuple[JobRow, ...], cursor: str | None) -> JobList:
-    """Of jobs that go on, with their progress."""
+    """Build the view of a page of jobs."""
     return JobList(jobs=tuple(job_view(job) for job in jobs), next_cursor=cursor)
 
 
@@ -72,9 +72,9 @@ def _progress(job: JobRow) -> Progress | None:
     state = read_state(Path(job.run_dir)) if job.run_dir is not None else None
     if state is None:
         return None
-    told = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
+    stage_state = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
     return Progress(
-        state=told,
+        state=stage_state,
         iteration=state.iteration,
         iterations=iterations_of(job.config),
         stage=state.stage,

@@ -1,7 +1,7 @@
-"""Brings what run directories say into the store, and tells those who wait for news of a run.
+"""The watcher copies run directories into the store, and wakes those who wait for news of a run.
 
-Runs of `turnwise train` are found here and get a row of their own; what state they are in, their lock and
-state.json say. A store that is away costs nothing: the next look finds what there is.
+It finds runs of `turnwise train` and creates rows for them; their lock and state.json determine their state.
+If the store is away, nothing is lost: a later look catches up.
 """
 
 import asyncio
@@ -20,50 +20,50 @@ import tomli
 from trainer_backend.errors import RunDirectoryError, TrainerError
 from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.slots import ANSWER_S, Line
-from trainer_backend.jobs.states import changes_for_found
+from trainer_backend.jobs.states import changes_for_external
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.spool import LEDGER_FILE
-from trainer_backend.rundir.state import LOG_FILE, STATE_FILE, watch
+from trainer_backend.rundir.state import LOG_FILE, STATE_FILE, read_status
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, StoreUnavailable, UnknownJob
 from trainer_backend.store.jobs import Changes, NewJob
 from trainer_backend.store.rows import ACTIVE, JobRow
 from trainer_backend.store.sync import sync_run
 
-# Who waits for something new of a job: pages that are open, until it is told here that there is.
+# Wakes those who wait for news of a job, such as open pages.
 
 
 class News:
-    """News of jobs in one event loop. A waiter says what it has seen, so it misses nothing."""
+    """News of jobs in one event loop. A waiter passes the last count it saw, so it misses nothing."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self.closed = False
 
-    def seen(self, job_id: str) -> int:
-        """What there is by now; to be given to the next `wait`."""
+    def count(self, job_id: str) -> int:
+        """Return the count of news so far, for the next `wait`."""
         return self._counts[job_id]
 
     def tell(self, job_id: str) -> None:
-        """There is something new of this job."""
+        """Announce news of a job."""
         self._counts[job_id] += 1
         self._wake()
 
     def close(self) -> None:
-        """The service ends: nobody waits any longer."""
+        """End all waits, because the service stops."""
         self.closed = True
         self._wake()
 
-    async def wait(self, job_id: str, seen: int, *, at_most_s: float) -> bool:
-        """Whether there was something newer than `seen` within that time."""
+    async def wait(self, job_id: str, count: int, *, at_most_s: float) -> bool:
+        """Wait for news beyond `count`; return whether there were any in time."""
         try:
             async with asyncio.timeout(at_most_s):
-                while self._counts[job_id] == seen and not self.closed:
+                while self._counts[job_id] == count and not self.closed:
                     await self._changed.wait()
         except TimeoutError:
             return False
-        return self._counts[job_id] != seen
+        return self._counts[job_id] != count
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -72,18 +72,18 @@ class News:
 
 log = structlog.get_logger("trainer")
 
-# What grows or is replaced while a run goes on: what the store keeps of it, and what is read where it is.
-_STORED = ("metrics.jsonl", LEDGER_FILE, "rollouts", "checkpoints")
-_SHOWN = (LOG_FILE, STATE_FILE)
-# What tells that a directory that could not be shown is another one now: it may be being copied in.
-_NAMING = ("run.json", "job.toml")
+# Files that change during a run: those the store copies, and those that pages read directly.
+_SYNC_FILES = ("metrics.jsonl", LEDGER_FILE, "rollouts", "checkpoints")
+_PAGE_FILES = (LOG_FILE, STATE_FILE)
+# If these change, a directory that could not be shown is looked at again; a copy may have been in progress.
+_IDENTITY_FILES = ("run.json", "job.toml")
 
 _PAGE = 500
 
 
 @dataclass(slots=True)
-class Looked:
-    """So far, for /metrics."""
+class SyncFigures:
+    """Counts since the start of the service, for /metrics."""
 
     syncs: int = 0
     sync_s: float = 0.0
@@ -92,13 +92,14 @@ class Looked:
 
 
 class Watcher:
-    """Of one event loop; `run` until it is cancelled.
+    """Watches run directories in one event loop; `run` it until cancelled.
 
     Args:
-        look_s: between two looks at the runs that go on.
-        find_s: between two looks at all of them.
-        tidies: whether files that [retention] does not keep are removed; False for a service that only shows.
-        answer_s: for the store to answer; a look that takes longer may be hanging, or syncing a large run.
+        look_s: interval of looks at active runs.
+        find_s: interval of looks at all runs.
+        tidies: whether to delete files that [retention] does not keep; False for a service that only shows
+            runs.
+        answer_s: deadline of the store; a longer look may be stuck, or syncing a large run.
     """
 
     def __init__(
@@ -115,32 +116,32 @@ class Watcher:
         self._store, self._data, self._news = store, data, news
         self._look_s, self._find_s, self._answer_s = look_s, find_s, answer_s
         self._tidies = tidies
-        self._looking = ThreadPoolExecutor(1, "watcher")
+        self._thread = ThreadPoolExecutor(1, "watcher")
         self._beside = Line("watcher-asks", store.shown, answer_s)
-        self._stored: dict[str, tuple[int, ...]] = {}
-        self._shown: dict[str, tuple[int, ...]] = {}
+        self._sync_prints: dict[str, tuple[int, ...]] = {}
+        self._page_prints: dict[str, tuple[int, ...]] = {}
         self._unread: set[str] = set()
-        self._refused: dict[Path, tuple[int, ...]] = {}
-        # One at a time of each run: the supervisor has it synced when its process ends.
-        self._syncing: dict[str, threading.Lock] = {}
-        self.looked = Looked()
+        self._bad_runs: dict[Path, tuple[int, ...]] = {}
+        # One sync per run at a time; the supervisor also syncs a run when its process ends.
+        self._sync_locks: dict[str, threading.Lock] = {}
+        self.figures = SyncFigures()
 
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
         """The threads that must end before the store is closed."""
-        return self._looking, self._beside.thread
+        return self._thread, self._beside.thread
 
     async def run(self) -> None:
-        """Look around until cancelled."""
-        found_at_s = -self._find_s
+        """Look at the runs until cancelled."""
+        last_search_s = -self._find_s
         while True:
             now_s = asyncio.get_running_loop().time()
-            everything = now_s - found_at_s >= self._find_s
+            everything = now_s - last_search_s >= self._find_s
             try:
                 for job_id in await self._one_look(everything=everything):
                     self._news.tell(job_id)
-                found_at_s = now_s if everything else found_at_s
-                self.looked.store_up = True
+                last_search_s = now_s if everything else last_search_s
+                self.figures.store_up = True
             except StoreUnavailable as error:
                 self._away(error)
             except Exception:
@@ -148,10 +149,12 @@ class Watcher:
             await asyncio.sleep(self._look_s)
 
     async def _one_look(self, *, everything: bool) -> list[str]:
-        """However long it takes: the first sync of a large run takes minutes. Whether it hangs behind the
-        store is asked beside it."""
+        """Look once, without a limit, since the first sync of a large run takes minutes.
+
+        Meanwhile a second thread asks whether the store still answers.
+        """
         loop = asyncio.get_running_loop()
-        look = loop.run_in_executor(self._looking, partial(self.look, everything=everything))
+        look = loop.run_in_executor(self._thread, partial(self.look, everything=everything))
         try:
             while not (await asyncio.wait({look}, timeout=self._answer_s))[0]:
                 await self._ask_beside()
@@ -165,32 +168,29 @@ class Watcher:
         except StoreUnavailable as error:
             self._away(error)
         else:
-            self.looked.store_up = True
+            self.figures.store_up = True
 
     def _away(self, error: StoreUnavailable) -> None:
-        self.looked.store_up = False
+        self.figures.store_up = False
         log.warning("store_away", detail=str(error))
 
     def look(self, *, everything: bool) -> list[str]:
-        """One look; the ids of jobs that have something new. On a thread.
+        """Look once and return the ids of jobs with news. Call it on a thread.
 
         Args:
-            everything: also at runs that do not go on, for new ones, and again at what could not be read.
-
-        Raises:
-            StoreUnavailable: the database does not answer.
+            everything: also look at inactive and new runs, and again at unreadable ones.
         """
         rows = self._rows(everything=everything)
         if everything:
             rows += self._find({row.run_dir for row in rows})
             for job_id in tuple(self._unread):
-                self._stored.pop(job_id, None)
+                self._sync_prints.pop(job_id, None)
         return [row.id for row in rows if self._boundary(row)]
 
     def sync(self, row: JobRow) -> None:
-        """Bring one run into the store now, whatever was seen of it before; a fault is logged and counted."""
+        """Sync one run now, whatever was seen before; a fault is logged and counted."""
         if row.run_dir is not None:
-            self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _STORED))
+            self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _SYNC_FILES))
 
     def _rows(self, *, everything: bool) -> list[JobRow]:
         states = () if everything else tuple(ACTIVE)
@@ -204,13 +204,13 @@ class Watcher:
                 return rows
 
     def _boundary(self, row: JobRow) -> bool:
-        """Whether there is something new of a job; what goes wrong with it, unforeseen, holds up no other."""
+        """Return whether a job has news; an unforeseen error with one job does not hold up the others."""
         try:
             return self._has_news(row)
         except StoreUnavailable:
             raise
         except Exception:
-            self.looked.failures += 1
+            self.figures.failures += 1
             log.exception("look_failed", job=row.id)
             return False
 
@@ -219,18 +219,18 @@ class Watcher:
             return False
         path = Path(row.run_dir)
         news = row.origin == "cli" and self._follow(row, path)
-        stored, shown = _fingerprint(path, _STORED), _fingerprint(path, _SHOWN)
-        if stored and self._stored.get(row.id) != stored:
+        stored, shown = _fingerprint(path, _SYNC_FILES), _fingerprint(path, _PAGE_FILES)
+        if stored and self._sync_prints.get(row.id) != stored:
             self._sync(row, path, stored)
             news = True
-        if self._shown.get(row.id) != shown:
-            self._shown[row.id] = shown
+        if self._page_prints.get(row.id) != shown:
+            self._page_prints[row.id] = shown
             news = True
         return news
 
     def _sync(self, row: JobRow, path: Path, stored: tuple[int, ...]) -> None:
         started = time.monotonic()
-        with self._syncing.setdefault(row.id, threading.Lock()):
+        with self._sync_locks.setdefault(row.id, threading.Lock()):
             try:
                 sync_run(self._store, row.id, open_run(path), tidies=self._tidies)
                 self._unread.discard(row.id)
@@ -238,52 +238,52 @@ class Watcher:
                 pass  # deleted meanwhile
             except StoreUnavailable:
                 raise
-            except Exception as error:  # also unforeseen: a damaged file, one that was pruned meanwhile
+            except Exception as error:  # unforeseen ones too: a damaged file, or one deleted meanwhile
                 self._unread.add(row.id)
-                self.looked.failures += 1
+                self.figures.failures += 1
                 unforeseen = not isinstance(error, TrainerError)
                 log.warning("sync_failed", job=row.id, detail=str(error), exc_info=unforeseen)
-        self._stored[row.id] = stored
-        self.looked.syncs += 1
-        self.looked.sync_s += time.monotonic() - started
+        self._sync_prints[row.id] = stored
+        self.figures.syncs += 1
+        self.figures.sync_s += time.monotonic() - started
 
     def _follow(self, row: JobRow, path: Path) -> bool:
-        """Bring the row of a run that others train to what they left; whether that changed it."""
-        watched = watch(path)
+        """Update the row of a run that others train; return whether it changed."""
+        status = read_status(path)
         now = self._store.clock()
 
         def decide(job: JobRow) -> Changes | None:
-            return changes_for_found(job, watched, now)
+            return changes_for_external(job, status, now)
 
-        if decide(row) is None:  # without a question to the store: there may be hundreds of old runs
+        if decide(row) is None:  # without a query: there may be hundreds of old runs
             return False
         try:
             return jobs.change(self._store, row.id, decide).version != row.version
         except UnknownJob:
             return False
 
-    def _find(self, known: Collection[str | None]) -> list[JobRow]:
-        """Give every run directory that has no row one."""
-        found = []
+    def _find(self, paths: Collection[str | None]) -> list[JobRow]:
+        """Create a row for every run directory without one."""
+        rows = []
         for path in self._data.runs():
-            facts = _fingerprint(path, _NAMING)
-            if str(path) in known or self._refused.get(path) == facts:
+            fingerprint = _fingerprint(path, _IDENTITY_FILES)
+            if str(path) in paths or self._bad_runs.get(path) == fingerprint:
                 continue
             try:
-                found.append(jobs.create(self._store, _found_job(path, self._data.home))[0])
+                rows.append(jobs.create(self._store, _external_job(path, self._data.home))[0])
             except JobConflict:
                 continue  # another service was quicker
             except StoreUnavailable:
                 raise
             except Exception as error:
-                self._refused[path] = facts
+                self._bad_runs[path] = fingerprint
                 unforeseen = not isinstance(error, TrainerError)
                 log.warning("run_not_shown", run=str(path), detail=str(error), exc_info=unforeseen)
-        return found
+        return rows
 
 
-def _found_job(path: Path, home: str) -> NewJob:
-    """Its job as it stands: an earlier version may have written it, with keys that this one does not know."""
+def _external_job(path: Path, home: str) -> NewJob:
+    """Read the run's job unparsed: an earlier version may have written keys that this one lacks."""
     run = open_run(path)
     try:
         text = (path / "job.toml").read_text(encoding="utf-8")
@@ -302,12 +302,12 @@ def _found_job(path: Path, home: str) -> NewJob:
 
 
 def _fingerprint(path: Path, names: Iterable[str]) -> tuple[int, ...]:
-    """Return a value that changes when one of these files is written; empty where none of them exists."""
-    found: list[int] = []
+    """Return a value that changes when one of these files is written; empty if none exists."""
+    values: list[int] = []
     for name in names:
         try:
-            told = (path / name).stat()
+            stat = (path / name).stat()
         except OSError:
             continue
-        found += [told.st_mtime_ns, told.st_size]
-    return tuple(found)
+        values += [stat.st_mtime_ns, stat.st_size]
+    return tuple(values)

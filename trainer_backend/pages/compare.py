@@ -19,7 +19,7 @@ from trainer_backend.pages.run import DASHES, POINTS, charts_of, panels_for
 from trainer_backend.pages.series import curves_of
 from trainer_backend.pages.story import Row, Story, read_story
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.state import watch
+from trainer_backend.rundir.state import read_status
 from trainer_backend.store.jobs import state_of_run
 from trainer_backend.store.rows import JobState
 
@@ -80,7 +80,7 @@ def read_sides(paths: Sequence[Path]) -> list[Side]:
     if twice is not None:
         raise JobError(f"{twice} is given twice; a run compared with itself tells nothing")
     return [
-        Side(name, read_story(open_run(path)), state_of_run(watch(path))[0])
+        Side(name, read_story(open_run(path)), state_of_run(read_status(path))[0])
         for name, path in zip(_names(whole), paths, strict=True)
     ]
 

@@ -128,7 +128,7 @@ def episode_of(dashboard: Dashboard, job_id: str, rollout_id: str) -> Episode:
     return Episode(
         job, run_dir, row, dashboard.rollouts.read(run_dir / row.file, row.rollout_id),
         reads_rollouts.siblings(store, job_id, row),
-        reads_rollouts.consumed_by(store, job_id, row.rollout_id),
+        reads_rollouts.learning_iteration(store, job_id, row.rollout_id),
     )  # fmt: skip
 
 

@@ -28,10 +28,10 @@ from trainer_backend.pages.run_view import RATES, ends_of, head_of
 from trainer_backend.pages.series import Chart, Curve, curves_of
 from trainer_backend.pages.stored import Frame, FrameSource, played_frames
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
-from trainer_backend.rundir.state import read_state, watch
+from trainer_backend.rundir.state import read_state, read_status
 from trainer_backend.store.jobs import state_of_run
 from trainer_backend.store.rows import JobRow
 from trainer_backend.store.sync_checkpoints import checkpoint_rows
@@ -137,7 +137,7 @@ def save(path: Path, html: bytes) -> Path:
     Raises:
         RunDirectoryError: the disk is full, or refuses.
     """
-    with writing(path.parent):
+    with write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")
         aside.write_bytes(html)
@@ -178,7 +178,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
 
 def _job_row(directory: RunDirectory, story: Story) -> JobRow:
     """The run as the store of a service would have it."""
-    state, code, detail = state_of_run(watch(directory.path))
+    state, code, detail = state_of_run(read_status(directory.path))
     return JobRow(
         number=0, id="", name=story.job.job.name, state=state, wanted="run", config=dump_job(story.job),
         run_dir=str(directory.path), run_id=directory.run_id, origin="cli", home="", tags={}, attempt=1,

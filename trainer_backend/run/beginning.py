@@ -35,7 +35,7 @@ from trainer_backend.run.run import collected
 from trainer_backend.run.stopping import until, until_on_thread
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.rollout_files import stored_before, write_rollouts
+from trainer_backend.rundir.rollout_files import stored_rollouts, write_rollouts
 from trainer_backend.rundir.spool import Spool
 
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
@@ -93,7 +93,7 @@ class Beginning:
         self._directory.go_back_to(progress.iteration, self._reporter.say)
         self._reporter.say(f"resumed from {checkpoint}")
         for told in (
-            self._directory.lost_rows(progress.iteration),
+            self._directory.missing_rows(progress.iteration),
             told_on_resume(self._job.algorithm.advantage, checkpoint),
         ):
             if told is not None:
@@ -168,7 +168,7 @@ class Beginning:
         if not requests:
             return []
         path = self._directory.rollouts_file(_FILES[kind])
-        stored = stored_before(path, self._reporter.say)
+        stored = stored_rollouts(path, self._reporter.say)
         started = time.monotonic()
         if any(rollout.trajectory is not None for rollout in stored):
             collection, time_taken, told = _collection_of(stored), {}, "as stored before"
@@ -196,7 +196,7 @@ class Beginning:
         def tell(done: int, total: int) -> None:
             self._reporter.stage(f"collect {kind}", done, total)
 
-        spool = Spool.begun(
+        spool = Spool.open(
             self._directory.spool_file(_FILES[kind]), requests,
             policy_version=0, gateway_url=None, tell=self._reporter.say,
         )  # fmt: skip

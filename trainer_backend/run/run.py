@@ -66,7 +66,7 @@ class Run:
 
     def spool(self, stage: str, requests: Sequence[RolloutRequest], policy_version: int) -> Spool:
         """What an earlier start has left of a stage that begins with these, and what comes of it now."""
-        return Spool.begun(
+        return Spool.open(
             self.directory.spool_file(stage), requests,
             policy_version=policy_version, gateway_url=self.server.inference.url, tell=self.reporter.say,
         )  # fmt: skip
@@ -90,7 +90,7 @@ async def collected(
     Returns:
         None when `stop` came first.
     """
-    left = {} if spool is None else spool.standing_for(requests)
+    left = {} if spool is None else spool.rollouts_for(requests)
     rest = [request for request in requests if request.rollout_id not in left]
 
     def told(done: int, total: int) -> None:

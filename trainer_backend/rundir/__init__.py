@@ -1,14 +1,14 @@
-"""A run on disk, and what a crash must not lose of it.
+"""The directory of a run: its files, and how they survive a crash.
 
-    job.toml, run.json      what it does, and its id
-    lock, state.json        who trains it, and how far that is
-    metrics.jsonl           a row an iteration, an evaluation
-    ledger.jsonl            what each update has learned from
-    run.log                 what was told of it
-    rollouts/*.parquet      finished stages; *.spool.jsonl: what has come of one that is not
+    job.toml, run.json      the job, and the id of the run
+    lock, state.json        the process that trains it, and its progress
+    metrics.jsonl           one row per iteration and per evaluation
+    ledger.jsonl            the rollouts that each update learned from
+    run.log                 the messages shown to the user
+    rollouts/*.parquet      finished stages; *.spool.jsonl: the finished rollouts of an unfinished stage
     checkpoints/, report/
 
-Readers need no lock. Each write is whole or not there, and of those that belong together the last one counts:
-a kill between any two leaves what the next start can go on from. Folders of versions that wrote fewer of
-these files are read as they are, so run.json still says format 1.
+Readers need no lock. Each write is atomic, and the last write of a series commits the series: after a kill
+between any two, the next start can continue. Directories of versions that wrote fewer of these files stay
+readable, so run.json still says format 1.
 """

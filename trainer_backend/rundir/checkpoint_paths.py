@@ -1,4 +1,4 @@
-"""Which checkpoint folders a run has, and which of them is the best. Paths alone: no torch."""
+"""The checkpoint folders of a run, and which of them is the best. Paths only, without torch."""
 
 import os
 import shutil
@@ -7,45 +7,45 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.files import replace_text, writing
+from trainer_backend.rundir.files import replace_text, write_errors
 
 STATE_FILE = "state.json"
-# What of a checkpoint only a resume reads. In a folder of its own: servers take all safetensors beside
-# config.json for weights of the model.
+# The files that only a resume reads. They have a folder of their own, since servers load every safetensors
+# file beside config.json as weights of the model.
 TRAINING_FOLDER = "training_state"
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """The finished checkpoint with the highest iteration; folders still aside do not count."""
-    found = [path for path in _folders(checkpoints) if is_whole(path)]
-    return found[-1] if found else None
+    """Return the finished checkpoint with the highest iteration."""
+    folders = [path for path in _folders(checkpoints) if is_whole(path)]
+    return folders[-1] if folders else None
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether there is a checkpoint in this folder."""
+    """Return whether the folder holds a finished checkpoint."""
     return (checkpoint / STATE_FILE).exists()
 
 
 def newest_folder(checkpoints: Path) -> Path | None:
-    """As `latest_checkpoint`, also where that folder has lost what makes it one."""
+    """Return the folder with the highest iteration, even if its checkpoint is damaged."""
     return next(reversed(_folders(checkpoints)), None)
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that the best evaluation belongs to, or the latest when none was evaluated."""
+    """Return the checkpoint with the best evaluation, or the latest if none was evaluated."""
     mark = best_mark(checkpoints)
     return latest_checkpoint(checkpoints) if mark is None else mark.folder
 
 
 class BestMark(NamedTuple):
-    """What the file `best` says: a checkpoint, and the mean outcome of its evaluation."""
+    """The content of the file `best`: a checkpoint, and the mean outcome of its evaluation."""
 
     folder: Path
     score: float
 
 
 def best_mark(checkpoints: Path) -> BestMark | None:
-    """Return the last mark; None if there is none, or its checkpoint is gone."""
+    """Return the mark, or None if there is none or its checkpoint is gone."""
     try:
         name, score = (checkpoints / "best").read_text(encoding="utf-8").split()
         mark = BestMark(checkpoints / name, float(score))
@@ -55,16 +55,15 @@ def best_mark(checkpoints: Path) -> BestMark | None:
 
 
 def run_of(folder: Path) -> Path | None:
-    """The run that a folder is, or whose checkpoint it is."""
+    """Return the run directory that this folder is, or that holds this checkpoint."""
     candidates = (folder, folder.parent.parent)
     return next((path for path in candidates if (path / "run.json").exists()), None)
 
 
 def model_in(folder: Path) -> Path:
-    """The model that a person means: of a run its best checkpoint, otherwise the folder itself.
+    """Return the model that a user means by a folder:
 
-    Raises:
-        RunDirectoryError: the run has no checkpoint yet.
+    A run's best checkpoint, otherwise the folder itself.
     """
     if run_of(folder) != folder:
         return folder
@@ -75,41 +74,40 @@ def model_in(folder: Path) -> Path:
 
 
 def mark_best(mark: BestMark) -> None:
-    """Point `best` at a checkpoint. Its score stands beside it: rows of metrics can be lost."""
+    """Point `best` at a checkpoint. The file holds the score too, because rows of metrics can be lost."""
     replace_text(mark.folder.parent / "best", f"{mark.folder.name}\n{mark.score!r}\n")
 
 
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
-    """Remove all but the newest, the best one, iteration_0 (what RL started from), and the last `keep` of
-    those that stay.
+    """Delete checkpoints except the newest, the best, iteration_0 (the start of RL), and the last `keep`.
 
     Args:
-        stays: whether the checkpoint of an iteration is one to keep, or was only made for a resume.
+        stays: returns whether an iteration's checkpoint counts for `keep`; others exist only for a resume.
     """
     folders = _folders(checkpoints)
-    kept = [folder for folder in folders if stays(iteration_of(folder))][-keep:]
-    kept += [folder for folder in (best_checkpoint(checkpoints), latest_checkpoint(checkpoints)) if folder]
+    rest = [folder for folder in folders if stays(iteration_of(folder))][-keep:]
+    rest += [folder for folder in (best_checkpoint(checkpoints), latest_checkpoint(checkpoints)) if folder]
     for folder in folders:
-        if folder not in kept and iteration_of(folder) > 0:
-            with writing(folder):
-                # A kill in the middle must not leave half of it under a name that counts.
+        if folder not in rest and iteration_of(folder) > 0:
+            with write_errors(folder):
+                # A kill during the deletion must not leave half a checkpoint under a valid name.
                 os.replace(folder, folder.with_name(f".{folder.name}.gone"))
     for folder in checkpoints.glob(".iteration_*.gone"):
-        with writing(folder):
+        with write_errors(folder):
             shutil.rmtree(folder)
 
 
 def whole_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """By iteration, oldest first; one that is being written is none."""
+    """List the finished checkpoints with their iterations, oldest first."""
     return [(iteration_of(folder), folder) for folder in _folders(checkpoints) if is_whole(folder)]
 
 
 def _folders(checkpoints: Path) -> list[Path]:
-    """Oldest first; a copy that somebody made (iteration_5_backup) is not ours to count or remove."""
+    """List the folders, oldest first. A user's copy (iteration_5_backup) is never counted or deleted."""
     ours = [path for path in checkpoints.glob("iteration_*") if path.name[10:].isdecimal()]
     return sorted(ours, key=iteration_of)
 
 
 def iteration_of(folder: Path) -> int:
-    """Of a checkpoint's folder."""
+    """Return the iteration of a checkpoint's folder."""
     return int(folder.name.rpartition("_")[2])

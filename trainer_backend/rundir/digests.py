@@ -1,9 +1,8 @@
-"""Digests of a checkpoint's files: is each of them still what was written?
+"""Digests that show whether a checkpoint's files are still as they were written.
 
-Against disks and copies that change or lose bytes, not against people: crc32, which sees every flipped bit
-and costs a fraction of what a cryptographic digest does. A file is taken in pieces, on several threads, while
-the next one is still being written, so that the weights of a large model are digested in the time that the
-disk needs for them anyhow.
+They detect disks and copies that change or lose bytes, not attackers: crc32 notices every flipped bit at a
+fraction of the cost of a cryptographic digest. Threads digest each file in pieces while the next file is
+being written, so a large model's digests take no longer than the disk needs for its weights anyway.
 """
 
 import json
@@ -18,57 +17,49 @@ from trainer_backend.rundir.checkpoint_paths import iteration_of, whole_checkpoi
 from trainer_backend.rundir.files import flush
 
 FILE = "digests.json"
-# crc32 of how many bytes at a time; also how closely damage is located.
+# Bytes per crc32; also the precision with which damage is located.
 _PIECE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _THREADS = 4
 
 
 class Digests:
-    """Digests and flushes the files of a folder, each once it is finished."""
+    """Digests and flushes each file of a folder once it is finished."""
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
         self._folder, self._pool = folder, pool
         self._pieces: dict[str, list[Future[str]]] = {}
-        self._flushed: list[Future[None]] = []
+        self._flushes: list[Future[None]] = []
 
     def take(self) -> None:
-        """Begin to digest all new files; every file in the folder must be finished."""
+        """Start to digest all new files. Every file in the folder must be finished."""
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._pieces:
                 self._pieces[name] = _pieces(path, self._pool)
-                self._flushed.append(self._pool.submit(flush, path))
+                self._flushes.append(self._pool.submit(flush, path))
 
     def write(self) -> None:
-        """All of the folder is finished: its digests beside it, all of it on disk.
-
-        Raises:
-            OSError: a file cannot be read, or not be flushed.
-        """
+        """Write digests.json and flush the folder, once all of its files are finished."""
         self.take()
         crc32 = {name: [piece.result() for piece in pieces] for name, pieces in self._pieces.items()}
-        for done in self._flushed:
-            done.result()
+        for pending in self._flushes:
+            pending.result()
         path = self._folder / FILE
         path.write_text(json.dumps({"piece_bytes": _PIECE_BYTES, "crc32": crc32}), encoding="utf-8")
-        for part in (path, *(found for found in self._folder.rglob("*") if found.is_dir()), self._folder):
+        for part in (path, *(path for path in self._folder.rglob("*") if path.is_dir()), self._folder):
             flush(part)
 
 
 @contextmanager
 def digests_of(folder: Path) -> Iterator[Digests]:
-    """For a folder that is being written; its threads have ended when the context is left."""
+    """Yield the digests of a folder that is being written; all threads end with the context."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="turnwise-digests") as pool:
         yield Digests(folder, pool)
 
 
 def refuse_damaged(checkpoint: Path) -> None:
-    """
-    Raises:
-        CheckpointError: a file is missing, or not what was written; it names the newest older checkpoint that
-            is whole, and how to go on from there.
-    """
+    """Refuse a damaged checkpoint; the error names the newest older one that is whole, and how to use it."""
     damage = damage_of(checkpoint)
     if damage is None:
         return
@@ -85,7 +76,7 @@ def refuse_damaged(checkpoint: Path) -> None:
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """The first file that is not as it was written, and how; None where all are."""
+    """Describe the first file that differs from what was written, or return None."""
     try:
         stored = json.loads((checkpoint / FILE).read_bytes())
         piece_bytes, digests = int(stored["piece_bytes"]), dict(stored["crc32"])
@@ -100,7 +91,9 @@ def damage_of(checkpoint: Path) -> str | None:
                 return f"{name} is missing"
             now = [piece.result() for piece in _pieces(path, pool, piece_bytes)]
             if now != expected:
-                return f"{name} has the crc32 {_shown(now)}, and had {_shown(expected)} when it was written"
+                return (
+                    f"{name} has the crc32 {_as_text(now)}, and had {_as_text(expected)} when it was written"
+                )
     return None
 
 
@@ -115,8 +108,8 @@ def _way_on(checkpoint: Path, older: tuple[int, Path] | None) -> str:
     )
 
 
-def _shown(pieces: Sequence[str]) -> str:
-    """Of many pieces one number."""
+def _as_text(pieces: Sequence[str]) -> str:
+    """Return one number for many pieces."""
     return pieces[0] if len(pieces) == 1 else f"{zlib.crc32(''.join(pieces).encode()):08x}"
 
 
@@ -126,9 +119,9 @@ def _pieces(path: Path, pool: ThreadPoolExecutor, piece_bytes: int = _PIECE_BYTE
 
 
 def _crc32(path: Path, start: int, length: int) -> str:
-    value, left = 0, length
+    value, rest = 0, length
     with path.open("rb") as file:
         file.seek(start)
-        while data := file.read(min(_READ_BYTES, left)):
-            value, left = zlib.crc32(data, value), left - len(data)
+        while data := file.read(min(_READ_BYTES, rest)):
+            value, rest = zlib.crc32(data, value), rest - len(data)
     return f"{value:08x}"

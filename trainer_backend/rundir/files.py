@@ -1,4 +1,4 @@
-"""Files of a run on disk: JSON lines that grow at their end, and files that are whole or absent."""
+"""Files of a run: JSON lines that grow at their end, and files that are replaced atomically."""
 
 import json
 import os
@@ -12,24 +12,21 @@ from trainer_backend.errors import RunNotWritten
 
 
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
-    """Add one line, all of it or nothing.
+    """Append one line, all of it or nothing.
 
     Args:
-        durable: it is on disk before this returns; else a power cut may lose it, a kill of the process not.
-
-    Raises:
-        RunNotWritten: the disk is full, or refuses.
+        durable: whether to flush it to disk. Otherwise a power cut may lose it; a kill of the process cannot.
     """
     append_text(path, json.dumps(row, allow_nan=False, sort_keys=True), durable=durable)
 
 
 def append_text(path: Path, line: str, *, durable: bool) -> None:
-    """As `append_line`, of an object that is JSON already."""
+    """Append a line that is JSON already, see `append_line`."""
     data = f"{line}\n".encode()
-    with writing(path), path.open("a+b", buffering=0) as file:
+    with write_errors(path), path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
-            # What a killed process left of its last line must not swallow this one.
+            # A line that a kill cut short must not swallow this one.
             _write(file, b"\n" + data if _is_cut_short(file, end) else data)
         except OSError:
             file.truncate(end)
@@ -37,16 +34,16 @@ def append_text(path: Path, line: str, *, durable: bool) -> None:
         if durable:
             os.fsync(file.fileno())
             if end == 0:
-                flush(path.parent)  # a file that this line has made: its name is to stay too
+                flush(path.parent)  # a new file: its name must survive too
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of the whole lines, see `read_texts`; what is no JSON object is left out."""
+    """Read the objects of all whole lines. Lines that are not JSON objects are skipped."""
     return [row for line in read_texts(path) if (row := object_of(line)) is not None]
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any]]:
-    """As `read_lines`, one at a time: a long file is never in memory as a whole."""
+    """Yield the objects of `read_lines` one at a time, without holding a long file in memory."""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -55,11 +52,7 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_texts(path: Path) -> list[bytes]:
-    """The whole lines; none of a file that is not there.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-    """
+    """Read all whole lines; a missing file has none."""
     try:
         return path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -67,17 +60,13 @@ def read_texts(path: Path) -> list[bytes]:
 
 
 def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, durable: bool) -> None:
-    """Write a file of lines anew, whole or not at all; `durable` as `append_line`.
-
-    Raises:
-        RunNotWritten: the disk is full, or refuses.
-    """
+    """Replace a file of JSON lines atomically; `durable` as in `append_line`."""
     lines = (json.dumps(row, allow_nan=False, sort_keys=True) + "\n" for row in rows)
     replace_text(path, "".join(lines), durable=durable)
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None if it is not one."""
+    """Parse a line as a JSON object; return None if it is not one."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -98,43 +87,35 @@ def _write(file: BinaryIO, data: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-# A whole file survives kills and power cuts: written aside, flushed, renamed, and its folder flushed too.
+# A replaced file survives kills and power cuts: written aside, flushed, renamed, and its folder flushed too.
 
 
 @contextmanager
-def replaced(path: Path, *also: type[Exception], durable: bool = True) -> Iterator[Path]:
-    """The file to write inside, which becomes `path` when that is done.
+def replacement(path: Path, *also: type[Exception], durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path that replaces `path` at the end of the context.
 
     Args:
-        also: as `boundary.writing`.
-        durable: it is on disk before this returns; else a power cut may leave an empty file under that name,
-            a kill of the process not.
-
-    Raises:
-        RunNotWritten: the disk is full, or refuses; what was there before is untouched.
+        also: as in `write_errors`.
+        durable: whether to flush it to disk. Otherwise a power cut may leave an empty file; a kill cannot.
     """
-    with writing(path, *also):
+    with write_errors(path, *also):
         aside = path.with_name(f".{path.name}.tmp")
         yield aside
         if durable:
-            flush(aside)  # a rename may reach the disk before what is in the file
+            flush(aside)  # otherwise the rename may reach the disk before the content
         os.replace(aside, path)
         if durable:
             flush(path.parent)
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """As `replaced`, of a text."""
-    with replaced(path, durable=durable) as aside:
+    """Replace a file by a text, see `replacement`."""
+    with replacement(path, durable=durable) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:
-    """A file is on disk after this; of a folder the names in it.
-
-    Raises:
-        OSError: the disk is full, or refuses.
-    """
+    """Flush a file's content, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,30 +124,26 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Whatever is written inside, to `path`, or a sentence that names it.
+def write_errors(path: Path, *also: type[Exception]) -> Iterator[None]:
+    """Raise RunNotWritten with the path if a write inside the context fails.
 
     Args:
-        path: the file or folder.
-        also: error classes of a library that stand for a full disk, beside OSError.
-
-    Raises:
-        RunNotWritten: the disk is full, or refuses.
+        also: errors of a library that mean a full disk, besides OSError.
     """
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
     except kinds as error:
         of_run = any((folder / "run.json").exists() for folder in path.parents)
-        going_on = " With space or permission, the run goes on with --resume." if of_run else ""
+        hint = " With space or permission, the run goes on with --resume." if of_run else ""
         raise RunNotWritten(
-            f"{path} cannot be written: {error}", hint=f"What was there before is untouched.{going_on}"
+            f"{path} cannot be written: {error}", hint=f"What was there before is untouched.{hint}"
         ) from error
 
 
-# Wall-clock times are stored only to be shown; no decision depends on them.
+# Wall-clock times are stored for display only; no decision depends on them.
 
 
 def now() -> str:
-    """UTC, ISO 8601, in milliseconds."""
+    """Return the time in UTC, ISO 8601, in milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""Where everything of a run lies."""
+"""The paths of everything in a run directory."""
 
 import json
 import shutil
@@ -13,25 +13,31 @@ from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.load import LoadedJob, dump_job, load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir import lock, state
-from trainer_backend.rundir.files import append_line, flush, read_lines, replace_lines, replace_text, writing
-from trainer_backend.rundir.spool import forget_consumed_after, tidy_spools
+from trainer_backend.rundir.files import (
+    append_line,
+    flush,
+    read_lines,
+    replace_lines,
+    replace_text,
+    write_errors,
+)
+from trainer_backend.rundir.spool import cut_ledger, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
-# Of a run directory: jobs and rollouts may hold what other users of the machine are not to read.
+# The mode of a run directory: other users of the machine must not read its jobs and rollouts.
 OWNERS_ALONE = 0o700
 _FOLDERS = ("rollouts", "checkpoints")
-# Of fixed policies (rundir.fixed_record); not there in a run without.
+# The record of fixed policies (run.fixed_policies); runs without them have no such file.
 FIXED_RECORD = "fixed_policies.json"
 _OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, lock.FILE, state.STATE_FILE, LOG_FILE)
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """One run's folder.
+    """The directory of one run.
 
     Attributes:
-        path: the folder.
-        run_id: names the run at task apps; unlike the folder's name it is never used twice.
+        run_id: the run's name at task apps; unlike the folder's name it is never used twice.
     """
 
     path: Path
@@ -47,7 +53,7 @@ class RunDirectory:
 
     @property
     def task_app_log(self) -> Path:
-        """Of a task app that this run starts itself."""
+        """The log of a task app that this run starts itself."""
         return self.path / "task_app.log"
 
     @property
@@ -62,24 +68,19 @@ class RunDirectory:
         return self.rollouts / f"{name}.parquet"
 
     def iteration_files(self) -> list[Path]:
-        """The stored rollouts of training iterations, in no order."""
+        """List the stored rollouts of training iterations, unordered."""
         return list(self.rollouts.glob("iteration_*.parquet"))
 
     def spool_file(self, name: str) -> Path:
-        """The finished rollouts of an unfinished stage; see `rundir.spool`."""
+        """The spool of an unfinished stage; see `rundir.spool`."""
         return self.rollouts / f"{name}.spool.jsonl"
 
     def job(self) -> JobConfig:
-        """The resolved job that this run was started with."""
+        """Read the resolved job of this run."""
         return load_job(self.path / "job.toml").config
 
-    def changed_job(self, overrides: Sequence[str]) -> LoadedJob:
-        """The job with some keys changed, for what goes on with the rollouts that are stored.
-
-        Raises:
-            JobError: a change that does not fit; or another name, by which the samples of fixed policies
-                would be told from the actor's no more.
-        """
+    def job_with(self, overrides: Sequence[str]) -> LoadedJob:
+        """Read the job with some keys changed, for a resume."""
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
         if loaded.config.job.name != name:
             raise JobError(
@@ -89,63 +90,56 @@ class RunDirectory:
         return loaded
 
     def replace_job(self, job: JobConfig) -> None:
-        """Write the job that the run goes on with."""
+        """Write the job with which the run continues."""
         replace_text(self.path / "job.toml", dump_job(job))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """One JSON line, on disk before this returns.
-
-        Raises:
-            RunNotWritten: the disk is full, or refuses.
-        """
+        """Append a row and flush it to disk."""
         append_line(self.metrics_file, row, durable=True)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All rows, oldest first. A line cut short by a crash is left out."""
+        """Read all rows, oldest first. A line that a crash cut short is skipped."""
         return read_lines(self.metrics_file)
 
-    def lost_rows(self, iteration: int) -> str | None:
-        """A sentence, where iterations up to this one have no row: each had left one before it was saved."""
-        there = {row.get("iteration") for row in self.metrics() if row.get("kind") == "iteration"}
-        lost = [number for number in range(1, iteration + 1) if number not in there]
-        if not lost:
+    def missing_rows(self, iteration: int) -> str | None:
+        """Describe missing rows up to an iteration; each row was written before its checkpoint."""
+        present = {row.get("iteration") for row in self.metrics() if row.get("kind") == "iteration"}
+        missing = [number for number in range(1, iteration + 1) if number not in present]
+        if not missing:
             return None
         return (
-            f"{self.metrics_file} has lost the rows of {len(lost)} of {iteration} iterations, the first of "
-            f"iteration {lost[0]}: charts, the report and a schedule that looks back go without them; "
+            f"{self.metrics_file} has lost the rows of {len(missing)} of {iteration} iterations, the first "
+            f"of iteration {missing[0]}: charts, the report and a schedule that looks back lack them; "
             f"checkpoints/best stays where it is until an evaluation is better"
         )
 
     def go_back_to(self, iteration: int, tell: Callable[[str], None]) -> None:
-        """What a run that goes on from the end of an iteration will do again, is not done; -1: all of it.
+        """Undo everything after an iteration, so that a resumed run can repeat it; -1: undo all iterations.
 
         Args:
-            tell: is given a sentence about rollouts that are there and cannot be used.
-
-        Raises:
-            RunNotWritten: the disk is full, or refuses.
+            tell: receives a sentence about each file of rollouts that cannot be used.
         """
         self.forget_after(iteration)
         tidy_spools(self.rollouts, iteration, tell)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop what metrics and ledger say of later iterations."""
+        """Drop the rows of later iterations from metrics and ledger."""
         rows = self.metrics()
-        kept = [row for row in rows if row.get("iteration", 0) <= iteration]
-        if len(kept) < len(rows):
-            replace_lines(self.metrics_file, kept, durable=True)
-        forget_consumed_after(self.path, iteration)
+        rest = [row for row in rows if row.get("iteration", 0) <= iteration]
+        if len(rest) < len(rows):
+            replace_lines(self.metrics_file, rest, durable=True)
+        cut_ledger(self.path, iteration)
 
     def remove_if_unused(self, *, with_log: bool) -> bool:
-        """Remove the folder if it holds no more than `create_run` made; whether it is gone.
+        """Delete the folder if it holds only what `create_run` made; return whether it is gone.
 
         Args:
-            with_log: also when a task app has logged there; False where that log may explain what went wrong.
+            with_log: whether a task app's log may be deleted too; False if it may explain a failure.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False
         if lock.holder(self.path) is not None:
-            return False  # somebody else goes on with it
+            return False  # another process continues the run
         shutil.rmtree(self.path, ignore_errors=True)
         return not self.path.exists()
 
@@ -158,38 +152,35 @@ class RunDirectory:
 
 
 def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
-    """Make a fresh folder: `path`, or runs_dir/name (name-2, name-3 ... when taken).
+    """Create a run directory: `path`, or runs_dir/name (name-2, name-3 ... if taken).
 
-    What a killed process has left of a run that it was about to make is no run, and is made anew.
-
-    Raises:
-        RunDirectoryError: `path` holds a run already, or cannot be written.
+    A folder that a killed process left without run.json is no run; `path` may be such a folder.
     """
     if path is None:
         path = _free_folder(job.job.runs_dir / job.job.name)
     run = RunDirectory(path, f"{job.job.name}.{uuid4().hex[:12]}")
-    with writing(path):
+    with write_errors(path):
         for folder in (path, *(path / name for name in _FOLDERS)):
             folder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)
-    with lock.locked(path):
+    with lock.run_lock(path):
         if (path / "run.json").exists():
             raise RunDirectoryError(
                 f"{path} holds a run already; `turnwise train --resume {path}` continues it"
             )
         run.replace_job(job)
-        # Last: now it is one.
+        # Last, because run.json makes the folder a run.
         replace_text(path / "run.json", json.dumps({"run_id": run.run_id, "format": 1}))
-        with writing(path):
-            flush(path.parent)  # its own name, which stands there
+        with write_errors(path):
+            flush(path.parent)  # the folder's own name
     return run
 
 
 def _free_folder(base: Path) -> Path:
-    """A folder that this call has made: `base`, or base-2, base-3 ... when taken.
+    """Create and return `base`, or base-2, base-3 ... if taken.
 
-    Made rather than looked for, so that two runs that start together get one each.
+    Creating instead of looking gives two runs that start together one folder each.
     """
-    with writing(base):
+    with write_errors(base):
         for number in count(1):
             path = base if number == 1 else base.with_name(f"{base.name}-{number}")
             try:
@@ -201,11 +192,7 @@ def _free_folder(base: Path) -> Path:
 
 
 def open_run(path: Path) -> RunDirectory:
-    """A run that exists.
-
-    Raises:
-        RunDirectoryError: there is none in `path`, or a version of Turnwise that is not this one made it.
-    """
+    """Open an existing run directory."""
     try:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:

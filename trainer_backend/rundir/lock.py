@@ -1,4 +1,4 @@
-"""One trainer a run directory: a lock that dies with the process which holds it, however that ends."""
+"""One trainer per run directory: a lock that ends with the process that holds it, however that ends."""
 
 import fcntl
 import json
@@ -11,19 +11,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.files import now, writing
+from trainer_backend.rundir.files import now, write_errors
 
 FILE = "lock"
-# Who looks whether a run is being trained holds its lock for a moment (`holder`).
+# `holder` takes the lock for a moment in order to look, so a trainer tries several times.
 _TRIES, _PAUSE_S = 20, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who trains a run.
+    """The process that trains a run.
 
     Attributes:
-        pid: its process, on `host`; 0: it has just begun, and has not said.
+        pid: the process on `host`; 0: it has just started and has not written its name yet.
         since: UTC, ISO 8601.
     """
 
@@ -36,44 +36,36 @@ class Holder:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Be the only one who trains in this run directory.
-
-    Raises:
-        RunDirectoryError: somebody else is; or the directory cannot be written.
-    """
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run directory as its only trainer."""
     path = folder / FILE
-    with writing(path):
+    with write_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        with writing(path):  # a file system may have no locks
-            taken = _taken(descriptor)
-        if not taken:
-            raise _by(_said(path), folder)
-        with writing(path):
+        with write_errors(path):  # a file system may have no locks
+            acquired = _acquire(descriptor)
+        if not acquired:
+            raise _lock_error(_read_holder(path), folder)
+        with write_errors(path):
             os.ftruncate(descriptor, 0)
             os.write(
                 descriptor, json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), now()))).encode()
             )
         yield
     finally:
-        # The file stays: whoever waits for it has it open already, and would hold the lock of a removed one.
+        # The file stays: a waiting process has it open already, and would then lock a deleted file.
         os.close(descriptor)
 
 
-def refuse_taken(folder: Path) -> None:
-    """Refuse a run directory in which another process trains, before anything in it is opened.
-
-    Raises:
-        RunDirectoryError: somebody does.
-    """
-    found = holder(folder)
-    if found is not None:
-        raise _by(found, folder)
+def refuse_if_locked(folder: Path) -> None:
+    """Refuse a run directory in which another process trains, before opening anything in it."""
+    current = holder(folder)
+    if current is not None:
+        raise _lock_error(current, folder)
 
 
 def holder(folder: Path) -> Holder | None:
-    """Who trains this run now; None: nobody."""
+    """Return the process that trains this run now, or None."""
     path = folder / FILE
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -82,7 +74,7 @@ def holder(folder: Path) -> Holder | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _said(path)
+        return _read_holder(path)
     except OSError:
         return None  # a file system without locks, where nobody can hold one
     finally:
@@ -90,14 +82,14 @@ def holder(folder: Path) -> Holder | None:
     return None
 
 
-def _by(found: Holder, folder: Path) -> RunDirectoryError:
+def _lock_error(current: Holder, folder: Path) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{folder} is being trained by {found}; two trainers would overwrite one another",
+        f"{folder} is being trained by {current}; two trainers would overwrite one another",
         hint="Wait for it, stop it, or choose another run directory.",
     )
 
 
-def _taken(descriptor: int) -> bool:
+def _acquire(descriptor: int) -> bool:
     for number in range(_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +101,7 @@ def _taken(descriptor: int) -> bool:
     return False
 
 
-def _said(path: Path) -> Holder:
+def _read_holder(path: Path) -> Holder:
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):

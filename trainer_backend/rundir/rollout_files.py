@@ -1,7 +1,7 @@
-"""Rollouts as Parquet: a row an episode, readable by pandas, DuckDB and `datasets`.
+"""Rollouts as Parquet: one row per episode, readable by pandas, DuckDB and `datasets`.
 
-The flat columns and `decisions` are for people and queries; `rollout` is the whole record as JSON, so
-that a stored rollout replays through segments, rewards and advantages exactly (`read_rollouts`).
+The flat columns and `decisions` are for people and queries. `rollout` holds the whole record as JSON, so that
+segments, rewards and advantages can be computed again from it exactly (`read_rollouts`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas, unique_achievements
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.files import replace_text, replaced, writing
+from trainer_backend.rundir.files import replace_text, replacement, write_errors
 
 _DECISION = pa.struct(
     [
@@ -72,13 +72,13 @@ _SCHEMA = pa.schema(
         ("rollout", pa.string()),
     ]
 )
-# The split of a data set that a stage's files are.
+# Split of the data set -> prefix of its files.
 _SPLITS = {"train": "iteration", "test": "evaluation"}
 _CARD_TEXT = """
 Rollouts of a Turnwise run, a row an episode: `train` is what the policy was trained on, `test` the held-out
 episodes of its evaluations. `warmup.parquet`, where there is one, holds the teacher's episodes.
 """
-# Eight kilobytes each that do not compress. World and actions stand in the record, and lead there again.
+# A snapshot is eight incompressible kilobytes. The record's world and actions reproduce it.
 _WITHOUT_SNAPSHOTS = {"trajectory": {"steps": {"__all__": {"snapshot"}}}}
 
 
@@ -87,14 +87,14 @@ class Credit:
     """The credit of one episode in training, decision by decision; each list is [T].
 
     rewards_T: r_t.
-    advantages_T: what the update was given; where it was given them by token, their means.
-    returns_T: G_t, the discounted sum of r from t on, or with a critic advantage plus value (of a decision's
-        first token); empty where nobody asked.
-    parts: what the advantages were made of, where the estimator says so: by column of `decisions`.
-    state_keys_T: the states that were compared; empty where none were.
-    branch_returns_T: of what played on from before each decision, mostly nothing; empty where none did.
-    token_advantages, token_values: those of the sampled tokens, where the estimator tells them apart.
-    value_after: V of the state after the last decision, where credit went on with it.
+    advantages_T: the advantages of the update; if they differ by token, their means.
+    returns_T: G_t, the discounted sum of r from t on; with a critic advantage plus value (of a decision's
+        first token); empty if not computed.
+    parts: components of the advantages, by column of `decisions`, where the estimator reports them.
+    state_keys_T: the states that were compared; empty without a comparison.
+    branch_returns_T: the returns of the branches that start before each decision; empty without branches.
+    token_advantages, token_values: values by sampled token, where the estimator distinguishes tokens.
+    value_after: V of the state after the last decision, where it was used as a bootstrap.
     """
 
     rewards_T: Sequence[float]
@@ -108,7 +108,7 @@ class Credit:
     value_after: float | None = None
 
     def of(self, t: int) -> dict[str, Any]:
-        """The columns of decision t."""
+        """Return the columns of decision t."""
         columns: dict[str, Any] = {name: values[t] for name, values in self.parts.items()}
         for name, column in (("state_key", self.state_keys_T), ("return_to_go", self.returns_T)):
             if column:
@@ -126,33 +126,29 @@ def write_rollouts(
     credits: Sequence[Credit] | None = None,
     scored: Mapping[str, ScoredTokens] = MappingProxyType({}),
 ) -> None:
-    """Write all rollouts of a stage, failed ones too. They are on disk before this returns: a task app is
-    told to forget them then.
+    """Write all rollouts of a stage, failed ones too, and flush them: afterwards a task app forgets them.
 
     Args:
-        scored: by rollout id, what policy and reference said of its tokens, of those that were asked.
-
-    Raises:
-        RunNotWritten: the disk is full, or refuses.
+        scored: log-probabilities by policy and reference of a rollout's tokens, by rollout id.
     """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)
         for index, rollout in enumerate(rollouts)
     ]
     for row in rows:
-        _add_scored(row, scored.get(row["rollout_id"]))
+        _add_token_scores(row, scored.get(row["rollout_id"]))
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)
-    with replaced(path, pa.ArrowException) as aside:
+    with replacement(path, pa.ArrowException) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, aside, compression="zstd")
     _write_card(path.parent)
 
 
 def _write_card(folder: Path) -> None:
-    """Tell `datasets.load_dataset` which files of the folder are which split, as soon as there are some.
+    """Write the card that tells `datasets.load_dataset` which files belong to which split.
 
-    Without a card it takes the evaluation's files alone, and calls all of them test; a split that has no
-    file yet makes it refuse the folder.
+    Without a card, it loads only the evaluation's files, as split test. It refuses a folder whose card names
+    a split without files.
     """
     patterns = [(split, f"{stage}_*.parquet") for split, stage in _SPLITS.items()]
     splits = [
@@ -167,43 +163,30 @@ def _write_card(folder: Path) -> None:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn all errors of libraries about a damaged file into one error of ours.
-
-    Raises:
-        FileNotFoundError: there is none.
-        RunDirectoryError: it is no Parquet file of ours, or holds no such rollout.
-    """
+def _read_errors(path: Path) -> Iterator[None]:
+    """Raise one RunDirectoryError for every error of the libraries about a damaged file."""
     try:
         yield
     except FileNotFoundError:
         raise
     # ValueError is pydantic's, too.
     except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
-        told = (str(error) or type(error).__name__).splitlines()[0]
-        raise RunDirectoryError(f"{path} cannot be read: {told}") from error
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        raise RunDirectoryError(f"{path} cannot be read: {message}") from error
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a file, as they were collected, but for the snapshots that branches began at.
-
-    Raises:
-        FileNotFoundError: there is none.
-        RunDirectoryError: it is no Parquet file of ours.
-    """
-    with _reading(path):
+    """Read the rollouts of a file as they were collected, without the snapshots of branches."""
+    with _read_errors(path):
         column = pq.read_table(path, columns=["rollout"]).column("rollout")
         return [Rollout.model_validate_json(text) for text in column.to_pylist()]
 
 
-def stored_before(path: Path, tell: Callable[[str], None]) -> list[Rollout]:
-    """The rollouts that an earlier start has stored of a stage; none where none did.
+def stored_rollouts(path: Path, tell: Callable[[str], None]) -> list[Rollout]:
+    """Read the rollouts that an earlier start stored of a stage; none if there is no file.
 
     Args:
-        tell: is given a sentence about a file that cannot be read: it is set aside, and counts as not there.
-
-    Raises:
-        RunNotWritten: the disk refuses.
+        tell: receives a sentence about an unreadable file, which is renamed and ignored.
     """
     try:
         return read_rollouts(path)
@@ -213,37 +196,37 @@ def stored_before(path: Path, tell: Callable[[str], None]) -> list[Rollout]:
         number = 1
         while (aside := path.with_name(f"{path.name}.unreadable-{number}")).exists():
             number += 1
-        with writing(path):
+        with write_errors(path):
             path.rename(aside)
         tell(f"{error}; it is left as {aside.name}, and what it held is asked for again")
         return []
 
 
 def read_rollout(path: Path, rollout_id: str) -> Rollout:
-    """One rollout of a file, which must hold it."""
-    with _reading(path):
-        found = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", rollout_id)])
-        return Rollout.model_validate_json(found.column("rollout")[0].as_py())
+    """Read one rollout of a file, which must hold it."""
+    with _read_errors(path):
+        table = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", rollout_id)])
+        return Rollout.model_validate_json(table.column("rollout")[0].as_py())
 
 
 def rollout_ids(path: Path) -> list[str]:
-    """Of all rollouts of a file, failed ones too."""
-    with _reading(path):
+    """Return the ids of all rollouts of a file, failed ones too."""
+    with _read_errors(path):
         ids: list[str] = pq.read_table(path, columns=["rollout_id"]).column("rollout_id").to_pylist()
         return ids
 
 
 def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
-    """The columns of each decision of one rollout of a file, which must hold it; empty for a failed one."""
-    with _reading(path):
-        found = pq.read_table(path, columns=["decisions"], filters=[("rollout_id", "=", rollout_id)])
-        return found.column("decisions")[0].as_py() or []
+    """Return the columns of each decision of one rollout, which the file must hold; none for a failed one."""
+    with _read_errors(path):
+        table = pq.read_table(path, columns=["decisions"], filters=[("rollout_id", "=", rollout_id)])
+        return table.column("decisions")[0].as_py() or []
 
 
 def read_values(path: Path) -> dict[str, OfEpisode]:
-    """By rollout id, the critic's values that credit was given with, as they were; of those that have some.
+    """Read the critic's values used for credit, by rollout id.
 
-    A file of an earlier version has none.
+    Rollouts and old files without them are absent.
     """
     if not _has_column(path, "value"):
         return {}
@@ -255,18 +238,17 @@ def read_values(path: Path) -> dict[str, OfEpisode]:
 
 
 def read_values_after(path: Path) -> dict[str, float] | None:
-    """By rollout id, the critic's value of the state that a limit left an episode in; None where the file has
-    none."""
-    with _reading(path):
+    """Read the critic's value where a limit cut an episode, by rollout id; None without any."""
+    with _read_errors(path):
         if "value_after" not in pq.read_schema(path).names:
-            return None  # of an earlier version
+            return None  # written by an earlier version
     rows = finished_rows(path, ["rollout_id", "value_after"])
     return {row["rollout_id"]: row["value_after"] for row in rows if row["value_after"] is not None} or None
 
 
 def _has_column(path: Path, name: str) -> bool:
-    """Whether this file has the column; files of an earlier version may not."""
-    with _reading(path):
+    """Return whether the file has the column; files of an earlier version may lack it."""
+    with _read_errors(path):
         return name in {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
 
 
@@ -276,8 +258,8 @@ def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
     return [decision["value"] for decision in decisions]
 
 
-def read_scored(path: Path) -> dict[str, ScoredTokens]:
-    """By rollout id, what policy and reference said of an episode's tokens; of those that were asked."""
+def read_token_scores(path: Path) -> dict[str, ScoredTokens]:
+    """Read the tokens' log-probabilities by policy and reference, by rollout id, where they exist."""
     if not _has_column(path, "token_logprobs"):
         return {}
     return {
@@ -290,7 +272,7 @@ def read_scored(path: Path) -> dict[str, ScoredTokens]:
     }
 
 
-def _add_scored(row: dict[str, Any], scored: ScoredTokens | None) -> None:
+def _add_token_scores(row: dict[str, Any], scored: ScoredTokens | None) -> None:
     if scored is not None:
         columns = zip(row["decisions"], scored.policy_T, scored.reference_T, strict=True)
         for decision, own, other in columns:
@@ -298,8 +280,8 @@ def _add_scored(row: dict[str, Any], scored: ScoredTokens | None) -> None:
 
 
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """These columns of the episodes that were finished, a dict an episode."""
-    with _reading(path):
+    """Return these columns of the finished episodes, one dict per episode."""
+    with _read_errors(path):
         table = pq.read_table(path, columns=[*columns, "status"])
         return [row for row in table.to_pylist() if row["status"] == "finished"]
 

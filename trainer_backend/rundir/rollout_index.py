@@ -1,4 +1,4 @@
-"""What an index of stored rollouts needs of their Parquet files: the flat columns, no records, no tokens."""
+"""The flat columns of stored rollouts for an index, without records and tokens."""
 
 import re
 from dataclasses import dataclass
@@ -40,21 +40,21 @@ _DECISION = (
     "invalid_reason",
 )
 _COLUMNS = (*_ROLLOUT, *(f"decisions.list.element.{name}" for name in _DECISION))
-_NOT_WRITTEN: dict[str, Any] = {"return_to_go": None, "state_key": None}  # by the first versions
-# What a stage's file is called, and its iteration; a copy that somebody made (iteration_5_old) is not ours.
+_NOT_WRITTEN: dict[str, Any] = {"return_to_go": None, "state_key": None}  # absent in the first versions
+# Stage and iteration in a file's name. A user's copy (iteration_5_old) does not match.
 _NAME = re.compile(r"([a-z]+)(?:_(\d+))?")
 _STAGES = {"iteration": "train"}
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFile:
-    """A file of stored rollouts as it lies there.
+    """A file of stored rollouts.
 
     Attributes:
-        name: below the run directory, such as rollouts/iteration_3.parquet.
-        stage: train, or as the file is called: branches, evaluation, warmup, prompts.
-        iteration: 0 for a stage that has none.
-        modified_ns: with the size, what tells that it was written anew; nanoseconds since 1970.
+        name: relative to the run directory, such as rollouts/iteration_3.parquet.
+        stage: train, branches, evaluation, warmup or prompts.
+        iteration: 0 for a stage without iterations.
+        modified_ns: nanoseconds since 1970; together with the size it shows a rewrite.
     """
 
     path: Path
@@ -66,8 +66,8 @@ class RolloutFile:
 
 
 def rollout_files(run: Path) -> list[RolloutFile]:
-    """The files of a run, in order of iterations; none where its folder is gone."""
-    found = []
+    """List the files of a run by iteration; none if its folder is gone."""
+    files = []
     for path in (run / "rollouts").glob("*.parquet"):
         match = _NAME.fullmatch(path.stem)
         if match is None:
@@ -75,26 +75,20 @@ def rollout_files(run: Path) -> list[RolloutFile]:
         try:
             facts = path.stat()
         except FileNotFoundError:
-            continue  # removed just now
+            continue  # deleted just now
         stage, iteration = _STAGES.get(match[1], match[1]), int(match[2] or 0)
         name = f"rollouts/{path.name}"
-        found.append(RolloutFile(path, name, stage, iteration, facts.st_size, facts.st_mtime_ns))
-    return sorted(found, key=lambda file: (file.iteration, file.name))
+        files.append(RolloutFile(path, name, stage, iteration, facts.st_size, facts.st_mtime_ns))
+    return sorted(files, key=lambda file: (file.iteration, file.name))
 
 
 def read_index(path: Path) -> list[dict[str, Any]]:
-    """A dict a rollout: the columns of `rollout_files.write_rollouts` but for `rollout`; of each of its
-    `decisions` the columns without tokens.
-
-    Raises:
-        FileNotFoundError: it was removed meanwhile.
-        RunDirectoryError: it is no Parquet file of ours.
-    """
+    """Read one dict per rollout: the columns of `write_rollouts` without `rollout` and without tokens."""
     try:
         with pq.ParquetFile(path) as file:
-            known = [file.schema.column(number).path for number in range(len(file.schema))]
+            columns = [file.schema.column(number).path for number in range(len(file.schema))]
             present = [
-                column for column in _COLUMNS if any(f"{leaf}.".startswith(f"{column}.") for leaf in known)
+                column for column in _COLUMNS if any(f"{leaf}.".startswith(f"{column}.") for leaf in columns)
             ]
             rows: list[dict[str, Any]] = file.read(columns=present, use_threads=False).to_pylist()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The state of a run on disk: state.json, run.log, and the exit of its process.
+"""The state of a run on disk: state.json, run.log, and the exit codes of its process.
 
-The training process writes them for others to read; the run does not depend on them, and the lock beside
-them says whether that process still lives.
+The training process writes these files for others; the run itself does not read them. The lock beside them
+shows whether the process is alive.
 """
 
 import errno
@@ -19,23 +19,24 @@ from trainer_backend.rundir.lock import Holder, holder
 
 STATE_FILE = "state.json"
 StateName = Literal["starting", "training", "evaluating", "ended", "stopped", "failed"]
-# After these the process ends.
+# The process ends after these states.
 FINAL: frozenset[StateName] = frozenset({"ended", "stopped", "failed"})
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """
+    """The content of state.json.
+
     Attributes:
         pid: the process that wrote it.
-        iteration: the last that is finished; 0 before the first.
-        stage: what is under way, as the terminal names it, such as `collect 3`; empty between stages.
-        done, total: how far that has come.
-        code, detail: of the error, where it failed; of JobError and the like, else empty.
-        since: when `state` became what it is; UTC, ISO 8601.
-        starts: how often the run was begun or continued, this time counted.
-        run_id: that task apps know this start by; until they are asked for anything, that of the start before
-            (empty: it is the first).
+        iteration: the last finished one; 0 before the first.
+        stage: the current stage as the terminal names it, such as `collect 3`; empty between stages.
+        done, total: progress of the stage.
+        code, detail: of the error after a failure, else empty.
+        since: when `state` last changed; UTC, ISO 8601.
+        starts: how often the run was started or resumed, this start included.
+        run_id: the id of this start at task apps; before its first request, the id of the previous start
+            (empty: there was none).
     """
 
     state: StateName
@@ -52,12 +53,12 @@ class RunState:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """A run as it is seen from outside.
+class RunStatus:
+    """The state of a run as other processes see it.
 
     Attributes:
-        state: the last that was written; None: by no version that writes one.
-        holder: who trains it now; None: nobody.
+        state: the last written state; None: a version without state files.
+        holder: the process that trains it now, or None.
     """
 
     state: RunState | None
@@ -65,21 +66,21 @@ class Watched:
 
     @property
     def interrupted(self) -> bool:
-        """Its process is gone without a word: killed, or the machine went down."""
+        """Whether its process ended without a final state: it was killed, or the machine went down."""
         return self.holder is None and self.state is not None and self.state.state not in FINAL
 
 
-def watch(folder: Path) -> Watched:
-    """What a run directory says of its run, and whether anybody is there to say it."""
-    found = holder(folder)  # first: a process that ends in between has then written its last state
-    return Watched(read_state(folder), found)
+def read_status(folder: Path) -> RunStatus:
+    """Read the state of a run and the holder of its lock."""
+    current = holder(folder)  # first: a process that ends in between has then written its last state
+    return RunStatus(read_state(folder), current)
 
 
 def read_state(folder: Path) -> RunState | None:
-    """Return the last written state; None if there is none, or it cannot be read."""
+    """Read the last written state; None if there is none, or it cannot be read."""
     try:
-        found = json.loads((folder / STATE_FILE).read_bytes())
-        values = {field.name: found[field.name] for field in fields(RunState)}
+        stored = json.loads((folder / STATE_FILE).read_bytes())
+        values = {field.name: stored[field.name] for field in fields(RunState)}
         texts = {name: encodable(value) for name, value in values.items() if isinstance(value, str)}
         state = RunState(**{**values, **texts})
     except (OSError, ValueError, KeyError, TypeError):
@@ -88,28 +89,25 @@ def read_state(folder: Path) -> RunState | None:
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    """
-    Raises:
-        RunNotWritten: the disk is full, or refuses.
-    """
-    # Each second, for those who watch: not worth a wait for the disk.
+    """Replace state.json."""
+    # Written every second for observers: not worth a flush.
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=False)
 
 
-# terminal/job_process.py writes how a job's process ended; jobs/ reads it.
+# terminal/job_process.py exits with these codes; jobs/ reads them.
 
-# Begins the last line of one that ended with an error.
+# Prefix of the last line after an error.
 ERROR = "error: "
 
 DONE = 0
-# An error of ours that another start may find mended: a task app that was away, a port that was taken.
+# An error that another start may not meet: an absent task app, a port in use.
 FAILED = 1
-# The job itself cannot be run so: another start would end the same.
+# The job itself is wrong: another start would fail the same way.
 REFUSED = 2
-# Somebody asked it to stop; what is finished is saved.
+# Stopped by request; everything finished is saved.
 STOPPED = 3
 
-# What the machine is short of now, or its disk does now, whatever was about to be opened.
+# Temporary shortages of the machine or its disk, whichever file was opened.
 _PASSING = frozenset(
     {
         errno.EMFILE,
@@ -126,36 +124,33 @@ _PASSING = frozenset(
 
 
 def is_final(error: ServiceError) -> bool:
-    """Whether the same start would fail the same way: the user's mistake, or weights that went wrong."""
+    """Return whether another start would fail the same way: a user's mistake, or broken weights."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno in _PASSING:
         return False
     return error.status < 500 or isinstance(error, UpdateStopped)
 
 
-# run.log has every line that a run has shown a person, with its time.
+# run.log holds every message of a run with its time.
 
 LOG_FILE = "run.log"
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """`time` is UTC, ISO 8601."""
+    """A line of run.log; `time` is UTC, ISO 8601."""
 
     time: str
     text: str
 
 
 def append_log(folder: Path, text: str) -> None:
-    """
-    Raises:
-        RunNotWritten: the disk is full, or refuses.
-    """
+    """Append a line with the current time to run.log."""
     append_line(folder / LOG_FILE, {"time": now(), "text": text}, durable=False)
 
 
 def read_log(folder: Path, *, last: int | None = None) -> tuple[list[LogLine], int]:
-    """The last lines, oldest first, or all; and how many stand before them."""
+    """Read the last lines, or all, oldest first, and count the lines before them."""
     texts = read_texts(folder / LOG_FILE)
     shown = texts if last is None else texts[-last:]
     rows = [row for line in shown if (row := object_of(line)) is not None]

@@ -1,4 +1,4 @@
-"""The truth of jobs, and an index of runs: SQLAlchemy 2 over SQLite (WAL) or PostgreSQL.
+"""The store: the jobs themselves, and an index of runs, in SQLite (WAL) or PostgreSQL through SQLAlchemy 2.
 
-What a run is, stands in its run directory; what is here of it can be deleted and synced again (sync.py).
+The run directory is the truth about a run. The index can be deleted; sync.py builds it again.
 """

@@ -1,4 +1,4 @@
-"""The door to the database: its address, transactions, migrations, and its errors as one sentence."""
+"""Access to the database: address, transactions, migrations, and one sentence for each of its errors."""
 
 import os
 import sqlite3
@@ -21,11 +21,11 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from trainer_backend.errors import TrainerError
 
-# What the store raises on purpose; drawn in the tree of trainer_backend/errors.py.
+# The errors of the store. The whole tree is drawn in trainer_backend/errors.py.
 
 
 class StoreError(TrainerError):
-    """The store cannot be used as it stands: its address, its version."""
+    """The store cannot be used: its address or its version is wrong."""
 
     code = "store_invalid"
     status = 400
@@ -33,7 +33,7 @@ class StoreError(TrainerError):
 
 
 class StoreUnavailable(StoreError):
-    """The database does not answer, or refuses to write. No run loses anything: the next sync catches up."""
+    """The database does not answer, or refuses to write. Runs lose nothing: the next sync catches up."""
 
     code = "store_unavailable"
     status = 503
@@ -54,18 +54,18 @@ class UnknownRollout(StoreError):
 
 
 class UnknownCursor(StoreError):
-    """Where a page would begin, and no page before has said so."""
+    """The cursor was not issued by the store."""
 
     code = "request_invalid"
     status = 422
     title = "Request cannot be read"
 
     def __init__(self, cursor: str) -> None:
-        super().__init__(f"cursor is {cursor[:40]!r}; give back the one of the page before, as it came")
+        super().__init__(f"cursor is {cursor[:40]!r}; send the cursor of the previous page unchanged")
 
 
 class IdempotencyConflict(StoreError):
-    """The same key with another body."""
+    """An idempotency key was used again with another body."""
 
     code = "idempotency_conflict"
     status = 409
@@ -73,7 +73,7 @@ class IdempotencyConflict(StoreError):
 
 
 class JobConflict(StoreError):
-    """The job is in a state in which that makes no sense."""
+    """The job's state does not allow the request."""
 
     code = "job_conflict"
     status = 409
@@ -81,17 +81,18 @@ class JobConflict(StoreError):
 
 
 class JobChanged(JobConflict):
-    """Somebody else changed the job since it was read; read it again."""
+    """Somebody else changed the job after it was read. Read it again."""
 
     code = "job_changed"
     title = "The job was changed meanwhile"
 
 
-_BUSY_S = 15.0  # how long a writer waits for another one of SQLite
+_BUSY_S = 15.0  # how long a SQLite writer waits for another writer
 _CONNECT_S = 5  # PostgreSQL: an address that swallows packets must not hold a start for minutes
-_STATEMENT_S = 60  # and no statement may wait for ever, not for a lock either
-# A server that is gone without a word is told in half a minute: the system would wait a quarter of an hour
-# where it has sent something, and two hours where it only listens.
+_STATEMENT_S = 60  # no statement waits for ever, not even for a lock
+# These settings detect a dead server in half a minute. With the system's defaults it takes a quarter of an
+# hour
+# after a send, and two hours while listening.
 _PEER = {
     "connect_timeout": _CONNECT_S,
     "keepalives": 1,
@@ -100,7 +101,7 @@ _PEER = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,  # milliseconds
 }
-# SQLite does so by itself.
+# SQLite reads one state by default.
 _ONE_STATE = {"postgresql": {"isolation_level": "REPEATABLE READ"}}
 
 
@@ -110,11 +111,11 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """An open store; safe to use from many threads, each call is a transaction of its own.
+    """An open store. Threads may share it; each call is a transaction of its own.
 
     Attributes:
-        shown: the address as it may be printed: no password.
-        clock: what is written down as the time of things.
+        shown: the address without its password, for messages.
+        clock: the source of every stored time.
     """
 
     engine: Engine
@@ -122,26 +123,19 @@ class Store:
     clock: Callable[[], datetime] = utc_now
 
     @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the store.
-
-        Raises:
-            StoreUnavailable: the database does not answer.
-        """
+    def read(self) -> Iterator[Connection]:
+        """Open a transaction that reads one state of the store."""
         with self._errors(), self.engine.connect() as connection:
             connection = connection.execution_options(**_ONE_STATE.get(self.engine.dialect.name, {}))
             with connection.begin():
                 yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A transaction that is kept as a whole, or not at all.
+    def write(self) -> Iterator[Connection]:
+        """Open a transaction that is committed whole or not at all.
 
-        SQLite takes its only write lock at the beginning: a lock that is wanted after a read would be refused
-        at once, whatever the waiting time.
-
-        Raises:
-            StoreUnavailable: the database does not answer, is read-only or full.
+        SQLite takes its only write lock at the beginning. If it asked for the lock after a read, SQLite would
+        refuse at once, whatever the waiting time.
         """
         with self._errors(), self.engine.connect() as connection:
             connection = connection.execution_options(writes=True)
@@ -149,15 +143,13 @@ class Store:
                 yield connection
 
     @contextmanager
-    def migrating(self) -> Iterator[Connection]:
-        """As `writing`, for `migrate`: a table of SQLite that is copied to be changed takes
-        nothing with it that refers to it.
+    def migration(self) -> Iterator[Connection]:
+        """Open a write transaction for `migrate`, without foreign keys in SQLite.
 
-        Raises:
-            StoreUnavailable: the database does not answer, is read-only or full.
+        With foreign keys, copying a table in order to change it would delete every row that refers to it.
         """
         with self._errors(), self.engine.connect() as connection:
-            connection.detach()  # what it is prepared for, no other use of it is to meet
+            connection.detach()  # the pool must not reuse a connection with these settings
             connection = connection.execution_options(writes=True, migrates=True)
             with connection.begin():
                 yield connection
@@ -170,25 +162,21 @@ class Store:
         try:
             yield
         except (IntegrityError, DataError):
-            raise  # a mistake of ours
+            raise  # a defect of this program, not of the database
         except (DBAPIError, PoolTimeout) as error:
             raise _unavailable(self.shown, error) from error
 
 
 def open_store(url: str, *, clock: Callable[[], datetime] = utc_now) -> Store:
-    """Connect, and bring the tables to this version.
+    """Connect, and migrate the tables to this version.
 
     Args:
-        url: sqlite:///FILE (made where it is missing) or postgresql://USER:PASSWORD@HOST/DATABASE.
-
-    Raises:
-        StoreError: another kind of database, or one that a newer version of Turnwise made.
-        StoreUnavailable: it does not answer.
+        url: sqlite:///FILE (created if missing) or postgresql://USER:PASSWORD@HOST/DATABASE.
     """
     address = _address(url)
     store = Store(_engine(address), _shown(address), clock)
     try:
-        with store.migrating() as connection:
+        with store.migration() as connection:
             migrate(connection, store.shown)
     except BaseException:
         store.close()
@@ -200,7 +188,7 @@ def _address(url: str) -> URL:
     try:
         address = make_url(url)
     except (ArgumentError, ValueError):
-        # From nothing: what could not be read may be the password.
+        # No `from error`: the part that cannot be read may be the password.
         raise StoreError(
             "the database URL cannot be read; write sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
         ) from None
@@ -215,24 +203,24 @@ def _address(url: str) -> URL:
 
 
 def _shown(address: URL) -> str:
-    """Without the password, and without the query, which may hold one too."""
+    """Return the address without its password and its query, which may hold one too."""
     kind = address.drivername.partition("+")[0]
     return address.set(drivername=kind, query={}).render_as_string(hide_password=True)
 
 
 def _engine(address: URL) -> Engine:
-    # hide_parameters: an error would repeat whole jobs and rollouts in the log.
+    # hide_parameters: otherwise an error repeats whole jobs and rollouts in the log.
     if address.drivername.startswith("postgresql"):
-        given = {name: value for name, value in _PEER.items() if name not in address.query}
+        connect_args = {name: value for name, value in _PEER.items() if name not in address.query}
         engine = create_engine(
-            address, pool_pre_ping=True, pool_recycle=1800, connect_args=given, hide_parameters=True
+            address, pool_pre_ping=True, pool_recycle=1800, connect_args=connect_args, hide_parameters=True
         )
         event.listen(engine, "connect", _prepare_postgresql)
         return engine
     file = Path(str(address.database))
     try:
         file.parent.mkdir(0o700, parents=True, exist_ok=True)
-        # Before SQLite makes it for everybody to read; the files that it puts beside have the same mode.
+        # Created here, since SQLite would make it readable for everybody. Its other files copy this mode.
         os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
         raise StoreUnavailable(f"{file} cannot be made for the store: {error}") from error
@@ -248,7 +236,7 @@ def _prepare_postgresql(connection: Any, _record: Any) -> None:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins nothing by itself: `_begin_sqlite` does
+    connection.isolation_level = None  # `_begin_sqlite` begins transactions, not the driver
     for pragma in ("foreign_keys = ON", "journal_mode = WAL", "synchronous = NORMAL"):
         connection.execute(f"PRAGMA {pragma}").close()
 
@@ -262,58 +250,54 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _unavailable(shown: str, error: SQLAlchemyError) -> StoreUnavailable:
-    told = str(error.orig if isinstance(error, DBAPIError) else error).strip()
-    first = told.splitlines()[0] if told else type(error).__name__
+    message = str(error.orig if isinstance(error, DBAPIError) else error).strip()
+    first = message.splitlines()[0] if message else type(error).__name__
     return StoreUnavailable(
         f"the store {shown} cannot be used: {first}",
-        hint="Runs go on without it; what they write is in their run directories, and synced later.",
+        hint="Runs continue without it; their run directories hold everything, and a later sync reads it.",
     )
 
 
 _FOLDER = Path(__file__).parent / "migrations"
-# Any number: two services that start together on one PostgreSQL migrate one after the other.
+# An arbitrary number: services that start together on one PostgreSQL take this lock and migrate in turn.
 _LOCK_KEY = 7_421_986
 _LOCK_S, _LOCK_TIMEOUT = 60.0, "55P03"  # PostgreSQL's lock_not_available
-# Alembic keeps the migration at hand in a global, so a process does one at a time.
+# Alembic keeps the current migration in a global variable, so a process runs one at a time.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def migrate(connection: Connection, shown: str, revision: str = "head", *, lock_s: float = _LOCK_S) -> None:
-    """Bring the tables to `revision`, up or down, in the transaction of `connection`: wholly or not at all.
+    """Migrate the tables to `revision`, up or down, in the transaction of `connection`: wholly or not at all.
 
     Args:
-        connection: of `Store.migrating`.
-        shown: the database's address as errors may name it.
+        connection: a connection from `Store.migration`.
+        shown: the database's address for messages.
         revision: a version of migrations/versions, "head", or "base" (no tables).
-        lock_s: how long it may wait for others who use a table of PostgreSQL, or migrate it too.
-
-    Raises:
-        StoreError: the database has a version that this code does not know.
-        StoreUnavailable: others have held it for so long.
+        lock_s: how long to wait for others who use or migrate the tables of a PostgreSQL.
     """
-    with _ONE_AT_A_TIME, _told_of_locks(shown, lock_s):
+    with _ONE_AT_A_TIME, _lock_errors(shown, lock_s):
         if connection.dialect.name == "postgresql":
             connection.execute(text("SET LOCAL statement_timeout = 0"))  # a large database takes its time
             connection.execute(text(f"SET LOCAL lock_timeout = {round(1000 * lock_s)}"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
         else:
-            # Else a table that is copied would take along all that refers to it.
-            assert not connection.scalar(text("PRAGMA foreign_keys")), "of Store.migrating"
+            # With foreign keys, copying a table would delete the rows that refer to it.
+            assert not connection.scalar(text("PRAGMA foreign_keys")), "not from Store.migration"
         config = Config()
         config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
         config.attributes["connection"] = connection
-        known = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+        revisions = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
         now = MigrationContext.configure(connection).get_current_revision()
-        _refuse_newer(known, now, shown)
-        target = known[0] if revision == "head" else revision
+        _refuse_newer(revisions, now, shown)
+        target = revisions[0] if revision == "head" else revision
         if now == target:
             return
-        downwards = now is not None and (target == "base" or known.index(target) > known.index(now))
+        downwards = now is not None and (target == "base" or revisions.index(target) > revisions.index(now))
         (command.downgrade if downwards else command.upgrade)(config, target)
 
 
 @contextmanager
-def _told_of_locks(shown: str, lock_s: float) -> Iterator[None]:
+def _lock_errors(shown: str, lock_s: float) -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
@@ -321,7 +305,7 @@ def _told_of_locks(shown: str, lock_s: float) -> Iterator[None]:
             raise
         raise StoreUnavailable(
             f"the store {shown} must be migrated, and others have held its tables for {lock_s:g} s",
-            hint="Wait for a service that migrates it, or stop those of an earlier version, and start again.",
+            hint="Wait until another service has migrated it, or stop services of an earlier version.",
         ) from error
 
 

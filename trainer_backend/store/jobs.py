@@ -1,4 +1,4 @@
-"""Jobs in the store: made once, changed by compare-and-set, claimed by one; which states may follow."""
+"""Jobs in the store: creation, compare-and-set changes, claims, and the transitions between states."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from uuid import uuid4
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from trainer_backend.rundir.state import Watched
+from trainer_backend.rundir.state import RunStatus
 from trainer_backend.store.database import (
     IdempotencyConflict,
     JobChanged,
@@ -26,7 +26,7 @@ _COLUMNS = [getattr(Job, name) for name in JobRow.__slots__]
 
 
 class Changes(TypedDict, total=False):
-    """What a transition may change; what is not named stays."""
+    """The fields that a transition changes. Absent fields keep their values."""
 
     state: JobState
     wanted: Wanted
@@ -42,14 +42,13 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """The values that a new job is made of.
+    """The values of a new job.
 
     Attributes:
         config: the resolved TOML, without secrets.
-        home: which service runs it.
-        run_dir: absolute; None until it has one.
-        idempotency_key, body_hash: the client's name of its request to that service, and a digest of what it
-            sent.
+        home: the service that runs it.
+        run_dir: absolute; None until the job has one.
+        idempotency_key, body_hash: the client's key for its request, and a digest of the request's body.
     """
 
     name: str
@@ -64,25 +63,14 @@ class NewJob:
     body_hash: str | None = None
 
 
-def made_by(store: Store, home: str, key: str, body_hash: str) -> JobRow | None:
-    """The job that a request has made at a service; None: none yet.
-
-    Raises:
-        IdempotencyConflict: the key was used there with another body.
-        StoreUnavailable: the database does not answer.
-    """
-    with store.reading() as connection:
+def job_of_request(store: Store, home: str, key: str, body_hash: str) -> JobRow | None:
+    """Return the job that an earlier request with this key created, or None."""
+    with store.read() as connection:
         return _of_key(connection, home, key, body_hash)
 
 
 def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
-    """The job, and whether this call made it: False where the same request did before.
-
-    Raises:
-        IdempotencyConflict: the key was used with another body.
-        JobConflict: another job has that run directory.
-        StoreUnavailable: the database does not answer.
-    """
+    """Return the job, and whether this call created it (False: an earlier identical request did)."""
     job_id = uuid4().hex
     values = {
         "id": job_id,
@@ -102,17 +90,17 @@ def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
         "version": 1,
     }
     try:
-        with store.writing() as connection:
-            found = _of_request(connection, new)
-            if found is not None:
-                return found, False
+        with store.write() as connection:
+            earlier = _of_request(connection, new)
+            if earlier is not None:
+                return earlier, False
             connection.execute(insert(Job).values(values))
             return _one(connection, job_id), True
-    except IntegrityError as error:  # the directory is another job's, or somebody was quicker with the key
-        with store.reading() as connection:
-            found = _of_request(connection, new)
-        if found is not None:
-            return found, False
+    except IntegrityError as error:  # another job has the directory, or a concurrent request won the key
+        with store.read() as connection:
+            earlier = _of_request(connection, new)
+        if earlier is not None:
+            return earlier, False
         raise JobConflict(f"another job has the run directory {new.run_dir}") from error
 
 
@@ -124,23 +112,19 @@ def _of_request(connection: Connection, new: NewJob) -> JobRow | None:
 
 def _of_key(connection: Connection, home: str, key: str, body_hash: str | None) -> JobRow | None:
     query = select(Job.id, Job.body_hash).where(Job.home == home, Job.idempotency_key == key)
-    found = connection.execute(query).first()
-    if found is None:
+    row = connection.execute(query).first()
+    if row is None:
         return None
-    if found.body_hash != body_hash:
+    if row.body_hash != body_hash:
         raise IdempotencyConflict(
-            f"Idempotency-Key {key!r} made job {found.id} of another body; take a new key"
+            f"Idempotency-Key {key!r} made job {row.id} with another body; use a new key"
         )
-    return _one(connection, found.id)
+    return _one(connection, row.id)
 
 
 def get(store: Store, job_id: str) -> JobRow:
-    """One job.
-
-    Raises:
-        UnknownJob: there is none of that id.
-    """
-    with store.reading() as connection:
+    """Read one job."""
+    with store.read() as connection:
         return _one(connection, job_id)
 
 
@@ -153,99 +137,91 @@ def find(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[JobRow]:
-    """Jobs, newest first; a page of at most `limit`.
+    """Return a page of at most `limit` jobs, newest first.
 
     Args:
-        states, home, origin: only those; absent: any.
-        cursor: that of the page before.
+        states, home, origin: filters; empty or None: any.
+        cursor: the cursor of the previous page.
     """
     query = select(*_COLUMNS).order_by(Job.number.desc()).limit(limit + 1)
-    wanted = tuple(states)
-    if wanted:
-        query = query.where(Job.state.in_(wanted))
+    allowed = tuple(states)
+    if allowed:
+        query = query.where(Job.state.in_(allowed))
     if home is not None:
         query = query.where(Job.home == home)
     if origin is not None:
         query = query.where(Job.origin == origin)
     if cursor is not None:
         query = query.where(Job.number < number_of(cursor))
-    with store.reading() as connection:
+    with store.read() as connection:
         rows = [job_row(row) for row in connection.execute(query)]
     return Page(tuple(rows[:limit]), str(rows[limit - 1].number) if len(rows) > limit else None)
 
 
 def counts(store: Store, home: str) -> dict[str, int]:
-    """How many jobs of a service are in each state; states without one are left out."""
+    """Count the jobs of a service by state. States without jobs are absent."""
     query = select(Job.state, func.count()).where(Job.home == home).group_by(Job.state)
-    with store.reading() as connection:
+    with store.read() as connection:
         return {state: count for state, count in connection.execute(query)}
 
 
 def number_of(cursor: str) -> int:
-    """Return the number in a cursor.
-
-    Raises:
-        UnknownCursor: it is none of ours.
-    """
+    """Read the job number in a cursor."""
     if not cursor.isdecimal() or len(cursor) > 18 or not fits(int(cursor)):
         raise UnknownCursor(cursor)
     return int(cursor)
 
 
 def transition(store: Store, job: JobRow, **changes: Unpack[Changes]) -> JobRow:
-    """Change a job as it was when `job` was read: compare-and-set on its version.
+    """Change a job if nobody has changed it since `job` was read (compare-and-set on its version).
 
     Raises:
-        JobChanged: somebody changed it since; read it again and decide anew.
-        JobConflict: no state leads from its state to the new one (states.py).
+        JobChanged: somebody else changed it; read it again and decide anew.
+        JobConflict: its state cannot be followed by the new one (`_AFTER`).
         UnknownJob: it was deleted.
     """
-    with store.writing() as connection:
-        return _changed(connection, job, changes)
+    with store.write() as connection:
+        return _compare_and_set(connection, job, changes)
 
 
-def _changed(connection: Connection, job: JobRow, changes: Changes) -> JobRow:
+def _compare_and_set(connection: Connection, job: JobRow, changes: Changes) -> JobRow:
     if "state" in changes:
         refuse_leap(job, changes["state"])
-    done = connection.execute(
+    result = connection.execute(
         update(Job)
         .where(Job.number == job.number, Job.version == job.version)
         .values({**changes, "version": job.version + 1})
     )
     now = _one(connection, job.id)
-    if not done.rowcount:
+    if not result.rowcount:
         raise JobChanged(f"job {job.id} is {now.state} now, and was {job.state} when it was read")
     return now
 
 
 def change(store: Store, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
-    """Read a job, decide, change it, with nobody in between.
+    """Read a job, decide, and change it in one transaction.
 
     Args:
-        decide: what to change, from the job as it is; None: nothing. What it raises leaves the job as it was.
+        decide: returns the changes for the current job, or None for no change. If it raises, nothing changes.
 
     Returns:
-        The job as it is afterwards.
-
-    Raises:
-        UnknownJob: there is none of that id.
-        JobConflict: no state leads from its state to the new one (states.py).
+        The job afterwards.
     """
-    with store.writing() as connection:
+    with store.write() as connection:
         job = _one(connection, job_id, lock=True)
         changes = decide(job)
-        return job if changes is None else _changed(connection, job, changes)
+        return job if changes is None else _compare_and_set(connection, job, changes)
 
 
 def claim(store: Store, home: str) -> JobRow | None:
-    """The oldest queued job of a service, running from now on and nobody else's; None: none waits."""
+    """Set the oldest queued job of a service to running and return it; None: no job waits."""
     oldest = select(*_COLUMNS).where(Job.state == "queued", Job.home == home).order_by(Job.number).limit(1)
     while True:
-        with store.reading() as connection:
-            found = connection.execute(oldest).first()
-        if found is None:
+        with store.read() as connection:
+            row = connection.execute(oldest).first()
+        if row is None:
             return None
-        job = job_row(found)
+        job = job_row(row)
         try:
             return transition(
                 store,
@@ -258,40 +234,35 @@ def claim(store: Store, home: str) -> JobRow | None:
                 detail=None,
             )
         except (JobChanged, UnknownJob):
-            continue  # another was quicker, so the queue moved on
+            continue  # another process claimed this job
 
 
 def remove(store: Store, job_id: str) -> JobRow:
-    """Delete an ended job with all that the store has of its run; the job as it was. Files stay.
-
-    Raises:
-        UnknownJob: there is none of that id.
-        JobConflict: it has not ended.
-    """
+    """Delete an ended job and its index from the store; return the job. Its files stay."""
     job = get(store, job_id)
     refuse_unended(job)
-    with store.writing() as connection:
-        done = connection.execute(delete(Job).where(Job.number == job.number, Job.version == job.version))
-        if not done.rowcount:
+    with store.write() as connection:
+        result = connection.execute(delete(Job).where(Job.number == job.number, Job.version == job.version))
+        if not result.rowcount:
             raise JobChanged(f"job {job_id} is {_one(connection, job_id).state} now; look at it again")
     return job
 
 
 def _one(connection: Connection, job_id: str, *, lock: bool = False) -> JobRow:
     query = select(*_COLUMNS).where(Job.id == job_id)
-    found = connection.execute(query.with_for_update() if lock else query).first()
-    if found is None:
+    row = connection.execute(query.with_for_update() if lock else query).first()
+    if row is None:
         raise UnknownJob(f"there is no job {job_id[:64]!r}")
-    return job_row(found)
+    return job_row(row)
 
 
 def job_row(row: Row[Any]) -> JobRow:
-    """A row of `jobs` as what the store gives out."""
+    """Convert a database row of `jobs` to a JobRow."""
     return JobRow(**{name: getattr(row, name) for name in JobRow.__slots__})
 
 
-# paused, cancelled, failed -> queued: it is asked for again, and goes on from its last checkpoint.
-# running -> queued: its process is gone, or its service was restarted, and it waits for its turn again.
+# paused, cancelled, failed -> queued: a user resumes the job from its last checkpoint.
+# running -> queued: its process died or its service restarted, and it waits for its turn again.
 _AFTER: dict[JobState, frozenset[JobState]] = {
     "queued": frozenset({"running", "paused", "cancelled", "failed"}),
     "running": frozenset({"pausing", "cancelling", "succeeded", "failed", "queued", "paused", "cancelled"}),
@@ -307,32 +278,27 @@ _OF_RUNS: dict[str, JobState] = {"ended": "succeeded", "stopped": "paused", "fai
 _GONE = "its process ended without a word; turnwise train --resume goes on"
 
 
-def state_of_run(watched: Watched) -> tuple[JobState, str | None, str | None]:
-    """State, code and detail of a run that no service runs, by its lock and what it wrote last."""
-    if watched.holder is not None:
+def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
+    """Return state, code and detail of a run outside any service, from its lock and its last state file."""
+    if status.holder is not None:
         return "running", None, None
-    if watched.interrupted:
+    if status.interrupted:
         return "failed", "killed", _GONE
-    if watched.state is None:  # of a version that wrote none
+    if status.state is None:  # written by a version without a state file
         return "paused", None, None
-    return _OF_RUNS[watched.state.state], watched.state.code or None, watched.state.detail or None
+    return _OF_RUNS[status.state.state], status.state.code or None, status.state.detail or None
 
 
 def refuse_unended(job: JobRow) -> None:
-    """Let through what may be deleted.
-
-    Raises:
-        JobConflict: it has not ended.
-    """
+    """Refuse to delete a job that has not ended."""
     if job.state not in (*ENDED, "paused"):
         raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
 
 
 def refuse_leap(job: JobRow, state: JobState) -> None:
-    """Let nothing through that no road leads to. The run of another process (origin cli) is as it is found.
+    """Refuse a transition that is not in `_AFTER`.
 
-    Raises:
-        JobConflict: with the state that the job is in, and those that may follow it.
+    A run of another process (origin cli) may take any state.
     """
     if job.origin == "cli" or state == job.state or state in _AFTER[job.state]:
         return

@@ -1,6 +1,6 @@
-"""What pages and the API show of a run's metrics: a fixed number of queries each, whatever its length.
+"""Reads of a run's metrics for pages and the API. Each needs a fixed number of queries, however long the run.
 
-Of rollouts and decisions: reads_rollouts.py.
+Reads of rollouts and decisions: reads_rollouts.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,20 +16,22 @@ from trainer_backend.store.writing import job_number, job_numbers
 
 
 def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tuple[RunSummary, ...]:
-    """The list of runs: each job's last iteration and the named numbers of its last rows; in their order."""
+    """Summarise runs in their order: last iteration, and the named numbers of their last rows."""
     numbers = [job.number for job in jobs]
-    ended = (
+    last_iterations = (
         select(Iteration.job, func.max(Iteration.iteration), func.max(Iteration.finished))
         .where(Iteration.job.in_(numbers))
         .group_by(Iteration.job)
     )
-    with store.reading() as connection:
-        iterations = {row[0]: row for row in connection.execute(ended)}
-        found = _last_numbers(connection, numbers, names)
+    with store.read() as connection:
+        iterations = {row[0]: row for row in connection.execute(last_iterations)}
+        numbers_by_kind = _last_numbers(connection, numbers, names)
     result = []
     for job in jobs:
         _, last, finished = iterations.get(job.number, (0, 0, None))
-        latest, evaluated = (found.get((job.number, kind), {}) for kind in ("iteration", "evaluation"))
+        latest, evaluated = (
+            numbers_by_kind.get((job.number, kind), {}) for kind in ("iteration", "evaluation")
+        )
         result.append(RunSummary(job, last, finished, latest, evaluated))
     return tuple(result)
 
@@ -37,7 +39,7 @@ def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tup
 def _last_numbers(
     connection: Connection, jobs: Sequence[int], names: Sequence[str]
 ) -> dict[tuple[int, str], dict[str, float]]:
-    """By job and kind, the named numbers of its last row."""
+    """Read the named numbers of the last row, by job and kind."""
     last = _last_of(jobs, ("iteration", "evaluation"))
     query = (
         select(Curve.job, Curve.kind, Curve.name, Metric.value)
@@ -45,14 +47,14 @@ def _last_numbers(
         .join(Metric, and_(Metric.curve == Curve.number, Metric.iteration == last.c.iteration))
         .where(Curve.name.in_(names))
     )
-    found: dict[tuple[int, str], dict[str, float]] = {}
+    numbers: dict[tuple[int, str], dict[str, float]] = {}
     for job, kind, name, value in connection.execute(query):
-        found.setdefault((job, kind), {})[name] = value
-    return found
+        numbers.setdefault((job, kind), {})[name] = value
+    return numbers
 
 
 def _last_of(jobs: Iterable[int], kinds: Iterable[str]) -> Subquery:
-    """The iteration of the last row, by job and kind."""
+    """Select the iteration of the last row, by job and kind."""
     return (
         select(MetricRow.job, MetricRow.kind, func.max(MetricRow.iteration).label("iteration"))
         .where(MetricRow.job.in_(jobs), MetricRow.kind.in_(kinds))
@@ -62,15 +64,15 @@ def _last_of(jobs: Iterable[int], kinds: Iterable[str]) -> Subquery:
 
 
 def known_metrics(store: Store, job_ids: Sequence[str]) -> set[tuple[str, str]]:
-    """(kind, metric) of every curve that any of these runs has."""
-    with store.reading() as connection:
+    """Return (kind, metric) of every curve that any of these runs has."""
+    with store.read() as connection:
         query = select(Curve.kind, Curve.name).where(Curve.job.in_(job_numbers(connection, job_ids)))
         return {(kind, name) for kind, name in connection.execute(query.distinct())}
 
 
 def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[str, ...]:
-    """Which curves a run has, sorted."""
-    with store.reading() as connection:
+    """Return the names of a run's curves, sorted."""
+    with store.read() as connection:
         query = select(Curve.name).where(Curve.job == job_number(connection, job_id), Curve.kind == kind)
         return tuple(sorted(connection.scalars(query)))
 
@@ -78,32 +80,31 @@ def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[st
 def series(
     store: Store, job_ids: Sequence[str], names: Sequence[str], *, kind: str = "iteration", points: int = 300
 ) -> dict[str, dict[str, Series]]:
-    """Curves of one or several runs: by job id, then by metric name; a name without numbers is left out.
+    """Read curves of several runs: by job id, then by metric name. A name without numbers is absent.
 
     Args:
-        names: a name that ends with `/*` stands for all that begin so (`eval/success_rates/*`, `time/*`).
-        points: at most so many a curve; longer ones are thinned to means of stretches, with their bounds.
-
-    Raises:
-        UnknownJob: one of them is none.
+        names: a name that ends with `/*` matches every name with that prefix (`eval/success_rates/*`).
+        points: the maximum per curve; longer curves are reduced to means of intervals, with their bounds.
     """
-    with store.reading() as connection:
+    with store.read() as connection:
         jobs = job_numbers(connection, job_ids)
         query = select(Curve.number, Curve.job, Curve.name).where(Curve.job.in_(jobs), Curve.kind == kind)
-        curves = {row.number: row for row in connection.execute(query) if _is_wanted(row.name, names)}
-        found = _points(connection, list(curves), points)
+        curves = {row.number: row for row in connection.execute(query) if _matches(row.name, names)}
+        curves_by_number = _points(connection, list(curves), points)
     result: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
-    for number in sorted(found, key=lambda number: curves[number].name):
-        result[jobs[curves[number].job]][curves[number].name] = found[number]
+    for number in sorted(curves_by_number, key=lambda number: curves[number].name):
+        result[jobs[curves[number].job]][curves[number].name] = curves_by_number[number]
     return result
 
 
-def _is_wanted(name: str, names: Iterable[str]) -> bool:
-    return any(name == wanted or (wanted.endswith("/*") and name.startswith(wanted[:-1])) for wanted in names)
+def _matches(name: str, names: Iterable[str]) -> bool:
+    return any(
+        name == pattern or (pattern.endswith("/*") and name.startswith(pattern[:-1])) for pattern in names
+    )
 
 
 def _points(connection: Connection, curves: Sequence[int], points: int) -> dict[int, Series]:
-    """By curve. The stretches of all are alike, so that curves of several runs lie over one another."""
+    """Read the points of curves. All use the same intervals, so curves of several runs can be overlaid."""
     mine = Metric.curve.in_(curves)
     last = connection.scalar(select(func.max(Metric.iteration)).where(mine)) or 0
     stride = last // max(points, 1) + 1
@@ -116,24 +117,24 @@ def _points(connection: Connection, curves: Sequence[int], points: int) -> dict[
         .group_by(Metric.curve, stretch)
         .order_by(Metric.curve, stretch)
     )
-    # The driver's own tuples: to make rows of SQLAlchemy of them takes as long as the query.
+    # The driver's own tuples: converting them to SQLAlchemy rows takes as long as the query.
     cursor = connection.execute(whole if stride == 1 else thinned).cursor
     assert cursor is not None
-    found = {}
+    points_by_curve = {}
     for curve, rows in groupby(cursor.fetchall(), key=itemgetter(0)):
         _, iterations, means, lows, highs = zip(*rows, strict=True)
-        found[curve] = Series(iterations, means, lows, highs)
-    return found
+        points_by_curve[curve] = Series(iterations, means, lows, highs)
+    return points_by_curve
 
 
 def metric_lines(
     store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
 ) -> tuple[MetricLine, ...]:
-    """Rows of metrics.jsonl whose number is above `after`, oldest first: what a live page has not seen."""
+    """Return rows of metrics.jsonl with a number above `after`, oldest first: the rows a live page lacks."""
     table = MetricRow
     if not fits(after):
-        return ()  # no row has so high a number
-    with store.reading() as connection:
+        return ()  # no row number is that high
+    with store.read() as connection:
         query = (
             select(table.number, table.kind, table.iteration, table.row)
             .where(table.job == job_number(connection, job_id), table.number > after)
@@ -146,20 +147,16 @@ def metric_lines(
 
 
 def last_line(store: Store, job_id: str, kind: str) -> MetricLine | None:
-    """The newest row of a kind: for its lists (`decision/unique_by_turn`) and texts."""
+    """Return the newest row of a kind, with its lists (`decision/unique_by_turn`) and texts."""
     return last_lines(store, [job_id], [kind])[job_id].get(kind)
 
 
 def last_lines(
     store: Store, job_ids: Sequence[str], kinds: Sequence[str]
 ) -> dict[str, dict[str, MetricLine]]:
-    """The newest row of each kind, by job id, then by kind; one that has no row is left out.
-
-    Raises:
-        UnknownJob: one of them is none.
-    """
+    """Return the newest row of each kind, by job id, then by kind. Kinds without rows are absent."""
     table = MetricRow
-    with store.reading() as connection:
+    with store.read() as connection:
         jobs = job_numbers(connection, job_ids)
         last = _last_of(jobs, kinds)
         query = select(table.job, table.number, table.kind, table.iteration, table.row).join(
@@ -171,16 +168,16 @@ def last_lines(
             ),
         )
         rows = connection.execute(query).all()
-    found: dict[str, dict[str, MetricLine]] = {job_id: {} for job_id in job_ids}
+    lines: dict[str, dict[str, MetricLine]] = {job_id: {} for job_id in job_ids}
     for job, *line in rows:
-        found[jobs[job]][line[1]] = MetricLine(*line)
-    return found
+        lines[jobs[job]][line[1]] = MetricLine(*line)
+    return lines
 
 
 def checkpoints(store: Store, job_id: str) -> tuple[CheckpointRow, ...]:
-    """Oldest first."""
+    """Return the checkpoints of a run, oldest first."""
     table = Checkpoint
-    with store.reading() as connection:
+    with store.read() as connection:
         query = (
             select(table.folder, table.iteration, table.best, table.bytes)
             .where(table.job == job_number(connection, job_id))

@@ -1,4 +1,4 @@
-"""What pages and the API show of a run's rollouts and their decisions."""
+"""Reads of a run's rollouts and their decisions for pages and the API."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
 from trainer_backend.store.database import Store, UnknownCursor, UnknownRollout
 from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
-from trainer_backend.store.tables import Consumed, Decision, Rollout, SyncedFile, fits
+from trainer_backend.store.tables import Decision, LedgerRow, Rollout, SyncedFile, fits
 from trainer_backend.store.writing import job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
@@ -30,11 +30,11 @@ _COLUMNS: list[Any] = [
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilter:
-    """The filter of rollouts; absent fields do not filter.
+    """A filter of rollouts. Fields that are None do not filter.
 
     Attributes:
-        min_reward: of the outcome.
-        text: a part of the rollout id, in small letters or capitals.
+        min_reward: minimum outcome reward.
+        text: part of the rollout id, case-insensitive.
     """
 
     stage: str | None = None
@@ -58,17 +58,13 @@ def rollouts(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[RolloutRow]:
-    """A page of rollouts; those without the number that is sorted by come last, either way.
+    """Return a page of rollouts. Rollouts without the sort value come last in both directions.
 
     Args:
-        cursor: that of the page before, which was asked for with the same filter and order.
-
-    Raises:
-        UnknownJob: there is none of that id.
-        UnknownCursor: it is none of ours.
+        cursor: the cursor of the previous page, for the same filter and order.
     """
     by = _SORTS[sort]
-    with store.reading() as connection:
+    with store.read() as connection:
         query = _selected().where(*_conditions(job_number(connection, job_id), where))
         if cursor is not None:
             query = query.where(_beyond(by, *_read_cursor(cursor, by), descending=descending))
@@ -82,8 +78,8 @@ def rollouts(
 
 
 def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> int:
-    """How many there are on all pages."""
-    with store.reading() as connection:
+    """Count the rollouts on all pages."""
+    with store.read() as connection:
         conditions = _conditions(job_number(connection, job_id), where)
         return connection.scalar(select(func.count()).select_from(Rollout).where(*conditions)) or 0
 
@@ -94,22 +90,22 @@ def _selected() -> Select[Any]:
 
 def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
     equal = [field.name for field in fields(where) if field.name not in ("min_reward", "text")]
-    found = [Rollout.job == job]
+    conditions = [Rollout.job == job]
     for name in equal:
         value = getattr(where, name)
         if isinstance(value, int) and not fits(value):
-            found.append(false())  # as of any other number that no rollout has
+            conditions.append(false())  # no rollout has a number that the column cannot hold
         elif value is not None:
-            found.append(getattr(Rollout, name) == value)
+            conditions.append(getattr(Rollout, name) == value)
     if where.min_reward is not None:
-        found.append(Rollout.outcome_reward >= where.min_reward)
+        conditions.append(Rollout.outcome_reward >= where.min_reward)
     if where.text:
-        found.append(Rollout.rollout_id.icontains(where.text, autoescape=True))
-    return found
+        conditions.append(Rollout.rollout_id.icontains(where.text, autoescape=True))
+    return conditions
 
 
 def _beyond(by: Any, value: float | None, number: int, *, descending: bool) -> ColumnElement[bool]:
-    """What comes after the row with that value and number."""
+    """Match the rows that follow the row with this value and number."""
     behind = Rollout.number < number if descending else Rollout.number > number
     if value is None:
         return and_(by.is_(None), behind)
@@ -121,14 +117,14 @@ def _cursor(value: float | None, number: int) -> str:
 
 
 def _read_cursor(cursor: str, by: Any) -> tuple[float | None, int]:
-    """The value that the page before ended at, one that the column sorted by could hold, and the number."""
+    """Read the last sort value and row number of the previous page; both must fit their columns."""
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
         whole = by.type.python_type is int
-        known = value is None or (_is_whole(value) if whole else math.isfinite(value))
+        valid = value is None or (_is_whole(value) if whole else math.isfinite(value))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UnknownCursor(cursor) from error
-    if not (known and _is_whole(number)):
+    if not (valid and _is_whole(number)):
         raise UnknownCursor(cursor)
     return value, number
 
@@ -138,65 +134,61 @@ def _is_whole(value: Any) -> bool:
 
 
 def facets(store: Store, job_id: str) -> Facets:
-    """What the rollouts of a run can be filtered by."""
+    """Return the values by which the rollouts of a run can be filtered, with their counts."""
     columns = (Rollout.stage, Rollout.policy, Rollout.status, Rollout.failure_code, Rollout.stop_reason)
     counts: list[dict[str, int]] = [{} for _ in columns]
     spans: list[int] = []
     query = select(*columns, func.count(), func.min(Rollout.iteration), func.max(Rollout.iteration))
-    with store.reading() as connection:
+    with store.read() as connection:
         mine = query.where(Rollout.job == job_number(connection, job_id)).group_by(*columns)
         for *values, count, first, last in connection.execute(mine):
             spans += [first, last]
-            for found, value in zip(counts, values, strict=True):
+            for counter, value in zip(counts, values, strict=True):
                 if value is not None:
-                    found[value] = found.get(value, 0) + count
+                    counter[value] = counter.get(value, 0) + count
     stages, policies, statuses, failure_codes, stop_reasons = (
-        dict(sorted(found.items())) for found in counts
+        dict(sorted(counter.items())) for counter in counts
     )
     iterations = (min(spans), max(spans)) if spans else None
     return Facets(stages, policies, statuses, failure_codes, stop_reasons, iterations)
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
-    """One rollout, by its id, or by an end of it that only one has (`train/3/0/1`).
-
-    Raises:
-        UnknownRollout: there is none, or several.
-    """
-    with store.reading() as connection:
+    """Return one rollout by its id or by a suffix that only one id has (`train/3/0/1`)."""
+    with store.read() as connection:
         mine = _selected().where(Rollout.job == job_number(connection, job_id))
-        found = connection.execute(mine.where(Rollout.rollout_id == rollout_id)).all()
-        if not found:
+        rows = connection.execute(mine.where(Rollout.rollout_id == rollout_id)).all()
+        if not rows:
             end = f"/{rollout_id}"
-            # Not LIKE: SQLite's knows no capitals.
+            # Not LIKE, which ignores case in SQLite.
             ends = func.substr(Rollout.rollout_id, func.length(Rollout.rollout_id) - len(end) + 1) == end
-            found = connection.execute(mine.where(ends).limit(3)).all()
-    if len(found) != 1:
-        some = f": {', '.join(row.rollout_id for row in found)}" if found else ""
-        raise UnknownRollout(f"{len(found) or 'no'} rollouts of job {job_id} are {rollout_id[:200]!r}{some}")
-    return RolloutRow(*found[0])
+            rows = connection.execute(mine.where(ends).limit(3)).all()
+    if len(rows) != 1:
+        some = f": {', '.join(row.rollout_id for row in rows)}" if rows else ""
+        raise UnknownRollout(f"{len(rows) or 'no'} rollouts of job {job_id} are {rollout_id[:200]!r}{some}")
+    return RolloutRow(*rows[0])
 
 
 _DECISION = [getattr(Decision, name) for name in DecisionRow.__slots__]
 
 
 def decisions(store: Store, row: RolloutRow) -> tuple[DecisionRow, ...]:
-    """Its decisions, by turn; empty where retention removed them (`decisions_stored`)."""
+    """Return the decisions of a rollout by turn; empty where retention removed them (`decisions_stored`)."""
     query = select(*_DECISION).where(Decision.rollout == row.number).order_by(Decision.turn)
-    with store.reading() as connection:
-        return tuple(_decision(found) for found in connection.execute(query))
+    with store.read() as connection:
+        return tuple(_decision(decision) for decision in connection.execute(query))
 
 
-def _decision(found: Any) -> DecisionRow:
-    return DecisionRow(**{**found._mapping, "unique": tuple(found.unique)})
+def _decision(row: Any) -> DecisionRow:
+    return DecisionRow(**{**row._mapping, "unique": tuple(row.unique)})
 
 
 def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ...]:
-    """All rollouts of its group in its stage and iteration, itself too, by sibling and attempt."""
-    with store.reading() as connection:
+    """Return the rollouts of its group, stage and iteration, itself included, by sibling and attempt."""
+    with store.read() as connection:
         query = _selected().where(*_group(job_number(connection, job_id), row))
-        found = connection.execute(query.order_by(Rollout.sibling, Rollout.attempt, Rollout.number))
-        return tuple(RolloutRow(*item) for item in found)
+        rows = connection.execute(query.order_by(Rollout.sibling, Rollout.attempt, Rollout.number))
+        return tuple(RolloutRow(*item) for item in rows)
 
 
 def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
@@ -207,12 +199,12 @@ def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
 def anchors(
     store: Store, job_id: str, row: RolloutRow, state_key: str, *, limit: int
 ) -> tuple[AnchorRow, ...]:
-    """Decisions of this rollout's group that were made in a state, by sibling and turn; the first so many."""
+    """Return the first `limit` decisions of this rollout's group in one state, by sibling and turn."""
     columns = [
         getattr(Rollout if name in ("rollout_id", "sibling") else Decision, name)
         for name in AnchorRow.__slots__
     ]
-    with store.reading() as connection:
+    with store.read() as connection:
         query = (
             select(*columns)
             .join(Rollout, Rollout.number == Decision.rollout)
@@ -220,12 +212,12 @@ def anchors(
             .order_by(Rollout.sibling, Decision.turn)
             .limit(limit)
         )
-        return tuple(AnchorRow(*found) for found in connection.execute(query))
+        return tuple(AnchorRow(*anchor) for anchor in connection.execute(query))
 
 
-def consumed_by(store: Store, job_id: str, rollout_id: str) -> int | None:
-    """The iteration whose update learned from it; None: none did."""
-    with store.reading() as connection:
+def learning_iteration(store: Store, job_id: str, rollout_id: str) -> int | None:
+    """Return the iteration whose update learned from this rollout, or None."""
+    with store.read() as connection:
         job = job_number(connection, job_id)
-        query = select(Consumed.iteration).where(Consumed.job == job, Consumed.rollout_id == rollout_id)
+        query = select(LedgerRow.iteration).where(LedgerRow.job == job, LedgerRow.rollout_id == rollout_id)
         return connection.scalar(query)

@@ -1,4 +1,4 @@
-"""What of a run is kept, as [retention] of its job says. A pure rule, applied by each sync."""
+"""[retention] of a job: which files and decisions of a run each sync keeps. A pure rule."""
 
 from pathlib import Path
 
@@ -7,20 +7,18 @@ from pydantic import ValidationError
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.tables import RetentionTable
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.rollout_index import RolloutFile
 
 _DAY_NS = 86_400 * 10**9
-# Stages with a file an iteration. A run has few evaluations, and the report needs them.
+# Stages with one file per iteration. Evaluations are few, and the report needs them.
 _OF_ITERATIONS = ("train", "branches")
 
 
 def retention_of(run: Path) -> RetentionTable:
-    """[retention] of a run's job; of the rest of its job.toml nothing is asked, an earlier version may have
-    written it.
+    """Read [retention] of a run's job.
 
-    Raises:
-        RunDirectoryError: job.toml cannot be read, or its [retention] is wrong: nothing is removed then.
+    The rest of job.toml may be of an earlier version and is not checked.
     """
     path = run / "job.toml"
     try:
@@ -31,16 +29,16 @@ def retention_of(run: Path) -> RetentionTable:
 
 
 def newest_iteration(files: list[RolloutFile]) -> int:
-    """The last iteration that has rollouts; what `newest so many` counts back from."""
+    """Return the last iteration that has rollouts; [retention] counts back from it."""
     return max((file.iteration for file in files if file.stage == "train"), default=0)
 
 
 def keeps_decisions(table: RetentionTable, file: RolloutFile, *, newest: int, now_ns: int) -> bool:
-    """Whether the store holds the decisions of a file.
+    """Return whether the store keeps the decisions of a file.
 
     Args:
         newest: the last iteration of the run.
-        now_ns: nanoseconds since 1970, as file times are.
+        now_ns: the current time in nanoseconds since 1970, like file times.
     """
     count, days = table.decisions_iterations, table.decisions_days
     young = days is None or now_ns - file.modified_ns <= days * _DAY_NS
@@ -48,23 +46,19 @@ def keeps_decisions(table: RetentionTable, file: RolloutFile, *, newest: int, no
 
 
 def keeps_file(table: RetentionTable, file: RolloutFile, *, newest: int) -> bool:
-    """Whether a file of rollouts stays in the run directory."""
+    """Return whether a file of rollouts stays in the run directory."""
     count = table.rollout_files_iterations
     return count is None or file.stage not in _OF_ITERATIONS or file.iteration > newest - count
 
 
 def remove_old_files(table: RetentionTable, files: list[RolloutFile]) -> list[RolloutFile]:
-    """Delete files that are not kept; return the rest.
-
-    Raises:
-        RunDirectoryError: the run directory is read-only.
-    """
+    """Delete the files that [retention] does not keep; return the others."""
     newest = newest_iteration(files)
-    kept = []
+    rest = []
     for file in files:
         if keeps_file(table, file, newest=newest):
-            kept.append(file)
+            rest.append(file)
             continue
-        with writing(file.path):
+        with write_errors(file.path):
             file.path.unlink(missing_ok=True)
-    return kept
+    return rest

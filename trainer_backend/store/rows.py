@@ -1,4 +1,4 @@
-"""Rows that the store returns: frozen, without SQLAlchemy. Times are UTC and aware."""
+"""Rows that the store returns: frozen dataclasses without SQLAlchemy. Times are aware, in UTC."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ import tomli
 JobState = Literal["queued", "running", "pausing", "paused", "cancelling", "cancelled", "succeeded", "failed"]
 Wanted = Literal["run", "pause", "cancel"]
 Origin = Literal["api", "cli"]
-# A process may be at work for it.
+# States in which a process may be at work for the job.
 ACTIVE: frozenset[JobState] = frozenset({"running", "pausing", "cancelling"})
-# It ends here, unless somebody asks for more.
+# States in which a job stays unless somebody resumes it.
 ENDED: frozenset[JobState] = frozenset({"cancelled", "succeeded", "failed"})
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Item]):
-    """Some rows of a list, and where the next page begins.
+    """A page of a list.
 
     Attributes:
-        cursor: to be given back for the next page, opaque; None: this was the last.
+        cursor: opaque position of the next page; None: this page is the last.
     """
 
     items: tuple[Item, ...]
@@ -32,15 +32,15 @@ class Page(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """A job as it was when it was read.
+    """A job at the time it was read.
 
     Attributes:
-        number: in order of creation.
+        number: position in the order of creation.
         config: the resolved TOML, without secrets.
-        home: which service runs it.
-        version: counts changes; a change says which version it was decided on.
-        attempt: how often a process was started for it.
-        code, detail: why it failed, or was stopped; a code for programs and a sentence.
+        home: the service that runs it.
+        version: number of changes so far; compare-and-set uses it.
+        attempt: number of processes started for it so far.
+        code, detail: why it failed or was stopped: a code for programs, and a sentence.
     """
 
     number: int
@@ -68,10 +68,9 @@ class RunSummary:
     """A line in the list of runs.
 
     Attributes:
-        iteration: the last finished one, 0 before the first.
-        finished: when that was; None before the first.
-        latest, evaluated: numbers of the last rows of kind iteration and evaluation, by metric name, of those
-            that were asked for; absent where there is none.
+        iteration: the last finished one; 0 before the first.
+        finished: end of that iteration; None before the first.
+        latest, evaluated: the requested numbers of the last rows of kind iteration and evaluation, by name.
     """
 
     job: JobRow
@@ -83,11 +82,11 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve; of one that was thinned each point is the mean of a stretch, low and high its bounds.
+    """A curve, reduced to intervals where it has too many points.
 
     Attributes:
-        iterations_N: the last iteration of each stretch, ascending.
-        values_N, low_N, high_N: mean, least and greatest value of it; all equal where nothing was thinned.
+        iterations_N: the last iteration of each interval, ascending.
+        values_N, low_N, high_N: mean, minimum and maximum of each interval; all equal without reduction.
     """
 
     iterations_N: tuple[int, ...]
@@ -98,7 +97,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """A row of metrics.jsonl. `number` grows with every row of the store: a live page goes on from it."""
+    """A row of metrics.jsonl.
+
+    `number` increases with every row of the store, so live pages resume from it.
+    """
 
     number: int
     kind: str
@@ -111,13 +113,13 @@ class RolloutRow:
     """A stored rollout.
 
     Attributes:
-        number: in order of arrival; pages go by it.
+        number: position in the order of arrival; pages use it.
         stage: train, branches, evaluation, warmup or prompts.
         file: its Parquet file in the run directory, such as rollouts/iteration_3.parquet.
         policy: last part of `model`, or the policy's name.
-        reward: sum of r_t, None where nothing was credited.
-        decisions: how many it has; `decisions_stored` tells whether they are in the store: retention takes
-            those of old iterations out.
+        reward: sum of r_t; None where no decision has a reward.
+        decisions: number of its decisions.
+        decisions_stored: whether the store still has them; retention removes those of old iterations.
     """
 
     number: int
@@ -143,7 +145,7 @@ class RolloutRow:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRow:
-    """One decision of a rollout; credit is None where none was given."""
+    """One decision of a rollout. Its credit is None until credit is assigned."""
 
     turn: int
     action: str
@@ -160,7 +162,7 @@ class DecisionRow:
 
 @dataclass(frozen=True, slots=True)
 class AnchorRow:
-    """A decision of the same group that was made in the same state."""
+    """A decision of the same group in the same state."""
 
     rollout_id: str
     sibling: int
@@ -173,7 +175,7 @@ class AnchorRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A checkpoint folder, by its name under checkpoints/; size in bytes."""
+    """A checkpoint folder: its name under checkpoints/, its size in bytes."""
 
     folder: str
     iteration: int
@@ -183,7 +185,7 @@ class CheckpointRow:
 
 @dataclass(frozen=True, slots=True)
 class Facets:
-    """What the rollouts of a run can be filtered by, each value with its count."""
+    """The values by which the rollouts of a run can be filtered, each with its count."""
 
     stages: Mapping[str, int]
     policies: Mapping[str, int]
@@ -195,7 +197,7 @@ class Facets:
 
 @lru_cache(maxsize=256)
 def tables_of(config: str) -> Mapping[str, Any]:
-    """The job's tables; nothing where its text cannot be read any more."""
+    """Parse a job's TOML; return nothing if it cannot be parsed any more."""
     try:
         return tomli.loads(config)
     except tomli.TOMLDecodeError:
@@ -203,7 +205,7 @@ def tables_of(config: str) -> Mapping[str, Any]:
 
 
 def iterations_of(config: str) -> int | None:
-    """How many it is to do; None where that is not known."""
+    """Return the number of iterations a job asks for, or None if unknown."""
     table = tables_of(config).get("training")
-    found = table.get("iterations") if isinstance(table, Mapping) else None
-    return found if isinstance(found, int) else None
+    iterations = table.get("iterations") if isinstance(table, Mapping) else None
+    return iterations if isinstance(iterations, int) else None

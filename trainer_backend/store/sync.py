@@ -1,6 +1,6 @@
-"""From a run directory into the store: what is not there yet, and what was written anew. Idempotent.
+"""Copy the new and changed parts of a run directory into the store; repeating a copy changes nothing.
 
-The run directory is the truth: what it no longer holds leaves the store too.
+The run directory is the truth: rows leave the store when their files are gone.
 """
 
 from collections.abc import Callable
@@ -12,36 +12,31 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.spool import LEDGER_FILE
 from trainer_backend.store.database import Store
 from trainer_backend.store.sync_checkpoints import sync_checkpoints
-from trainer_backend.store.sync_lines import Known, put_ledger, put_metrics, sync_lines
+from trainer_backend.store.sync_lines import FileMark, put_ledger, put_metrics, sync_lines
 from trainer_backend.store.sync_rollouts import sync_rollouts
 from trainer_backend.store.tables import SyncedFile
 from trainer_backend.store.writing import job_number
 
 
 def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:
-    """Bring the store to what the run directory holds, and both to what [retention] says.
+    """Copy a run directory into the store, and apply [retention] to both.
 
-    Each file is a transaction of its own: one that is cut short has done a part, and the next does the rest.
-    A file that cannot be read holds up no other.
+    Each file has a transaction of its own: after an interruption the next sync does the rest. A file that
+    cannot be read does not hold up the others.
 
     Args:
-        tidies: False for who only shows what is there: no file is removed.
+        tidies: whether to delete old files; False for a service that only shows runs.
 
     Returns:
         Whether anything was new.
-
-    Raises:
-        UnknownJob: there is no such job.
-        StoreUnavailable: the database does not answer, or is full.
-        RunDirectoryError: a file cannot be read; the others are in.
     """
-    with store.reading() as connection:
+    with store.read() as connection:
         job = job_number(connection, job_id)
-        known = _known(connection, job)
+        marks = _file_marks(connection, job)
     parts: list[Callable[[], bool]] = [
-        lambda: sync_rollouts(store, job_id, directory.path, known, tidies=tidies),
-        lambda: sync_lines(store, job_id, directory.metrics_file, known, put_metrics),
-        lambda: sync_lines(store, job_id, directory.path / LEDGER_FILE, known, put_ledger),
+        lambda: sync_rollouts(store, job_id, directory.path, marks, tidies=tidies),
+        lambda: sync_lines(store, job_id, directory.metrics_file, marks, put_metrics),
+        lambda: sync_lines(store, job_id, directory.path / LEDGER_FILE, marks, put_ledger),
         lambda: sync_checkpoints(store, job_id, directory.checkpoints),
     ]
     changed, problems = False, []
@@ -55,9 +50,9 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool
     return changed
 
 
-def _known(connection: Connection, job: int) -> dict[str, Known]:
-    """By name, how far each file was read."""
+def _file_marks(connection: Connection, job: int) -> dict[str, FileMark]:
+    """Read how far each file was copied, by name."""
     table = SyncedFile
     columns = (table.name, table.number, table.size, table.modified_ns, table.digest, table.decisions)
-    found = connection.execute(select(*columns).where(table.job == job))
-    return {row.name: Known(*row[1:]) for row in found}
+    rows = connection.execute(select(*columns).where(table.job == job))
+    return {row.name: FileMark(*row[1:]) for row in rows}

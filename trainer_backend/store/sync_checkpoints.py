@@ -1,4 +1,4 @@
-"""Checkpoint folders: which stand, which is the best, and what they take of the disk."""
+"""Checkpoint folders in the store: their names, sizes, and which one is the best."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,17 +13,17 @@ from trainer_backend.store.writing import job_number
 
 
 def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:
-    """Bring the list of checkpoints up to date; whether it was not."""
+    """Update the store's list of checkpoints; return whether it changed."""
     best = best_checkpoint(folder)
-    found = whole_checkpoints(folder)
-    with store.reading() as connection:
+    folders = whole_checkpoints(folder)
+    with store.read() as connection:
         job = job_number(connection, job_id)
         query = select(Checkpoint.folder, Checkpoint.best).where(Checkpoint.job == job)
         stored = {row.folder: row.best for row in connection.execute(query)}
-    if stored == {path.name: path == best for _, path in found}:
+    if stored == {path.name: path == best for _, path in folders}:
         return False
     rows = [{"job": job, **asdict(row)} for row in checkpoint_rows(folder)]
-    with store.writing() as connection:
+    with store.write() as connection:
         job_number(connection, job_id, lock=True)
         connection.execute(delete(Checkpoint).where(Checkpoint.job == job))
         if rows:
@@ -32,7 +32,7 @@ def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:
 
 
 def checkpoint_rows(folder: Path) -> list[CheckpointRow]:
-    """Whole checkpoints, oldest first."""
+    """List the whole checkpoints, oldest first."""
     best = best_checkpoint(folder)
     return [
         CheckpointRow(path.name, iteration, path == best, _size(path))
@@ -46,5 +46,5 @@ def _size(folder: Path) -> int:
         try:
             total += path.stat().st_size if path.is_file() else 0
         except FileNotFoundError:
-            continue  # it is being pruned: the next sync sees that
+            continue  # the run is deleting it; the next sync sees that
     return total

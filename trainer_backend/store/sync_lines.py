@@ -1,4 +1,4 @@
-"""Files that grow line by line: metrics.jsonl and the ledger. Only what is new in them is read."""
+"""Files that grow line by line (metrics.jsonl and the ledger): a sync reads only their new lines."""
 
 import hashlib
 import math
@@ -13,21 +13,21 @@ from sqlalchemy import Connection, delete, insert, select
 
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import object_of
-from trainer_backend.rundir.spool import learned_twice, planned_id
+from trainer_backend.rundir.spool import duplicate_error, plan_id
 from trainer_backend.store.database import Store
-from trainer_backend.store.tables import Consumed, Curve, Iteration, Metric, MetricRow, SyncedFile
+from trainer_backend.store.tables import Curve, Iteration, LedgerRow, Metric, MetricRow, SyncedFile
 from trainer_backend.store.writing import job_number
 
 Row = Mapping[str, Any]
-# Bytes before the place that was read up to: equal ones say that the file is the one it was, only longer.
+# A digest of the last bytes before the mark: if it is equal, the file has only grown.
 _TAIL = 256
-# Ids that one question names: a database refuses one of tens of thousands.
+# Ids in one query: a database refuses tens of thousands.
 _AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A row of synced_files."""
+class FileMark:
+    """A row of synced_files: how far a file was copied."""
 
     number: int
     size: int
@@ -38,11 +38,11 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class NewLines:
-    """What a file has that the store has not.
+    """The lines of a file that the store lacks.
 
     Attributes:
-        whole: these are all lines there are: the file is new here, or was written anew.
-        end: the byte that the next lines will begin at; `digest` is of those before it.
+        whole: whether these are all lines of the file: it is new, or was rewritten.
+        end: the byte at which the next lines begin; `digest` covers the bytes before it.
     """
 
     rows: Sequence[Row]
@@ -52,63 +52,63 @@ class NewLines:
     modified_ns: int
 
 
-# Called with a connection, the number of the job, and the new lines.
+# Stores new lines: called with a connection, the number of the job, and the lines.
 Put = Callable[[Connection, int, NewLines], None]
 
 
-def sync_lines(store: Store, job_id: str, path: Path, known: Mapping[str, Known], put: Put) -> bool:
-    """Bring the lines of a file that are new into the store, by `put`; whether there were any."""
-    if _unchanged(path, known.get(path.name)):
+def sync_lines(store: Store, job_id: str, path: Path, marks: Mapping[str, FileMark], put: Put) -> bool:
+    """Copy the new lines of a file into the store with `put`; return whether there were any."""
+    if _unchanged(path, marks.get(path.name)):
         return False
-    with store.writing() as connection:
+    with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
-        found = _synced(connection, job, path.name)  # anew: another sync may have been quicker
-        new = _new_lines(path, found)
+        mark = _mark_of(connection, job, path.name)  # read again: a concurrent sync may have finished first
+        new = _new_lines(path, mark)
         if new is None:
             return False
         put(connection, job, new)
-        _remember(connection, job, path.name, found, new)
+        _remember(connection, job, path.name, mark, new)
     return bool(new.rows) or new.whole
 
 
-def _unchanged(path: Path, known: Known | None) -> bool:
+def _unchanged(path: Path, mark: FileMark | None) -> bool:
     try:
         facts = path.stat()
     except FileNotFoundError:
-        return known is None
-    return known is not None and (facts.st_size, facts.st_mtime_ns) == (known.size, known.modified_ns)
+        return mark is None
+    return mark is not None and (facts.st_size, facts.st_mtime_ns) == (mark.size, mark.modified_ns)
 
 
-def _new_lines(path: Path, known: Known | None) -> NewLines | None:
-    """None: nothing is there, and nothing was."""
+def _new_lines(path: Path, mark: FileMark | None) -> NewLines | None:
+    """Read the new lines of a file; None: the file does not exist and never did."""
     try:
-        with path.open("rb") as file:  # one opening: of a file that is replaced meanwhile, all or nothing
+        with path.open("rb") as file:  # opened once: a concurrent replacement is seen whole or not at all
             modified_ns = os.fstat(file.fileno()).st_mtime_ns
-            data, begin, seen = _read_on(file, known)
+            data, begin, old = _read_on(file, mark)
     except FileNotFoundError:
-        return None if known is None else NewLines((), True, 0, _digest(b""), 0)
+        return None if mark is None else NewLines((), True, 0, _digest(b""), 0)
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error
     end = data.rfind(b"\n") + 1
-    rows = tuple(_rows(data[seen:end]))
-    return NewLines(rows, begin + seen == 0, begin + end, _digest(data[:end]), modified_ns)
+    rows = tuple(_rows(data[old:end]))
+    return NewLines(rows, begin + old == 0, begin + end, _digest(data[:end]), modified_ns)
 
 
-def _read_on(file: BinaryIO, known: Known | None) -> tuple[bytes, int, int]:
-    """Bytes of the file, where they begin in it, and how many of them were read before."""
-    if known is not None:
-        begin = max(0, known.size - _TAIL)
+def _read_on(file: BinaryIO, mark: FileMark | None) -> tuple[bytes, int, int]:
+    """Return bytes of the file, their position in it, and how many of them were read before."""
+    if mark is not None:
+        begin = max(0, mark.size - _TAIL)
         file.seek(begin)
         data = file.read()
-        seen = known.size - begin
-        if len(data) >= seen and _digest(data[:seen]) == known.digest:
-            return data, begin, seen
+        old = mark.size - begin
+        if len(data) >= old and _digest(data[:old]) == mark.digest:
+            return data, begin, old
         file.seek(0)
     return file.read(), 0, 0
 
 
 def _rows(data: bytes) -> Iterator[Row]:
-    """As every reader of these files does, without a line that a crash cut short."""
+    """Parse whole lines as every reader of these files does; a line that a crash cut short is skipped."""
     return (row for line in data.split(b"\n") if (row := object_of(line)) is not None)
 
 
@@ -116,16 +116,16 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data[-_TAIL:], digest_size=12).hexdigest()
 
 
-def _synced(connection: Connection, job: int, name: str) -> Known | None:
+def _mark_of(connection: Connection, job: int, name: str) -> FileMark | None:
     table = SyncedFile
     query = select(table.number, table.size, table.modified_ns, table.digest, table.decisions)
     row = connection.execute(query.where(table.job == job, table.name == name)).first()
-    return None if row is None else Known(*row)
+    return None if row is None else FileMark(*row)
 
 
-def _remember(connection: Connection, job: int, name: str, known: Known | None, new: NewLines) -> None:
-    if known is not None:
-        connection.execute(delete(SyncedFile).where(SyncedFile.number == known.number))
+def _remember(connection: Connection, job: int, name: str, mark: FileMark | None, new: NewLines) -> None:
+    if mark is not None:
+        connection.execute(delete(SyncedFile).where(SyncedFile.number == mark.number))
     connection.execute(
         insert(SyncedFile).values(
             job=job, name=name, size=new.end, modified_ns=new.modified_ns, digest=new.digest, decisions=False
@@ -134,41 +134,41 @@ def _remember(connection: Connection, job: int, name: str, known: Known | None, 
 
 
 def put_metrics(connection: Connection, job: int, new: NewLines) -> None:
-    """Rows of metrics; of two rows of one kind and iteration the later one stands."""
+    """Store rows of metrics; the later of two rows of one kind and iteration wins."""
     rows = {(str(row.get("kind", "")), int(row.get("iteration", 0))): row for row in new.rows}
-    gone, added = _difference(connection, job, rows) if new.whole else (rows.keys(), rows)
-    _forget(connection, job, gone)
-    if not added:
+    stale, new_rows = _difference(connection, job, rows) if new.whole else (rows.keys(), rows)
+    _forget(connection, job, stale)
+    if not new_rows:
         return
     lines = [
         {"job": job, "kind": kind, "iteration": iteration, "row": row}
-        for (kind, iteration), row in added.items()
+        for (kind, iteration), row in new_rows.items()
     ]
     connection.execute(insert(MetricRow), lines)
-    _put_points(connection, job, added)
+    _put_points(connection, job, new_rows)
     finished = datetime.fromtimestamp(new.modified_ns / 1e9, UTC)
-    ended = [
+    iterations = [
         {
             "job": job,
             "iteration": iteration,
             "policy_version": row.get("policy/version"),
             "finished": finished,
         }
-        for (kind, iteration), row in added.items()
+        for (kind, iteration), row in new_rows.items()
         if kind == "iteration"
     ]
-    if ended:
-        connection.execute(insert(Iteration), ended)
+    if iterations:
+        connection.execute(insert(Iteration), iterations)
 
 
 def _difference(
     connection: Connection, job: int, rows: Mapping[tuple[str, int], Row]
 ) -> tuple[Iterable[tuple[str, int]], dict[tuple[str, int], Row]]:
-    """Return the store's rows that the file lacks, and the reverse. Equal rows stay, with their numbers."""
+    """Return the keys of stored rows that the file lacks, and the file's rows that the store lacks."""
     query = select(MetricRow.kind, MetricRow.iteration, MetricRow.row).where(MetricRow.job == job)
-    stored = {(found.kind, found.iteration): found.row for found in connection.execute(query)}
-    gone = [key for key, row in stored.items() if rows.get(key) != row]
-    return gone, {key: row for key, row in rows.items() if stored.get(key) != row}
+    stored = {(line.kind, line.iteration): line.row for line in connection.execute(query)}
+    stale = [key for key, row in stored.items() if rows.get(key) != row]
+    return stale, {key: row for key, row in rows.items() if stored.get(key) != row}
 
 
 def _forget(connection: Connection, job: int, keys: Iterable[tuple[str, int]]) -> None:
@@ -179,8 +179,8 @@ def _forget(connection: Connection, job: int, keys: Iterable[tuple[str, int]]) -
         curves = select(Curve.number).where(Curve.job == job, Curve.kind == kind)
         connection.execute(delete(Metric).where(Metric.curve.in_(curves), Metric.iteration == iteration))
         if kind == "iteration":
-            ended = (Iteration.job == job, Iteration.iteration == iteration)
-            connection.execute(delete(Iteration).where(*ended))
+            iteration_row = (Iteration.job == job, Iteration.iteration == iteration)
+            connection.execute(delete(Iteration).where(*iteration_row))
 
 
 def _put_points(connection: Connection, job: int, rows: Mapping[tuple[str, int], Row]) -> None:
@@ -200,19 +200,22 @@ def _put_points(connection: Connection, job: int, rows: Mapping[tuple[str, int],
         )
 
 
-def _curves(connection: Connection, job: int, wanted: set[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def _curves(connection: Connection, job: int, names: set[tuple[str, str]]) -> dict[tuple[str, str], int]:
     query = select(Curve.kind, Curve.name, Curve.number).where(Curve.job == job)
-    found = {(row.kind, row.name): row.number for row in connection.execute(query)}
-    new = sorted(wanted - found.keys())
+    numbers = {(row.kind, row.name): row.number for row in connection.execute(query)}
+    new = sorted(names - numbers.keys())
     if new:
         values = [{"job": job, "kind": kind, "name": name} for kind, name in new]
-        added = connection.execute(insert(Curve).returning(Curve.kind, Curve.name, Curve.number), values)
-        found |= {(row.kind, row.name): row.number for row in added}
-    return found
+        rows = connection.execute(insert(Curve).returning(Curve.kind, Curve.name, Curve.number), values)
+        numbers |= {(row.kind, row.name): row.number for row in rows}
+    return numbers
 
 
 def numbers_of(row: Row) -> Iterator[tuple[str, float]]:
-    """Return the finite numbers of a row by name, in a dict as `name/key`; lists and texts are skipped."""
+    """Yield the finite numbers of a row by name; a number in a dict is `name/key`.
+
+    Lists and texts are skipped.
+    """
     for name, value in row.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{key}", number) for key, number in numbers_of(value))
@@ -221,17 +224,13 @@ def numbers_of(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def put_ledger(connection: Connection, job: int, new: NewLines) -> None:
-    """What updates learned from.
-
-    Raises:
-        RunDirectoryError: a planned rollout stands there twice, which the trainer refuses to write.
-    """
+    """Store the rollouts that updates learned from."""
     if new.whole:
-        connection.execute(delete(Consumed).where(Consumed.job == job))
+        connection.execute(delete(LedgerRow).where(LedgerRow.job == job))
     values = [
         {
             "job": job,
-            "planned": planned_id(rollout_id),
+            "planned": plan_id(rollout_id),
             "rollout_id": rollout_id,
             "iteration": int(row.get("iteration", 0)),
         }
@@ -240,18 +239,18 @@ def put_ledger(connection: Connection, job: int, new: NewLines) -> None:
     ]
     _refuse_twice(connection, job, values)
     if values:
-        connection.execute(insert(Consumed), values)
+        connection.execute(insert(LedgerRow), values)
 
 
 def _refuse_twice(connection: Connection, job: int, values: Sequence[Mapping[str, Any]]) -> None:
-    seen: dict[str, int] = {}
+    iterations: dict[str, int] = {}
     for value in values:
-        if value["planned"] in seen:
-            raise learned_twice(value["planned"], seen[value["planned"]], value["iteration"])
-        seen[value["planned"]] = value["iteration"]
-    ids = list(seen)
+        if value["planned"] in iterations:
+            raise duplicate_error(value["planned"], iterations[value["planned"]], value["iteration"])
+        iterations[value["planned"]] = value["iteration"]
+    ids = list(iterations)
     for first in range(0, len(ids), _AT_ONCE):
-        mine = (Consumed.job == job, Consumed.planned.in_(ids[first : first + _AT_ONCE]))
-        stored = connection.execute(select(Consumed.planned, Consumed.iteration).where(*mine)).first()
-        if stored is not None:
-            raise learned_twice(stored.planned, stored.iteration, seen[stored.planned])
+        mine = (LedgerRow.job == job, LedgerRow.planned.in_(ids[first : first + _AT_ONCE]))
+        row = connection.execute(select(LedgerRow.planned, LedgerRow.iteration).where(*mine)).first()
+        if row is not None:
+            raise duplicate_error(row.planned, row.iteration, iterations[row.planned])

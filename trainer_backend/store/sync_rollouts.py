@@ -1,4 +1,7 @@
-"""Files of rollouts: each whole, again when it was written anew, and out of the store when it is gone."""
+"""Parquet files of rollouts:
+
+A sync copies each new or changed file whole, and drops rows of deleted files.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,21 +14,18 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
 from trainer_backend.store.database import Store
 from trainer_backend.store.retention import keeps_decisions, newest_iteration, remove_old_files, retention_of
-from trainer_backend.store.sync_lines import Known
+from trainer_backend.store.sync_lines import FileMark
 from trainer_backend.store.tables import Decision, Rollout, SyncedFile
 from trainer_backend.store.writing import job_number
 
 
 def sync_rollouts(
-    store: Store, job_id: str, run: Path, known: Mapping[str, Known], *, tidies: bool = True
+    store: Store, job_id: str, run: Path, marks: Mapping[str, FileMark], *, tidies: bool = True
 ) -> bool:
-    """Bring a run's rollout files into the store, and remove rows whose files are gone or expired.
+    """Copy a run's rollout files into the store, and remove rows whose files are deleted or expired.
 
     Args:
-        tidies: also remove the files that are not to be kept.
-
-    Raises:
-        RunDirectoryError: a file cannot be read; the others are in.
+        tidies: whether to delete files that [retention] does not keep.
     """
     retention = retention_of(run)
     files = rollout_files(run)
@@ -34,33 +34,35 @@ def sync_rollouts(
     newest, now_ns = newest_iteration(files), int(store.clock().timestamp() * 1e9)
     changed, problems = False, []
     for file in files:
-        kept = keeps_decisions(retention, file, newest=newest, now_ns=now_ns)
+        decisions = keeps_decisions(retention, file, newest=newest, now_ns=now_ns)
         try:
-            changed = _sync_file(store, job_id, file, known.get(file.name), decisions=kept) or changed
+            changed = _sync_file(store, job_id, file, marks.get(file.name), decisions=decisions) or changed
         except FileNotFoundError:
-            continue  # removed just now: the next sync sees that
+            continue  # deleted just now: the next sync sees that
         except RunDirectoryError as error:
             problems.append(error)
-    there = {file.name for file in files}
-    gone = [name for name in known if name.startswith("rollouts/") and name not in there]
-    if gone:
-        _remove(store, job_id, gone)
+    names = {file.name for file in files}
+    stale = [name for name in marks if name.startswith("rollouts/") and name not in names]
+    if stale:
+        _remove(store, job_id, stale)
     if problems:
         raise problems[0]
-    return changed or bool(gone)
+    return changed or bool(stale)
 
 
-def _sync_file(store: Store, job_id: str, file: RolloutFile, known: Known | None, *, decisions: bool) -> bool:
-    """One file; whether anything was to do."""
-    same = known is not None and (known.size, known.modified_ns) == (file.size, file.modified_ns)
-    if same and known is not None and known.decisions == decisions:
+def _sync_file(
+    store: Store, job_id: str, file: RolloutFile, mark: FileMark | None, *, decisions: bool
+) -> bool:
+    """Copy one file; return whether anything changed."""
+    same = mark is not None and (mark.size, mark.modified_ns) == (file.size, file.modified_ns)
+    if same and mark is not None and mark.decisions == decisions:
         return False
-    if same and known is not None and not decisions:
-        with store.writing() as connection:
-            _drop_decisions(connection, known.number)
+    if same and mark is not None and not decisions:
+        with store.write() as connection:
+            _drop_decisions(connection, mark.number)
         return True
-    rows = read_index(file.path)  # before the transaction: a writer waits for nothing but the database
-    with store.writing() as connection:
+    rows = read_index(file.path)  # before the transaction, which must not wait for the disk
+    with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
         connection.execute(delete(SyncedFile).where(SyncedFile.job == job, SyncedFile.name == file.name))
         _put(connection, job, file, rows, decisions=decisions)
@@ -84,12 +86,12 @@ def _put(
     if not rows:
         return
     whose = {"job": job, "file": number, "stage": file.stage, "iteration": file.iteration}
-    added = connection.scalars(
+    numbers = connection.scalars(
         insert(Rollout).returning(Rollout.number, sort_by_parameter_order=True),
         [{**whose, **_rollout(row)} for row in rows],
     ).all()
     values = [
-        decision for rollout, row in zip(added, rows, strict=True) for decision in _decisions(rollout, row)
+        decision for rollout, row in zip(numbers, rows, strict=True) for decision in _decisions(rollout, row)
     ]
     if decisions and values:
         connection.execute(insert(Decision), values)
@@ -131,7 +133,7 @@ def _drop_decisions(connection: Connection, file: int) -> None:
 
 
 def _remove(store: Store, job_id: str, names: Sequence[str]) -> None:
-    with store.writing() as connection:
+    with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
         for name in names:
             connection.execute(delete(SyncedFile).where(SyncedFile.job == job, SyncedFile.name == name))

@@ -1,6 +1,6 @@
-"""Every table, as typed models. Migrations (migrations/versions) make them; a test holds the two equal.
+"""Every table, as typed models. Migrations (migrations/versions) create them; a test compares the two.
 
-`Job` is the truth of jobs. All else is an index of run directories: gone, it comes back with the next sync.
+`Job` is the only copy of a job. All other tables index run directories: the next sync fills them again.
 """
 
 from datetime import UTC, datetime
@@ -20,19 +20,21 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-# Column types that both databases answer alike. Migrations use them too, so they never change, only grow.
+# Column types that behave alike in both databases. Migrations use them too, so existing ones never change.
 
-_WHOLE_NUMBERS = range(-(2**31), 2**31)  # of a column of PostgreSQL; SQLite's are longer
+_WHOLE_NUMBERS = range(-(2**31), 2**31)  # the integers of a PostgreSQL column; SQLite's are longer
 
 
 def fits(number: int) -> bool:
-    """Whether a column of whole numbers could hold it. What could not, is asked of no database: one answers
-    with an error, the other's driver with another."""
+    """Return whether an integer column can hold the number.
+
+    Never query for one it cannot: both databases fail.
+    """
     return number in _WHOLE_NUMBERS
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment with its zone, UTC: SQLite keeps none, and would give back a naive one."""
+    """A moment in UTC. SQLite stores no time zone and would return a naive datetime."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -49,9 +51,9 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class AnyText(TypeDecorator[str]):
-    """Text, whatever a model or a client wrote: PostgreSQL holds no NUL, and no database half a character.
+    """Text that both databases accept: PostgreSQL refuses NUL, and both refuse half a surrogate pair.
 
-    In their place stands a mark. A record that must keep them is no column of ours, but a file of the run.
+    A replacement character stands in their place. The files of the run keep the original text.
     """
 
     impl = Text
@@ -65,7 +67,7 @@ class AnyText(TypeDecorator[str]):
 
 
 class Base(DeclarativeBase):
-    # Named, so that a migration can drop or change any of them on both databases.
+    # Names for all, so that a migration can drop or change them in both databases.
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -84,17 +86,17 @@ class Base(DeclarativeBase):
 
 
 def _job() -> Mapped[int]:
-    """Whose row it is; with the job it goes."""
+    """Return a column that refers to the job; deleting the job deletes the row."""
     return mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"))
 
 
 class Job(Base):
-    """A job: posted, or found as a run directory that `turnwise train` made."""
+    """A job: posted to the service, or a run directory that `turnwise train` made."""
 
     __tablename__ = "jobs"
     __table_args__ = (
         UniqueConstraint("home", "idempotency_key"),
-        {"sqlite_autoincrement": True},  # a number is never used twice, also after a delete
+        {"sqlite_autoincrement": True},  # a number is never used again, even after a deletion
     )
 
     number: Mapped[int] = mapped_column(primary_key=True)  # in order of creation; pages go by it
@@ -106,8 +108,8 @@ class Job(Base):
     run_dir: Mapped[str | None] = mapped_column(unique=True)
     run_id: Mapped[str | None]
     origin: Mapped[str]
-    home: Mapped[str]  # which service runs it: several may share one PostgreSQL, and no disk
-    idempotency_key: Mapped[str | None]  # a client's name of its request to that service
+    home: Mapped[str]  # the service that runs it: several services may share one PostgreSQL, but no disk
+    idempotency_key: Mapped[str | None]  # the client's key for its request to that service
     body_hash: Mapped[str | None]
     tags: Mapped[dict[str, str]]
     attempt: Mapped[int]
@@ -116,15 +118,15 @@ class Job(Base):
     ended: Mapped[datetime | None]
     code: Mapped[str | None]
     detail: Mapped[str | None]
-    version: Mapped[int]  # counts changes: who changes a row says which version he saw
+    version: Mapped[int]  # number of changes; compare-and-set uses it
 
 
 class SyncedFile(Base):
-    """How far a file of a run directory is in the store.
+    """The part of a run directory's file that the store has copied.
 
-    Of a file that grows line by line, `size` bytes are in, and `digest` is of the last ones, which tells a
-    file that was written anew. A file of rollouts was read whole when it had this size and time;
-    `decisions` says whether those are in too: retention takes them out.
+    For a file that grows by lines, `size` bytes are copied, and `digest` covers the last of them, so that a
+    rewritten file is noticed. A Parquet file of rollouts was copied whole at this size and time; `decisions`
+    says whether its decisions are still stored, since retention removes them.
     """
 
     __tablename__ = "synced_files"
@@ -140,7 +142,7 @@ class SyncedFile(Base):
 
 
 class MetricRow(Base):
-    """A row of metrics.jsonl as it was written, lists and texts too; live pages go on from its `number`."""
+    """A row of metrics.jsonl, unchanged, with its lists and texts. Live pages resume from its `number`."""
 
     __tablename__ = "metric_rows"
     __table_args__ = (
@@ -156,7 +158,7 @@ class MetricRow(Base):
 
 
 class Curve(Base):
-    """The name of a number that rows of a kind have. Of a dict in a row each number has one: `name/key`."""
+    """The name of a number in rows of a kind; a number in a dict is named `name/key`."""
 
     __tablename__ = "curves"
     __table_args__ = (Index(None, "job", "kind", "name", unique=True),)
@@ -171,7 +173,7 @@ class Metric(Base):
     """A point of a curve."""
 
     __tablename__ = "metrics"
-    __table_args__ = ({"sqlite_with_rowid": False},)  # clustered by the key: a curve is one stretch of it
+    __table_args__ = ({"sqlite_with_rowid": False},)  # clustered by the key: a curve is contiguous
 
     curve: Mapped[int] = mapped_column(ForeignKey("curves.number", ondelete="CASCADE"), primary_key=True)
     iteration: Mapped[int] = mapped_column(primary_key=True)
@@ -179,18 +181,18 @@ class Metric(Base):
 
 
 class Iteration(Base):
-    """A finished iteration: it has a row of metrics."""
+    """A finished iteration, that is, one with a row of metrics."""
 
     __tablename__ = "iterations"
 
     job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
     iteration: Mapped[int] = mapped_column(primary_key=True)
     policy_version: Mapped[int | None]
-    finished: Mapped[datetime]  # when its row was first seen in metrics.jsonl, by that file's time
+    finished: Mapped[datetime]  # modification time of metrics.jsonl when its row was first seen
 
 
 class Rollout(Base):
-    """One stored rollout, failed ones too; the record itself stands in the Parquet file."""
+    """One stored rollout, failed ones included. The Parquet file holds the full record."""
 
     __tablename__ = "rollouts"
     __table_args__ = (
@@ -199,12 +201,12 @@ class Rollout(Base):
         Index(None, "job", "stage", "iteration"),
         Index(None, "job", "outcome_reward"),
         Index(None, "job", "group_id"),
-        # What pages are sorted by: SQLite would sort all rollouts of a run for each.
+        # One index per sort order of a page: without it SQLite sorts all rollouts of a run each time.
         Index(None, "job", "number"),
         Index(None, "job", "reward"),
         Index(None, "job", "unique_achievements"),
         Index(None, "job", "decisions"),
-        # All that facets count: of a hundred thousand rollouts the index is read, and not the table.
+        # Every column that facets count: SQLite reads this index instead of the table.
         Index(
             "ix_rollouts_facets",
             *("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration"),
@@ -220,11 +222,11 @@ class Rollout(Base):
     group_id: Mapped[str]
     sibling: Mapped[int]
     attempt: Mapped[int]
-    policy: Mapped[str]  # last part of `model`, or the name of a policy without one
+    policy: Mapped[str]  # last part of `model`, or the policy's name
     status: Mapped[str]
     seed: Mapped[int | None] = mapped_column(BigInteger)
     outcome_reward: Mapped[float | None]
-    reward: Mapped[float | None]  # sum of r_t; None where nothing was credited
+    reward: Mapped[float | None]  # sum of r_t; None where no decision has a reward
     unique_achievements: Mapped[int | None]
     decisions: Mapped[int]
     env_steps: Mapped[int | None]
@@ -233,7 +235,7 @@ class Rollout(Base):
 
 
 class Decision(Base):
-    """One decision of a rollout, with what training made of it."""
+    """One decision of a rollout, with its credit."""
 
     __tablename__ = "decisions"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -253,7 +255,7 @@ class Decision(Base):
 
 
 class Checkpoint(Base):
-    """A checkpoint folder that stands."""
+    """A checkpoint folder that exists."""
 
     __tablename__ = "checkpoints"
 
@@ -264,14 +266,14 @@ class Checkpoint(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
 
 
-class Consumed(Base):
-    """A rollout that an update learned from. What was planned is learned from once in a run's life, whatever
-    start has played it, which the key holds."""
+class LedgerRow(Base):
+    """A rollout that an update learned from. The primary key ensures that no planned rollout is learned from
+    twice in a run, even if two starts of the trainer played it."""
 
     __tablename__ = "consumed"
     __table_args__ = (Index(None, "job", "iteration"),)
 
     job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    planned: Mapped[str] = mapped_column(primary_key=True)  # rundir.ledger.planned_id
+    planned: Mapped[str] = mapped_column(primary_key=True)  # rundir.spool.plan_id
     rollout_id: Mapped[str]
     iteration: Mapped[int]

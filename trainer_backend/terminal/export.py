@@ -21,7 +21,7 @@ from trainer_backend.core.policies import player_of
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.learner.warmup import worth_imitating
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import read_index, rollout_files
@@ -277,10 +277,6 @@ def export_run(run: RunDirectory, to: Path, choice: Choice) -> Exported:
 
     Args:
         to: x.jsonl, x.parquet, or a folder to make, which `datasets.load_dataset` reads.
-
-    Raises:
-        RunDirectoryError: `to` exists, ends otherwise, or cannot be written; a file of the run cannot be
-            read, or was removed meanwhile; no episode is left, with the causes.
     """
     if to.exists():
         raise RunDirectoryError(f"{to} exists; nothing is replaced: name another --to, or remove it")
@@ -289,7 +285,7 @@ def export_run(run: RunDirectory, to: Path, choice: Choice) -> Exported:
             f"--to is {to}; known: a .jsonl file, a .parquet file, a folder without a dot"
         )
     aside = to.with_name(f".{to.name}.tmp")
-    with writing(to, pa.ArrowException):
+    with write_errors(to, pa.ArrowException):
         _clear(aside)
         to.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     console = TextConsole(width=200, force_terminal=False)
     try:
         directory = open_run(Path(arguments[0]))
-        loaded = directory.changed_job(())
+        loaded = directory.job_with(())
         # Also at the first start: without a checkpoint that begins, and keeps what tells of a failure.
         finished = train_one(console, Planned(loaded, directory, resume=True), report=True)
     except ServiceError as error:

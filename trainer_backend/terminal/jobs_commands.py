@@ -205,12 +205,7 @@ def follow(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Print what comes; the state that the job has ended in, or `deleted`.
-
-    Raises:
-        ServiceRefused: there is no such job.
-        ServiceUnreachable: nobody answers; later, nobody has answered for minutes.
-    """
+    """Print what comes; the state that the job has ended in, or `deleted`."""
     path, after, waits = f"/jobs/{job}/events", None, iter(_WAITS_S)
     reached = False
     while True:

@@ -27,11 +27,6 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
         folder: a run (its best checkpoint), a checkpoint of a run, or a model folder.
         job_path: a job TOML; absent, that of the run, or for a model folder one with every default.
         overrides: `table.key=value` for the job.
-
-    Raises:
-        JobError: the job is wrong.
-        ModelFolderError: the folder holds no model.
-        RunDirectoryError: the run has no checkpoint yet.
     """
     run = run_of(folder)
     if job_path is not None or run is not None:
@@ -51,12 +46,6 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
     Args:
         key: what callers must know.
         say: is given a line for the person who started it.
-
-    Raises:
-        JobError: the model does not fit the device.
-        ModelFolderError: the folder holds no model, or one that cannot be played exactly.
-        PortTaken: the port is in use.
-        EngineStopped: the engine ended by itself.
     """
     # The port first: a taken one must not cost the reading of the weights.
     with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:

@@ -19,7 +19,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.docs import alternatives, meaning, quoted, table_model
 from trainer_backend.job.load import LoadedJob, parse_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 
 Values = dict[str, dict[str, Any]]
 
@@ -77,11 +77,7 @@ class Choices:
     model: str | None = None
 
     def values(self) -> Values:
-        """The keys that the file sets, by table.
-
-        Raises:
-            JobError: both a preset and a model.
-        """
+        """The keys that the file sets, by table."""
         if self.preset and self.model:
             raise JobError(f"turnwise init: give --preset {self.preset} or --model {self.model}, not both")
         values: Values = {
@@ -138,10 +134,6 @@ def write_environment(name: str, parent: Path) -> list[Path]:
 
     Returns:
         The files, in the order in which one would read them.
-
-    Raises:
-        JobError: the name is no Python name, or the folder is there already.
-        RunDirectoryError: it cannot be written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name) or keyword.iskeyword(name):
         raise JobError(
@@ -149,7 +141,7 @@ def write_environment(name: str, parent: Path) -> list[Path]:
             f"and _, a letter first{_meant(name)}"
         )
     folder = parent / name
-    with writing(folder):
+    with write_errors(folder):
         try:
             folder.mkdir(parents=True)
         except FileExistsError as error:
@@ -236,15 +228,10 @@ def _name(key: str) -> str:
 
 
 def write_job(path: Path, choices: Choices) -> LoadedJob:
-    """Write the job that was chosen, and give it back as it loads.
-
-    Raises:
-        JobError: the file is there already, or what was chosen makes no job; then nothing is written.
-        RunDirectoryError: it cannot be written.
-    """
+    """Write the job that was chosen, and give it back as it loads."""
     text = job_text(choices.values())
     loaded = parse_job(tomli.loads(text), where="turnwise init")
-    with writing(path):
+    with write_errors(path):
         try:
             file = path.open("x", encoding="utf-8")
         except FileExistsError as error:

@@ -19,7 +19,7 @@ from trainer_backend.pages.story import read_story
 from trainer_backend.run.beginning import Stopped
 from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
-from trainer_backend.rundir.lock import refuse_taken
+from trainer_backend.rundir.lock import refuse_if_locked
 from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.sinks import refuse_missing
 from trainer_backend.start import Ended, run_job
@@ -44,12 +44,7 @@ class Planned(NamedTuple):
 
 
 def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str]) -> Planned:
-    """A new run of a job, or one that exists; `start.run_job` writes down what that one goes on with.
-
-    Raises:
-        JobError: not one of the two; or what `load_new_job` and `changed_job` raise.
-        RunDirectoryError: the directory cannot be made, or holds no run.
-    """
+    """A new run of a job, or one that exists; `start.run_job` writes down what that one goes on with."""
     if bool(job) == (resume is not None):
         raise JobError("give either a job TOML, or --resume with a run directory")
     if job:
@@ -59,7 +54,7 @@ def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrid
     if run is not None:
         raise JobError(f"--run {run} makes a new run, but --resume {resume} continues one: leave --run out")
     directory = open_run(resume)
-    loaded = directory.changed_job(overrides)
+    loaded = directory.job_with(overrides)
     refuse_missing(loaded.config.sinks)
     return Planned(loaded, directory, resume=True)
 
@@ -70,9 +65,6 @@ def run_of_each_seed(
     """The job under every seed, in FOLDER/seed_N; those that are not finished yet, each when it is its turn.
 
     FOLDER is `run`, or runs_dir/NAME-seeds: the same every time, so that the same command goes on.
-
-    Raises:
-        JobError: no job, or no seeds; a folder holds a run of another job; what `load_new_job` raises.
     """
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
@@ -164,11 +156,7 @@ def _listen(child: "subprocess.Popen[bytes]", say: Callable[[str], None]) -> Non
 
 
 def train_one(out: Console, planned: Planned, *, report: bool) -> bool:
-    """Train to the end; False where somebody stopped it before.
-
-    Raises:
-        TrainerError: with a sentence for the user; a directory in which nothing was done is removed again.
-    """
+    """Train to the end; False where somebody stopped it before."""
     directory = planned.directory
     ended = _trained(out, planned)
     if ended is None:
@@ -199,7 +187,9 @@ def _trained(out: Console, planned: Planned) -> Ended | None:
     with ConsoleReporter(out) as console:
         console.say(f"run directory: {directory.path}")
         try:
-            refuse_taken(directory.path)  # `run_job` would, when sinks have told theirs that the run begins
+            refuse_if_locked(
+                directory.path
+            )  # `run_job` would, when sinks have told theirs that the run begins
             with SinkReporter(config, directory, console) as reporter:
                 ended = asyncio.run(run_job(config, directory, reporter, resume=resume))
         except Stopped as stopped:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from service_kit.children import end_with_parent
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.state import (
     DONE,
     FAILED,
@@ -160,7 +160,7 @@ def main(folder: Path) -> int:
         play.__name__: play
         for play in (quick, waiting, stubborn, late, crashing, hopeless, slowly, refused, mute)
     }
-    with locked(folder):
+    with run_lock(folder):
         actor = Actor(folder, stopped)
         actor.say("starting")
         append_log(folder, f"start {actor.starts}")

@@ -67,7 +67,7 @@ class Served:
         """The job, once it is in one of these states and so far."""
         async with asyncio.timeout(LONG_S):
             while True:
-                seen = self.service.news.seen(job_id)
+                seen = self.service.news.count(job_id)
                 job = await self.job(job_id)
                 reached = (job["progress"] or {}).get("iteration", 0)
                 if job["state"] in states and reached >= iteration:
@@ -78,7 +78,7 @@ class Served:
         """The job, once its process has written one of these states; absent: any."""
         async with asyncio.timeout(LONG_S):
             while True:
-                seen = self.service.news.seen(job_id)
+                seen = self.service.news.count(job_id)
                 job = await self.job(job_id)
                 progress = job["progress"] or {"state": ""}
                 if progress["state"] in states or (progress["state"] and not states):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer_backend.jobs.served import Served, serving, settings_for
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.store import jobs
 from trainer_backend.store.jobs import NewJob
 
@@ -208,7 +208,7 @@ async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Ser
     await served.until_it_trains(job_id)
     await served.ask("pause", job_id)
     folder = Path((await served.until(job_id, "paused"))["run_dir"])
-    with locked(folder):
+    with run_lock(folder):
         await served.ask("resume", job_id)
         job = await served.until(job_id, "running")
         while job["code"] != "waiting":
@@ -221,12 +221,12 @@ async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Ser
 
 async def test_and_not_without_end(tmp_path: Path):
     settings = settings_for(tmp_path)
-    async with serving(replace(settings, rules=replace(settings.rules, held_s=0.0))) as served:
+    async with serving(replace(settings, rules=replace(settings.rules, lock_wait_s=0.0))) as served:
         job_id = await served.post("waiting")
         await served.until_it_trains(job_id)
         await served.ask("pause", job_id)
         folder = Path((await served.until(job_id, "paused"))["run_dir"])
-        with locked(folder):
+        with run_lock(folder):
             await served.ask("resume", job_id)
             job = await served.until(job_id, "failed")
         assert f"{folder} is being trained by process {os.getpid()}" in job["detail"]

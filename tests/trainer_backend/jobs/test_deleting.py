@@ -10,7 +10,7 @@ from tests.conftest import tiny_job
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobs.data_dir import Sweeper, forget_job, open_data_dir, sweep
 from trainer_backend.rundir.layout import create_run
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, UnknownJob
 from trainer_backend.store.jobs import NewJob
@@ -65,7 +65,7 @@ def test_a_row_that_stays_keeps_its_files(store, data, row):
 
 def test_nothing_is_deleted_that_somebody_trains_in(store, data, row):
     with (
-        locked(Path(row.run_dir)),
+        run_lock(Path(row.run_dir)),
         pytest.raises(JobConflict, match="is being trained by process"),
     ):
         forget_job(store, data, row, files=True)
@@ -74,7 +74,7 @@ def test_nothing_is_deleted_that_somebody_trains_in(store, data, row):
 
 def test_nothing_is_removed_whose_row_is_being_deleted_still(store, data, row):
     aside = data.move_aside(Path(row.run_dir))
-    with locked(aside):
+    with run_lock(aside):
         sweep(data)
         assert data.aside() == [aside]
     sweep(data)

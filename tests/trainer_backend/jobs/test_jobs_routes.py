@@ -12,7 +12,7 @@ from tests.trainer_backend.jobs.served import document, serving, settings_for
 from trainer_backend.errors import QueueFull
 from trainer_backend.jobs.submitting import submission_of, submit
 from trainer_backend.rundir.layout import create_run
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 
 TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "a"\n'
 
@@ -192,7 +192,7 @@ async def test_a_job_that_never_ran_is_deleted_too(served):
 
 async def test_a_run_of_the_command_line_is_shown_and_left_alone_and_forgotten_once_it_is_gone(served):
     run = create_run(tiny_job(), served.service.data.path / "tiny")
-    with locked(run.path):
+    with run_lock(run.path):
         await asyncio.to_thread(served.service.watcher.look, everything=True)
         job = await served.job("tiny")
         assert (job["origin"], job["state"]) == ("cli", "running")

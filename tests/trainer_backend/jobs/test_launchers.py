@@ -10,7 +10,7 @@ import tomli
 
 from tests.trainer_backend.collect.task_app_process import KEY, TaskAppProcess, started
 from tests.trainer_backend.jobs.served import Served, serving, settings_for
-from trainer_backend.jobs.launcher import translated
+from trainer_backend.jobs.launcher import translate
 
 # Nobody listens there.
 AWAY = "http://127.0.0.1:9"
@@ -134,7 +134,7 @@ def test_published_keys_stand_where_ours_do():
         },
         "training": {"step_rewards_enabled": True, "step_rewards_strategy": "simple", "max_turns": 10},
     }
-    tables, warnings = translated(config, task_url=None, model=None)
+    tables, warnings = translate(config, task_url=None, model=None)
     assert tables == {
         "lora": {"rank": 16, "alpha": 32},
         "rollout": {

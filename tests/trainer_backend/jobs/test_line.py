@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from trainer_backend.jobs.slots import Line, ended
+from trainer_backend.jobs.slots import Line, wait_for_threads
 from trainer_backend.store.database import StoreUnavailable
 
 
@@ -14,7 +14,7 @@ async def test_an_answer_is_handed_on_and_so_is_an_error():
     assert await line.ask(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await line.ask(divmod, 7, 0)
-    await ended([line.thread], at_most_s=60.0)
+    await wait_for_threads([line.thread], at_most_s=60.0)
 
 
 async def test_one_that_hangs_is_given_up_and_holds_one_thread_whatever_is_asked_after_it():
@@ -31,7 +31,7 @@ async def test_one_that_hangs_is_given_up_and_holds_one_thread_whatever_is_asked
             await line.ask(done.append, "never")
     assert sum(thread.name.startswith("hanging") for thread in threading.enumerate()) == 1
     go.set()
-    await ended([line.thread], at_most_s=60.0)
+    await wait_for_threads([line.thread], at_most_s=60.0)
     assert done == ["late"], "what was given up before it began is not done later"
 
 
@@ -40,5 +40,5 @@ async def test_the_end_of_a_thread_that_hangs_is_not_waited_for_without_end():
     with pytest.raises(StoreUnavailable):
         await line.ask(go.wait)
     async with asyncio.timeout(60):
-        await ended([line.thread], at_most_s=0.01)
+        await wait_for_threads([line.thread], at_most_s=0.01)
     go.set()

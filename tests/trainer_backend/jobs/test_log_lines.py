@@ -53,5 +53,5 @@ def test_the_last_megabyte_that_begins_with_a_line_keeps_that_line(path):
 
 def test_what_no_run_has_told_is_left_out_and_what_was_printed_is_shown_somehow(path):
     path.write_bytes(b'{"time": "t", "text": "a"}\n[1]\nhalf {\n')
-    assert [(line.time, line.text, end) for line, end in next_piece(path, 0).told()] == [("t", "a", 27)]
+    assert [(line.time, line.text, end) for line, end in next_piece(path, 0).log_lines()] == [("t", "a", 27)]
     assert Piece((b"tw\xff", b"", b"a\rb")).texts() == ["tw\ufffd", "", "a", "b"]

@@ -114,10 +114,10 @@ def test_crashes_count_from_the_last_iteration_on_and_each_once():
     slot = Slot()
 
     def crash(iteration: int) -> int:
-        first = slot.ended(KILLED, RunState("training", 17, iteration=iteration)).crashes
-        assert slot.ended(KILLED, None).crashes == first, "looked at again, it is the same end"
+        first = slot.record_end(KILLED, RunState("training", 17, iteration=iteration)).crashes
+        assert slot.record_end(KILLED, None).crashes == first, "looked at again, it is the same end"
         slot.wait_for_restart(0.0)
         return first
 
     assert [crash(0), crash(0), crash(5), crash(5), crash(6)] == [1, 2, 1, 2, 1]
-    assert slot.ended(DONE, RunState("ended", 17, iteration=6)).crashes == 1
+    assert slot.record_end(DONE, RunState("ended", 17, iteration=6)).crashes == 1

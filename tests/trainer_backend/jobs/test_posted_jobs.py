@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.jobs.posted import document_of, paths_of, posted_job
+from trainer_backend.jobs.posted import document_of, paths_of, validate_job
 from trainer_backend.jobs.settings import Bounds, Flags, settings_from
 
 MODEL: dict[str, Any] = {"model": {"preset": "tiny-0.3m"}}
@@ -24,7 +24,7 @@ def bounds(tmp_path: Path) -> Bounds:
 
 
 def posted(bounds: Bounds, **tables: Any):
-    return posted_job({**MODEL, **tables}, bounds)
+    return validate_job({**MODEL, **tables}, bounds)
 
 
 def refused(bounds: Bounds, **tables: Any) -> str:
@@ -36,7 +36,7 @@ def refused(bounds: Bounds, **tables: Any) -> str:
 def test_a_job_that_names_nothing_gets_the_operators_addresses_and_folder(bounds):
     given = Bounds(
         data_dir=bounds.data_dir,
-        given_urls=("dns+http://task-app:8001",),
+        default_urls=("dns+http://task-app:8001",),
         task_urls=frozenset({"dns+http://task-app:8001"}),
         gateway_host="trainer",
     )
@@ -48,7 +48,7 @@ def test_a_job_that_names_nothing_gets_the_operators_addresses_and_folder(bounds
 
 def test_what_the_service_resolved_can_be_posted_again(bounds):
     first = posted(bounds, rollout={"max_turns": 7}).loaded.config
-    assert posted_job(document_of(dump_job(first)), bounds).loaded.config == first
+    assert validate_job(document_of(dump_job(first)), bounds).loaded.config == first
 
 
 def test_every_job_of_configs_can_be_posted(tmp_path):
@@ -58,7 +58,7 @@ def test_every_job_of_configs_can_be_posted(tmp_path):
     plain = {path: text for path, text in texts.items() if not needy.search(text)}
     assert len(plain) >= 4
     for path, text in plain.items():
-        found, own = posted_job(document_of(text), bounds).loaded.config, load_job(path).config
+        found, own = validate_job(document_of(text), bounds).loaded.config, load_job(path).config
         assert (found.model, found.data, found.multi_turn) == (own.model, own.data, own.multi_turn)
 
 
@@ -316,13 +316,13 @@ def test_toml_of_any_depth_is_refused_with_a_sentence(bounds, depth):
         f"{'.'.join(['rollout', 'env_config', *['a'] * depth])} = 1",
     ):
         with pytest.raises(JobError, match="in one another, more than 32 deep"):
-            posted_job(document_of(text), bounds)
+            validate_job(document_of(text), bounds)
 
 
 @pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "0x" + "f" * 5_000])
 def test_a_number_that_toml_has_not_is_refused(bounds, number):
     with pytest.raises(JobError, match="rollout holds a whole number of more than 64 bits"):
-        posted_job(document_of(f"[rollout]\nenv_config = {{seed = {number}}}"), bounds)
+        validate_job(document_of(f"[rollout]\nenv_config = {{seed = {number}}}"), bounds)
 
 
 def test_a_number_too_long_to_be_read_is_refused():
@@ -331,6 +331,6 @@ def test_a_number_too_long_to_be_read_is_refused():
 
 
 def test_tags_come_from_the_table_and_from_the_post(bounds):
-    found = posted_job({**MODEL, "tags": {"team": "a", "n": 3}}, bounds, {"team": "b", "ok": True})
+    found = validate_job({**MODEL, "tags": {"team": "a", "n": 3}}, bounds, {"team": "b", "ok": True})
     assert dict(found.tags) == {"team": "b", "n": "3", "ok": "true"}
     assert found.loaded.warnings == ()

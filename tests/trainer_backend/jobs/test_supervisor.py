@@ -18,7 +18,7 @@ from trainer_backend.job.load import dump_job
 from trainer_backend.jobs.data_dir import DataDir, open_data_dir
 from trainer_backend.jobs.processes import Command, JobProcess
 from trainer_backend.jobs.settings import Rules
-from trainer_backend.jobs.slots import ended
+from trainer_backend.jobs.slots import wait_for_threads
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.store import jobs
@@ -97,7 +97,7 @@ async def house(tmp_path: Path, rules: Rules, command: Command = acted) -> Async
             clock.goes.set()
             await supervisor.close()
             await running
-            await ended([*supervisor.threads, *watcher.threads], at_most_s=LONG_S)
+            await wait_for_threads([*supervisor.threads, *watcher.threads], at_most_s=LONG_S)
             store.close()
 
 
@@ -124,7 +124,7 @@ async def test_a_stop_waits_for_no_store_processes_are_told_first_and_killed_in_
         async with asyncio.timeout(LONG_S):
             await there.supervisor.close()
         assert [process.exit_code for process in processes] == [3, -9]
-        assert (there.told(saving), there.supervisor.figures.killed) == ("stopped", 1)
+        assert (there.told(saving), there.supervisor.figures.kills) == ("stopped", 1)
 
 
 async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Path):
@@ -133,7 +133,7 @@ async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Pa
         await there.until(lambda: there.trains(ending) and there.trains(stubborn))
         process = there.process(stubborn)
         jobs.change(there.store, stubborn, lambda job: {"state": "cancelling", "wanted": "cancel"})
-        await there.until(lambda: process.told)
+        await there.until(lambda: process.is_stopping)
         await hang(there, ending)
         async with asyncio.timeout(LONG_S):
             assert await process.ended() == -9
@@ -237,7 +237,7 @@ async def test_what_is_to_end_at_once_is_killed_and_goes_on_with_the_next_start(
         await there.until(lambda: there.trains(job_id))
         process = there.process(job_id)
         closing = asyncio.ensure_future(there.supervisor.close())
-        await there.until(lambda: process.told)
+        await there.until(lambda: process.is_stopping)
         there.supervisor.end_at_once()
         async with asyncio.timeout(LONG_S):
             await closing

@@ -5,7 +5,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.jobs.posted import checked, line_of, lines_of, statements
+from trainer_backend.jobs.posted import check, line_of, lines_of, statements
 from trainer_backend.jobs.settings import Bounds
 
 TEXT = """\
@@ -94,7 +94,7 @@ def test_a_message_is_about_the_first_key_in_it_that_is_there(message, line):
     ],
 )
 def test_findings_of_a_job_with_their_lines(tmp_path, text, found):
-    told = checked(text.encode(), Bounds(data_dir=tmp_path))
+    told = check(text.encode(), Bounds(data_dir=tmp_path))
     assert told.ok == all(severity == "warning" for severity, _, _ in found)
     assert [(one.severity, one.line) for one in told.findings] == [item[:2] for item in found]
     for one, (_, _, part) in zip(told.findings, found, strict=True):

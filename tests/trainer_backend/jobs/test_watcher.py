@@ -9,10 +9,10 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.jobs.data_dir import open_data_dir
-from trainer_backend.jobs.slots import ended
+from trainer_backend.jobs.slots import wait_for_threads
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.state import RunState, append_log, write_state
 from trainer_backend.store import jobs, reads
@@ -68,7 +68,7 @@ def test_its_state_is_what_its_lock_and_its_last_word_say(store, watcher, run, s
     if state is not None:
         write_state(run.path, state)
     if held:
-        with locked(run.path):
+        with run_lock(run.path):
             watcher.look(everything=True)
     else:
         watcher.look(everything=True)
@@ -81,13 +81,13 @@ def test_one_that_was_killed_says_so_and_one_that_goes_on_does_not_any_more(stor
     write_state(run.path, STATE)
     watcher.look(everything=True)
     assert (only(store).code, "without a word" in only(store).detail) == ("killed", True)
-    with locked(run.path):
+    with run_lock(run.path):
         watcher.look(everything=True)
         assert (only(store).state, only(store).code, only(store).ended) == ("running", None, None)
 
 
 def test_a_look_tells_of_what_is_new_and_of_nothing_else(store, watcher, run):
-    with locked(run.path):
+    with run_lock(run.path):
         watcher.look(everything=True)
         job_id = only(store).id
         assert watcher.look(everything=False) == []
@@ -96,7 +96,7 @@ def test_a_look_tells_of_what_is_new_and_of_nothing_else(store, watcher, run):
         append_log(run.path, "a line")
         assert watcher.look(everything=False) == [job_id]
         assert watcher.look(everything=False) == []
-    assert watcher.looked.syncs == 2, "a line of the log is nothing that the store keeps"
+    assert watcher.figures.syncs == 2, "a line of the log is nothing that the store keeps"
 
 
 def test_a_directory_that_is_no_run_of_ours_is_passed_over(store, watcher, run):
@@ -140,7 +140,7 @@ def test_a_run_that_cannot_be_read_holds_up_no_other_and_is_read_again_once_it_c
         one.append_metrics(ROW)
     watcher.look(everything=True)
     assert reads.last_line(store, by_name[str(sound.path)], "iteration").row == ROW
-    assert watcher.looked.failures == 1
+    assert watcher.figures.failures == 1
     (run.path / "job.toml").write_text(text)
     watcher.look(everything=True)
     assert reads.last_line(store, by_name[str(run.path)], "iteration").row == ROW
@@ -159,7 +159,7 @@ def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, ru
 
 async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data, run):
     watcher = Watcher(store, data, News(), look_s=0.01, answer_s=0.05)
-    watcher.looked.store_up = False  # as after a database that was away
+    watcher.figures.store_up = False  # as after a database that was away
     with ExitStack() as held:
         watcher.look(everything=True)
         lock = watcher._syncing[only(store).id]
@@ -167,11 +167,11 @@ async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data,
         run.append_metrics(ROW)
         looking = asyncio.ensure_future(watcher.run())
         async with asyncio.timeout(60):
-            while not watcher.looked.store_up:
+            while not watcher.figures.store_up:
                 await asyncio.sleep(0.01)
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
-    await ended(watcher.threads, at_most_s=60.0)
+    await wait_for_threads(watcher.threads, at_most_s=60.0)
 
 
 @pytest.mark.parametrize("tidies", [True, False])
@@ -195,9 +195,9 @@ async def test_whoever_waits_is_told(store, data, run):
     watcher = Watcher(store, data, news, look_s=0.01)
     await asyncio.to_thread(watcher.look, everything=True)
     job_id = only(store).id
-    with locked(run.path):
+    with run_lock(run.path):
         looking = asyncio.ensure_future(watcher.run())
-        seen = news.seen(job_id)
+        seen = news.count(job_id)
         run.append_metrics(ROW)
         assert await news.wait(job_id, seen, at_most_s=60)
         looking.cancel()
@@ -206,17 +206,17 @@ async def test_whoever_waits_is_told(store, data, run):
 
 async def test_news_that_came_before_the_wait_are_not_missed():
     news = News()
-    seen = news.seen("a")
+    seen = news.count("a")
     news.tell("a")
     assert await news.wait("a", seen, at_most_s=60)
-    assert not await news.wait("a", news.seen("a"), at_most_s=0.0)
+    assert not await news.wait("a", news.count("a"), at_most_s=0.0)
     news.tell("b")
-    assert not await news.wait("a", news.seen("a"), at_most_s=0.0), "of another job"
+    assert not await news.wait("a", news.count("a"), at_most_s=0.0), "of another job"
 
 
 async def test_nobody_waits_for_a_service_that_ends():
     news = News()
-    waiting = asyncio.ensure_future(news.wait("a", news.seen("a"), at_most_s=600))
+    waiting = asyncio.ensure_future(news.wait("a", news.count("a"), at_most_s=600))
     await asyncio.sleep(0)
     news.close()
     assert not await waiting

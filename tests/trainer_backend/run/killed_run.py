@@ -24,9 +24,9 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
-from trainer_backend.rundir.files import writing
+from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import create_run, open_run
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.train import Run, train
 
 ITERATIONS = 2
@@ -61,7 +61,7 @@ class Learner:
 
     def save(self, folder: Path, progress: Progress) -> None:
         aside = folder.with_name(f".{folder.name}.tmp")
-        with writing(folder):
+        with write_errors(folder):
             aside.mkdir(exist_ok=True)
             (aside / "weights.json").write_text(json.dumps(self.weights))
             (aside / "state.json").write_text(json.dumps(asdict(progress)))
@@ -113,7 +113,7 @@ def start(folder: Path, *, kill_at: int | None = None, **settings: Any) -> None:
     directory = open_run(folder / "run") if resumed else create_run(job, folder / "run")
     writes = Writes(directory.path, kill_at)
     sys.addaudithook(writes.heard)
-    with locked(directory.path), RecordingReporter.opened(directory, ListReporter()) as reporter:
+    with run_lock(directory.path), RecordingReporter.opened(directory, ListReporter()) as reporter:
         checkpoint = latest_checkpoint(directory.checkpoints)
         learner, progress = Learner("fresh"), Progress()
         if checkpoint is not None:

@@ -17,7 +17,7 @@ from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import read_ledger
-from trainer_backend.rundir.state import watch
+from trainer_backend.rundir.state import read_status
 
 # A fork of a process that has imported everything and runs nothing: a start of the run takes milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -65,7 +65,7 @@ def looks_unbroken(folder: Path, whole: Path) -> None:
     again = [line for line, times in told.items() if line.startswith("kept") and times > 1]
     assert not again, "what was kept is not collected again"
     assert not list(run.rollouts.glob("iteration_*.jsonl")), "no spool is left behind, none was set aside"
-    assert watch(run.path).state.state == "ended"
+    assert read_status(run.path).state.state == "ended"
 
 
 def test_killed_just_before_any_write_and_started_again_it_ends_with_the_same_weights(
@@ -77,7 +77,7 @@ def test_killed_just_before_any_write_and_started_again_it_ends_with_the_same_we
         folder = tmp_path / str(number)
         folder.mkdir()
         assert started(folder, kill_at=number) == -signal.SIGKILL
-        seen = watch(folder / "run")
+        seen = read_status(folder / "run")
         assert seen.holder is None and (seen.state is None or seen.interrupted)
         assert started(folder) == 0
         looks_unbroken(folder, unbroken)
@@ -88,7 +88,7 @@ def test_killed_just_before_any_write_and_started_again_it_ends_with_the_same_we
 def test_killed_again_and_again_it_ends_with_the_same_weights(unbroken: Path, tmp_path: Path, seed: int):
     draws = random.Random(seed)
     while started(tmp_path, kill_at=draws.randrange(5, 40)) != 0:
-        assert watch(tmp_path / "run").interrupted
+        assert read_status(tmp_path / "run").interrupted
     looks_unbroken(tmp_path, unbroken)
 
 

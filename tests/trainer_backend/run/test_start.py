@@ -26,7 +26,7 @@ from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
-from trainer_backend.rundir.state import watch
+from trainer_backend.rundir.state import read_status
 from trainer_backend.start import run_job
 
 
@@ -198,7 +198,7 @@ def test_a_ctrl_c_before_anything_is_played_is_answered_and_heeded(tmp_path: Pat
     with pytest.raises(Stopped, match="before anything was played"):
         asyncio.run(run_job(job, create_run(job, tmp_path / "run"), reporter, resume=False))
     assert (reporter.lines[-1], reporter.stages) == (STOPPING, [])
-    state = watch(tmp_path / "run").state
+    state = read_status(tmp_path / "run").state
     assert state is not None
     assert (state.state, state.detail) == (
         "stopped",

@@ -11,7 +11,7 @@ from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.layout import create_run, open_run
-from trainer_backend.rundir.lock import locked
+from trainer_backend.rundir.lock import run_lock
 from trainer_backend.terminal.templates import Choices, write_job
 
 
@@ -45,9 +45,9 @@ def test_a_job_is_called_as_a_folder_may_be(name):
 
 def test_the_job_of_a_run_may_be_changed_but_for_its_name(tmp_path: Path):
     run = create_run(tiny_job(job__name="a.b"), tmp_path / "folder")
-    assert run.changed_job(["training.iterations=7"]).config.training.iterations == 7
+    assert run.job_with(["training.iterations=7"]).config.training.iterations == 7
     with pytest.raises(JobError, match=r"job.name is 'a.c', and .*folder holds rollouts of 'a.b'"):
-        run.changed_job(["job.name=a.c"])
+        run.job_with(["job.name=a.c"])
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path: Path):
@@ -98,7 +98,7 @@ def test_a_run_in_which_nothing_was_done_can_be_removed(tmp_path: Path):
     run.task_app_log.write_text("starting\n")
     RecordingReporter(run, ListReporter()).say("run directory: here")
     assert not run.remove_if_unused(with_log=False)
-    with locked(run.path):  # somebody goes on with it
+    with run_lock(run.path):  # somebody goes on with it
         assert not run.remove_if_unused(with_log=True)
     assert run.remove_if_unused(with_log=True)
     assert list((tmp_path / "runs").iterdir()) == []

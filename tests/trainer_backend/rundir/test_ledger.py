@@ -7,53 +7,53 @@ import pytest
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.spool import (
     LEDGER_FILE,
-    Consumed,
-    append_consumed,
-    forget_consumed_after,
-    planned_id,
+    LedgerEntry,
+    append_to_ledger,
+    cut_ledger,
+    plan_id,
     read_ledger,
 )
 
 
 def test_lines_come_back_and_those_of_iterations_to_be_done_again_are_dropped(tmp_path: Path):
     assert read_ledger(tmp_path) == []
-    lines = [Consumed(1, 1, ("a", "b")), Consumed(2, 1, ()), Consumed(3, 2, ("c",))]
+    lines = [LedgerEntry(1, 1, ("a", "b")), LedgerEntry(2, 1, ()), LedgerEntry(3, 2, ("c",))]
     for line in lines:
-        append_consumed(tmp_path, line)
+        append_to_ledger(tmp_path, line)
     assert read_ledger(tmp_path) == lines
-    forget_consumed_after(tmp_path, 2)
+    cut_ledger(tmp_path, 2)
     assert read_ledger(tmp_path) == lines[:2]
 
 
 def test_a_run_of_a_version_without_a_ledger_gets_none_by_being_resumed(tmp_path: Path):
-    forget_consumed_after(tmp_path, 7)
+    cut_ledger(tmp_path, 7)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_line_that_was_cut_short_is_no_line(tmp_path: Path):
-    append_consumed(tmp_path, Consumed(1, 1, ("a",)))
+    append_to_ledger(tmp_path, LedgerEntry(1, 1, ("a",)))
     with (tmp_path / LEDGER_FILE).open("a") as file:
         file.write('{"iteration": 2, "policy_ver')
-    append_consumed(tmp_path, Consumed(2, 2, ("b",)))
+    append_to_ledger(tmp_path, LedgerEntry(2, 2, ("b",)))
     assert [line.rollout_ids for line in read_ledger(tmp_path)] == [("a",), ("b",)]
 
 
 def test_the_same_planned_rollout_is_not_learned_from_twice_whatever_start_has_played_it(tmp_path: Path):
-    append_consumed(tmp_path, Consumed(1, 1, ("run.1/train/1/0/0", "run.1/train/1/0/1:1")))
-    append_consumed(tmp_path, Consumed(2, 2, ("run.2/train/2/0/0",)))
+    append_to_ledger(tmp_path, LedgerEntry(1, 1, ("run.1/train/1/0/0", "run.1/train/1/0/1:1")))
+    append_to_ledger(tmp_path, LedgerEntry(2, 2, ("run.2/train/2/0/0",)))
     before = read_ledger(tmp_path)
     for again in ("run.2/train/1/0/0", "run.1/train/1/0/0", "run.3/train/1/0/1"):
-        told = f"rollout {planned_id(again)} was learned from in iterations 1 and 3"
+        told = f"rollout {plan_id(again)} was learned from in iterations 1 and 3"
         with pytest.raises(RunDirectoryError, match=told):
-            append_consumed(tmp_path, Consumed(3, 3, ("run.3/train/3/0/0", again)))
+            append_to_ledger(tmp_path, LedgerEntry(3, 3, ("run.3/train/3/0/0", again)))
     with pytest.raises(RunDirectoryError, match="train/3/0/0 was learned from in iterations 3 and 3"):
-        append_consumed(tmp_path, Consumed(3, 3, ("run.3/train/3/0/0", "run.3/train/3/0/0:1")))
+        append_to_ledger(tmp_path, LedgerEntry(3, 3, ("run.3/train/3/0/0", "run.3/train/3/0/0:1")))
     assert read_ledger(tmp_path) == before
-    forget_consumed_after(tmp_path, 1)  # its weights are gone, so it is learned from anew
-    append_consumed(tmp_path, Consumed(2, 2, ("run.3/train/2/0/0",)))
+    cut_ledger(tmp_path, 1)  # its weights are gone, so it is learned from anew
+    append_to_ledger(tmp_path, LedgerEntry(2, 2, ("run.3/train/2/0/0",)))
 
 
 def test_a_planned_rollout_has_one_id_in_every_start_and_attempt():
-    assert planned_id("crafter.0123.4567/train/3/0/1") == planned_id("crafter.0123.89ab/train/3/0/1:2")
-    assert planned_id("run.1/train/3/0/1") == "train/3/0/1"
-    assert planned_id("a") == "a"
+    assert plan_id("crafter.0123.4567/train/3/0/1") == plan_id("crafter.0123.89ab/train/3/0/1:2")
+    assert plan_id("run.1/train/3/0/1") == "train/3/0/1"
+    assert plan_id("a") == "a"

@@ -10,14 +10,14 @@ import pytest
 
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import RunDirectoryError, RunNotWritten
-from trainer_backend.rundir.lock import FILE, holder, locked, refuse_taken
-from trainer_backend.rundir.state import RunState, read_state, watch, write_state
+from trainer_backend.rundir.lock import FILE, holder, refuse_if_locked, run_lock
+from trainer_backend.rundir.state import RunState, read_state, read_status, write_state
 
 HOLDS = """
 import sys
 from pathlib import Path
-from trainer_backend.rundir.lock import locked
-with locked(Path(sys.argv[1])):
+from trainer_backend.rundir.lock import run_lock
+with run_lock(Path(sys.argv[1])):
     print("holds", flush=True)
     sys.stdin.read()
 """
@@ -30,40 +30,40 @@ def test_a_second_trainer_is_refused_by_the_process_of_the_first_until_that_is_k
         seen = holder(tmp_path)
         assert seen is not None and seen.pid == first.pid
         told = rf"is being trained by process {first.pid} on .*, since 20.*\+00:00; two trainers"
-        with pytest.raises(RunDirectoryError, match=told), locked(tmp_path):
+        with pytest.raises(RunDirectoryError, match=told), run_lock(tmp_path):
             raise AssertionError
         first.kill()
         first.wait()
     assert holder(tmp_path) is None
-    with locked(tmp_path):
+    with run_lock(tmp_path):
         seen = holder(tmp_path)
         assert seen is not None and seen.pid == os.getpid()
 
 
 def test_one_process_does_not_train_it_twice_either(tmp_path: Path):
     with (
-        locked(tmp_path),
+        run_lock(tmp_path),
         pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "),
-        locked(tmp_path),
+        run_lock(tmp_path),
     ):
         raise AssertionError
 
 
 def test_what_belongs_to_whoever_trains_is_refused_before_it_is_opened(tmp_path: Path):
-    refuse_taken(tmp_path)
-    with locked(tmp_path), pytest.raises(RunDirectoryError, match=f"trained by process {os.getpid()} "):
-        refuse_taken(tmp_path)
+    refuse_if_locked(tmp_path)
+    with run_lock(tmp_path), pytest.raises(RunDirectoryError, match=f"trained by process {os.getpid()} "):
+        refuse_if_locked(tmp_path)
 
 
 def test_looking_who_trains_makes_no_lock_and_stands_in_nobody_s_way(tmp_path: Path):
     assert holder(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
-    with locked(tmp_path):
+    with run_lock(tmp_path):
         assert holder(tmp_path) == holder(tmp_path) is not None
 
 
 def test_a_lock_whose_words_are_not_written_yet_is_held_all_the_same(tmp_path: Path):
-    with locked(tmp_path):
+    with run_lock(tmp_path):
         (tmp_path / FILE).write_text("")
         seen = holder(tmp_path)
         assert seen is not None and (seen.pid, str(seen)) == (0, "another process")
@@ -71,7 +71,7 @@ def test_a_lock_whose_words_are_not_written_yet_is_held_all_the_same(tmp_path: P
 
 def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path):
     (tmp_path / FILE).mkdir()  # what chmod does to others, root is not told by
-    with pytest.raises(RunNotWritten, match="lock cannot be written"), locked(tmp_path):
+    with pytest.raises(RunNotWritten, match="lock cannot be written"), run_lock(tmp_path):
         raise AssertionError
 
 
@@ -104,10 +104,10 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path):
 )  # fmt: skip
 def test_a_process_that_is_gone_without_a_last_word_was_interrupted(tmp_path: Path, state, interrupted: bool):
     write_state(tmp_path, RunState(state, 7))
-    assert watch(tmp_path).interrupted is interrupted
-    with locked(tmp_path):
-        assert not watch(tmp_path).interrupted
+    assert read_status(tmp_path).interrupted is interrupted
+    with run_lock(tmp_path):
+        assert not read_status(tmp_path).interrupted
 
 
 def test_a_run_of_a_version_that_wrote_no_state_was_not_interrupted_as_far_as_anybody_knows(tmp_path: Path):
-    assert (watch(tmp_path).state, watch(tmp_path).interrupted) == (None, False)
+    assert (read_status(tmp_path).state, read_status(tmp_path).interrupted) == (None, False)

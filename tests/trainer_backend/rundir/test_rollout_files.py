@@ -18,7 +18,7 @@ from trainer_backend.rundir.rollout_files import (
     read_decisions,
     read_rollout,
     read_rollouts,
-    read_scored,
+    read_token_scores,
     read_values,
     rollout_ids,
     write_rollouts,
@@ -27,7 +27,7 @@ from trainer_backend.rundir.rollout_files import (
 READERS = (
     read_rollouts,
     read_values,
-    read_scored,
+    read_token_scores,
     rollout_ids,
     lambda path: read_rollout(path, FIRST[0].rollout_id),
     lambda path: read_decisions(path, FIRST[0].rollout_id),

@@ -43,7 +43,7 @@ def begun(
     version: int = 4,
     gateway: str = "http://a",
 ):
-    return Spool.begun(path, requests, policy_version=version, gateway_url=gateway, tell=told.append)
+    return Spool.open(path, requests, policy_version=version, gateway_url=gateway, tell=told.append)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def left(path: Path) -> list[Rollout]:
     """A first start has kept two of three."""
     told: list[str] = []
     spool, requests = begun(path, plan("run.1"), told), plan("run.1")
-    assert spool.standing_for(requests) == {}
+    assert spool.rollouts_for(requests) == {}
     kept = [finished(item) for item in requests[:2]]
     for rollout in kept:
         spool.keep(rollout)
@@ -66,7 +66,7 @@ def left(path: Path) -> list[Rollout]:
 def test_what_was_kept_stands_for_its_requests_in_the_next_start_under_its_ids(path: Path):
     kept, told = left(path), []
     requests = plan("run.2", gateway="http://b", key="another")
-    found = begun(path, requests, told, gateway="http://b").standing_for(requests)
+    found = begun(path, requests, told, gateway="http://b").rollouts_for(requests)
     assert list(found) == ["run.2/train/1/0/0", "run.2/train/1/0/1"]
     for before, after in zip(kept, found.values(), strict=True):
         assert (after.trajectory, after.run_id) == (before.trajectory, "run.2")
@@ -81,7 +81,7 @@ def test_a_second_attempt_stands_for_the_request_that_it_was_made_for(path: Path
     )
     spool.keep(again)
     requests = plan("run.2")
-    found = begun(path, requests, []).standing_for(requests)
+    found = begun(path, requests, []).rollouts_for(requests)
     assert {name: item.rollout_id for name, item in found.items()} == {
         "run.2/train/1/0/0": "run.2/train/1/0/0:1"
     }
@@ -102,7 +102,7 @@ def test_a_branch_leaves_the_parent_of_this_start(path: Path):
         update={"parent_rollout_id": "run.1/train/1/0/0", "parent_turn": 1}
     )
     spool.keep(played.model_copy(update={"trajectory": trajectory}))
-    (found,) = begun(path, plan("run.2"), []).standing_for([of("run.2")]).values()
+    (found,) = begun(path, plan("run.2"), []).rollouts_for([of("run.2")]).values()
     assert found.group_id == "run.2/train/1/0/0/branch-2"
     assert found.trajectory is not None and found.trajectory.parent_rollout_id == "run.2/train/1/0/0"
 
@@ -121,7 +121,7 @@ def test_what_was_collected_for_something_else_is_set_aside_and_told(path: Path,
     kept, told = left(path), []
     before = path.read_bytes()
     spool = begun(path, plan("run.2", **changes), told, version=version)
-    assert spool.standing_for(plan("run.2", **changes)) == {}
+    assert spool.rollouts_for(plan("run.2", **changes)) == {}
     (aside,) = path.parent.glob("*.unused-1.jsonl")
     assert aside.read_bytes() == before
     assert told == [
@@ -144,16 +144,16 @@ def test_a_rollout_that_a_kill_cut_short_is_asked_for_again(path: Path):
     path.write_bytes(path.read_bytes()[:-20])
     requests = plan("run.2")
     spool = begun(path, requests, [])
-    assert list(spool.standing_for(requests)) == ["run.2/train/1/0/0"]
+    assert list(spool.rollouts_for(requests)) == ["run.2/train/1/0/0"]
     spool.keep(finished(requests[1]))
-    assert len(begun(path, plan("run.3"), []).standing_for(plan("run.3"))) == 2
+    assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
 
 
 def test_a_header_that_was_cut_short_has_nothing_behind_it(path: Path):
     path.write_text('{"plan": "12')
     told: list[str] = []
     begun(path, plan("run.1"), told).keep(finished(request("run.1", 0)))
-    assert len(begun(path, plan("run.2"), []).standing_for(plan("run.2"))) == 1
+    assert len(begun(path, plan("run.2"), []).rollouts_for(plan("run.2"))) == 1
     assert told == []
 
 
@@ -165,7 +165,7 @@ def test_a_rollout_that_does_not_fit_the_disk_is_not_kept_and_those_before_it_ar
         pytest.raises(RunNotWritten, match=r"spool\.jsonl cannot be written"),
     ):
         spool.keep(finished(request("run.2", 2)))
-    assert len(begun(path, plan("run.3"), []).standing_for(plan("run.3"))) == 2
+    assert len(begun(path, plan("run.3"), []).rollouts_for(plan("run.3"))) == 2
 
 
 def test_the_digest_of_a_plan_knows_its_order_and_every_key_but_those_of_a_start():

@@ -15,7 +15,7 @@ from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
 from trainer_backend.rundir.files import append_line, replace_lines, replace_text
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.rundir.spool import Consumed, append_consumed
+from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 
 
 class Disk:
@@ -81,7 +81,7 @@ def test_a_run_that_is_made_is_on_the_disk_with_all_that_makes_it_one(
 def test_a_resume_with_nothing_to_forget_writes_no_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = create_run(tiny_job(), tmp_path / "run")
     run.append_metrics({"kind": "iteration", "iteration": 1})
-    append_consumed(run.path, Consumed(1, 1, ("a",)))
+    append_to_ledger(run.path, LedgerEntry(1, 1, ("a",)))
     disk = Disk(run.path, monkeypatch)
     run.go_back_to(1, print)
     assert disk.heard == []

@@ -54,7 +54,7 @@ def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
         found = open_store(f"sqlite:///{tmp_path}/store.db", clock=lambda: NOON)
     else:
         found = open_store(request.getfixturevalue("shared"), clock=lambda: NOON)
-        with found.writing() as connection:
+        with found.write() as connection:
             connection.execute(text(f"TRUNCATE {', '.join(Base.metadata.tables)} RESTART IDENTITY"))
     yield found
     found.close()

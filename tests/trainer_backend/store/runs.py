@@ -7,7 +7,7 @@ from shared_schemas.rollouts import Rollout, RolloutFailure
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.rundir.spool import Consumed, append_consumed
+from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 
 
 def new_run(path: Path, **tables: Any) -> RunDirectory:
@@ -66,7 +66,7 @@ def finish(run: RunDirectory, iteration: int, **numbers: Any) -> None:
     """What an iteration leaves behind: its rollouts, what was consumed, its row."""
     played = episodes(iteration)
     write_rollouts(run.rollouts_file(f"iteration_{iteration}"), [*played, failed(iteration)], CREDITS)
-    append_consumed(run.path, Consumed(iteration, iteration, tuple(item.rollout_id for item in played)))
+    append_to_ledger(run.path, LedgerEntry(iteration, iteration, tuple(item.rollout_id for item in played)))
     run.append_metrics(metrics_row(iteration, **numbers))
 
 

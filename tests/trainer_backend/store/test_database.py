@@ -57,10 +57,10 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path):
 
 def test_sqlite_keeps_a_write_ahead_log_and_its_references(tmp_path: Path):
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
-    with store.reading() as connection:
+    with store.read() as connection:
         assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
         assert connection.scalar(text("PRAGMA foreign_keys")) == 1
-    with store.writing() as connection:
+    with store.write() as connection:
         connection.execute(text("CREATE TABLE x (y)"))
     # its folder, and every file of it, are the owner's alone
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
@@ -71,25 +71,25 @@ def test_sqlite_keeps_a_write_ahead_log_and_its_references(tmp_path: Path):
 
 def test_a_database_of_a_newer_version_is_refused_and_left_as_it_is(url: str):
     store = open_store(url)
-    with store.writing() as connection:
+    with store.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(
         StoreError, match="has version '9999', and this Turnwise knows up to '0001'"
     ) as refused:
         open_store(url)
     assert "A newer Turnwise made it" in str(refused.value)
-    with store.reading() as connection:
+    with store.read() as connection:
         assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
     store.close()
 
 
 def test_what_is_read_in_one_transaction_is_one_state_of_the_store(store: Store):
-    with store.reading() as connection:
+    with store.read() as connection:
         counting = text("SELECT count(*) FROM jobs")
         assert connection.scalar(counting) == 0
         jobs.create(store, NewJob("a", config="", home="here"))
         assert connection.scalar(counting) == 0
-    with store.reading() as connection:
+    with store.read() as connection:
         assert connection.scalar(counting) == 1
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_is_gone_without_a_word_is_not_waited_for(postgres: Postgr
     with postgres.database() as url:
         for more, idle in (("", "15"), ("&keepalives_idle=99", "99")):
             store = open_store(url + more)
-            with store.reading() as connection:
+            with store.read() as connection:
                 driver: Any = connection.connection.dbapi_connection
                 given = driver.info.get_parameters()
             assert (given["keepalives_idle"], given["tcp_user_timeout"]) == (idle, "30000")

@@ -24,17 +24,17 @@ def store(url: str) -> Iterator[Store]:
 
 
 def tables(store: Store) -> set[str]:
-    with store.reading() as connection:
+    with store.read() as connection:
         return set(inspect(connection).get_table_names()) - {"alembic_version"}
 
 
 def go(store: Store, revision: str) -> None:
-    with store.migrating() as connection:
+    with store.migration() as connection:
         migrate(connection, store.shown, revision)
 
 
 def test_the_migrations_make_what_the_models_say(store: Store):
-    with store.reading() as connection:
+    with store.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
@@ -42,13 +42,13 @@ def test_who_must_wait_too_long_for_another_that_migrates_is_told(postgres: Post
     with postgres.database() as url:
         store = open_store(url)
         with (
-            store.migrating() as first,
+            store.migration() as first,
             pytest.raises(StoreUnavailable, match=r"others have held its tables for 0\.05 s") as told,
         ):
             migrate(first, store.shown)  # which holds the lock until it ends
-            with store.migrating() as second:
+            with store.migration() as second:
                 migrate(second, store.shown, lock_s=0.05)
-        assert "stop those of an earlier version" in str(told.value)
+        assert "stop services of an earlier version" in str(told.value)
         store.close()
 
 
@@ -65,7 +65,7 @@ def test_a_migration_that_fails_leaves_the_version_that_was_there(store: Store):
     job, _ = jobs.create(store, NewJob("a", config="", home="here"))
 
     def down_and_fail() -> None:
-        with store.migrating() as connection:
+        with store.migration() as connection:
             migrate(connection, store.shown, "base")
             raise RuntimeError("the machine goes down here")
 

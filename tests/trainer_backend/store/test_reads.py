@@ -253,8 +253,8 @@ def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store,
 
 
 def test_what_an_update_learned_from_is_told(store: Store, job: JobRow):
-    assert reads_rollouts.consumed_by(store, job.id, "run/train/2/0/1") == 2
-    assert reads_rollouts.consumed_by(store, job.id, "run/train/2/0/2") is None  # it failed
+    assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/1") == 2
+    assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/2") is None  # it failed
 
 
 def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, job: JobRow):

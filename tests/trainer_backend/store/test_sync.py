@@ -18,7 +18,7 @@ from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
 from trainer_backend.rundir.files import append_line
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.rundir.spool import LEDGER_FILE, Consumed, append_consumed
+from trainer_backend.rundir.spool import LEDGER_FILE, LedgerEntry, append_to_ledger
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob, open_store
 from trainer_backend.store.jobs import NewJob
@@ -38,7 +38,7 @@ def job(store: Store, run: RunDirectory) -> str:
 
 def whole(store: Store) -> dict[str, list[tuple[Any, ...]]]:
     """Everything that the store has of runs, without the numbers that it gives out itself."""
-    with store.reading() as connection:
+    with store.read() as connection:
         return {
             name: sorted(
                 (
@@ -53,7 +53,7 @@ def whole(store: Store) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def count(store: Store, name: str) -> int:
-    with store.reading() as connection:
+    with store.read() as connection:
         return connection.scalar(select(func.count()).select_from(Base.metadata.tables[name])) or 0
 
 
@@ -126,10 +126,10 @@ def test_what_a_resumed_run_forgot_is_forgotten_and_what_stays_keeps_its_number(
     lines = reads.metric_lines(store, job)
     assert [(line.iteration, "loss/kl" in line.row) for line in lines] == [(1, False), (2, True)]
     assert lines[0] == first
-    with store.reading() as connection:
+    with store.read() as connection:
         assert connection.scalars(select(Iteration.iteration).order_by(Iteration.iteration)).all() == [1, 2]
-    assert reads_rollouts.consumed_by(store, job, "run/train/1/0/0") == 1
-    assert reads_rollouts.consumed_by(store, job, "run/train/3/0/0") is None
+    assert reads_rollouts.learning_iteration(store, job, "run/train/1/0/0") == 1
+    assert reads_rollouts.learning_iteration(store, job, "run/train/3/0/0") is None
 
 
 def test_a_run_that_begins_anew_with_a_file_of_the_same_size_is_seen(
@@ -198,13 +198,13 @@ def test_a_broken_rollout_file_is_told_and_holds_up_nothing_else(store: Store, r
 
 
 def test_a_ledger_that_counts_a_rollout_twice_is_told_by_name(store: Store, run: RunDirectory, job: str):
-    append_consumed(run.path, Consumed(1, 1, ("run.1/train/1/0/0", "run.1/train/1/0/1")))
+    append_to_ledger(run.path, LedgerEntry(1, 1, ("run.1/train/1/0/0", "run.1/train/1/0/1")))
     sync_run(store, job, run)
     consume_unseen(run, 2, "run.2/train/2/0/0", "run.2/train/1/0/0:1")  # in another start, another attempt
     with pytest.raises(RunDirectoryError, match="rollout train/1/0/0 was learned from in iterations 1 and 2"):
         sync_run(store, job, run)
-    assert reads_rollouts.consumed_by(store, job, "run.1/train/1/0/0") == 1
-    assert reads_rollouts.consumed_by(store, job, "run.2/train/2/0/0") is None
+    assert reads_rollouts.learning_iteration(store, job, "run.1/train/1/0/0") == 1
+    assert reads_rollouts.learning_iteration(store, job, "run.2/train/2/0/0") is None
 
 
 def test_a_line_that_names_a_rollout_twice_is_told_by_name(store: Store, run: RunDirectory, job: str):
@@ -215,13 +215,13 @@ def test_a_line_that_names_a_rollout_twice_is_told_by_name(store: Store, run: Ru
 
 def consume_unseen(run: RunDirectory, iteration: int, *rollout_ids: str) -> None:
     """As a version would that does not look through the ledger."""
-    append_line(run.path / LEDGER_FILE, asdict(Consumed(iteration, iteration, rollout_ids)), durable=True)
+    append_line(run.path / LEDGER_FILE, asdict(LedgerEntry(iteration, iteration, rollout_ids)), durable=True)
 
 
 def test_a_ledger_of_more_rollouts_than_a_database_takes_in_one_question_is_read(
     store: Store, run: RunDirectory, job: str
 ):
-    append_consumed(run.path, Consumed(1, 1, tuple(f"a{number}" for number in range(40_000))))
+    append_to_ledger(run.path, LedgerEntry(1, 1, tuple(f"a{number}" for number in range(40_000))))
     sync_run(store, job, run)
     consume_unseen(run, 2, *(f"b{number}" for number in range(600)), "a39999")
     with pytest.raises(RunDirectoryError, match="rollout a39999 was learned from in iterations 1 and 2"):
@@ -282,7 +282,7 @@ def test_two_runs_are_kept_apart(store: Store, run: RunDirectory, job: str, tmp_
     sync_run(store, other.id, other_run)
     curves = reads.series(store, [job, other.id], ["loss/kl"])
     assert [curves[item]["loss/kl"].values_N for item in (job, other.id)] == [(0.25,), (0.75,)]
-    with store.reading() as connection:
+    with store.read() as connection:
         numbers = connection.execute(select(Curve.job, func.count()).group_by(Curve.job)).all()
         assert len(numbers) == len(connection.scalars(select(Job.number)).all()) == 2
 
@@ -321,7 +321,7 @@ def test_a_server_that_is_killed_between_two_syncs_costs_nothing(postgres: Postg
         finish(run, 2)
         postgres.kill()
         try:
-            with pytest.raises(StoreUnavailable, match="Runs go on without it"):
+            with pytest.raises(StoreUnavailable, match="Runs continue without it"):
                 sync_run(store, job.id, run)
             finish(run, 3)
         finally:

@@ -1,10 +1,10 @@
-"""What Alembic runs for a migration: our connection, in the transaction that it is in."""
+"""Alembic's entry point: it runs a migration in our connection and transaction."""
 
 from alembic import context
 
 from trainer_backend.store.tables import Base
 
-# With our metadata its names of indexes and constraints go along. SQLite can undo DDL too, as we drive it.
+# Our metadata gives indexes and constraints their names. SQLite's DDL is transactional as we drive it.
 context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=Base.metadata,
