@@ -1,17 +1,16 @@
 """`write_comparison`: the dashboard's page of runs laid over one another, saved as one HTML file."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from trainer_backend.collect.metrics import outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.load import dump_job
+from trainer_backend.pages.facts import differing_keys
 from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.report import paired_difference, save
@@ -31,7 +30,6 @@ _TASK = (
     "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.path", "data.split",
     "data.evaluation_", "data.held_out_", "data.interaction",
 )  # fmt: skip
-ABSENT = "absent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +84,7 @@ def read_sides(paths: Sequence[Path]) -> list[Side]:
 
 
 def setting_differences(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    """Every key of the jobs that is not the same in all runs, with its value in each."""
-    jobs = [settings(side.story.job) for side in sides]
-    keys = list(dict.fromkeys(key for job in jobs for key in job))
-    rows = [(key, [job.get(key, ABSENT) for job in jobs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def settings(job: JobConfig) -> dict[str, str]:
-    """A job as `table.key` -> value in JSON, without secrets; keys that are absent are left out."""
-    tables = job.model_dump(mode="json", exclude={"services": {"task_api_key"}})
-    fixed = {table.pop("name"): table for table in tables["rollout_only"]}  # each key of each by itself
-    return dict(_flat({**tables, "rollout_only": fixed}, ""))
+    return differing_keys([dump_job(side.story.job) for side in sides])
 
 
 def outcome_of(sides: Sequence[Side]) -> str:
@@ -130,16 +117,6 @@ def _paired(first: Side, other: Side) -> Paired:
 
 def _stored(side: Side) -> Path | None:
     return side.story.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None
-
-
-def _flat(value: Mapping[str, Any], prefix: str) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            pairs += _flat(item, f"{prefix}{key}.")
-        elif item is not None and item != {}:
-            pairs.append((f"{prefix}{key}", json.dumps(item)))
-    return pairs
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Pure: facts about a job: its keys that differ from their defaults, its row, and how jobs differ."""
+"""Pure: facts about jobs: keys that differ from their defaults or between jobs, durations, folders."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,113 +13,105 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.pages.figures import NONE, duration
 from trainer_backend.store.rows import ENDED, JobRow, tables_of
 
-# Where runs lie and gateways listen is the operator's (jobs/posted.py).
+ABSENT = "absent"
+# The operator sets where runs lie and gateways listen (jobs/posted.py).
 _OF_THE_SERVICE = frozenset({"job.runs_dir", "services.gateway_host"})
 
 
 def chosen_keys(job: JobRow) -> list[tuple[str, str, str]]:
     """(key, value, default) of every key that is not at its default."""
-    found = []
-    for key, value in _keys(job).items():
-        default = _default(*key.split(".", 1))
-        if value != default:
-            found.append((key, value, default))
-    return found
+    keys = [(key, _text(value), _default(*key.split(".", 1))) for key, value in _values(job.config).items()]
+    return [(key, value, default) for key, value, default in keys if value != default]
 
 
-def differing_keys(runs: Sequence[JobRow]) -> list[tuple[str, list[str]]]:
-    """Every key that is not the same in all runs, with its value in each."""
-    each = [_keys(job) for job in runs]
-    keys = dict.fromkeys(key for keys in each for key in keys)
-    rows = [(key, [keys.get(key, NONE) for keys in each]) for key in keys]
+def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return every key that differs between jobs, given as TOML, with its value in each."""
+    jobs = [dict(_leaves(_values(config))) for config in configs]
+    keys = dict.fromkeys(key for job in jobs for key in job)
+    rows = [(key, [job.get(key, ABSENT) for job in jobs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys with no table below them, such as rollout.env_config.text, and their values as text."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, _text(value)
 
 
 def to_begin_from(job: JobRow) -> str:
     """Return a TOML for another job like this one: its chosen keys, without those that the service sets."""
+    known = tables_of(job.config)
+    # [[rollout_only]] stays as it was written, and an optional table such as [warmup] even without a key.
+    lists = {table: content for table, content in known.items() if isinstance(content, list)}
     tables: dict[str, dict[str, Any]] = {
-        table: {}
-        for table, keys in tables_of(job.config).items()
-        if isinstance(keys, dict) and _is_a_choice(table)  # such as [warmup]: without it there is none
+        table: {} for table, content in known.items() if isinstance(content, dict) and _is_optional(table)
     }
-    several = {table: found for table, found in tables_of(job.config).items() if isinstance(found, list)}
-    for key, value in _values(job).items():
+    for key, value in _values(job.config).items():
         table, _, name = key.partition(".")
-        if table in several:  # [[rollout_only]], each as it was written
-            continue
-        if key not in _OF_THE_SERVICE and _told(value) != _default(table, name):
+        if table not in lists and key not in _OF_THE_SERVICE and _text(value) != _default(table, name):
             tables.setdefault(table, {})[name] = value
     order = list(JobConfig.model_fields)
-    found = tables | several
-    return tomli_w.dumps({table: found[table] for table in sorted(found, key=order.index)})
+    return tomli_w.dumps(dict(sorted((tables | lists).items(), key=lambda one: order.index(one[0]))))
 
 
-def _is_a_choice(table: str) -> bool:
-    """Whether a job may be without it."""
-    known = JobConfig.model_fields.get(table)
-    return known is not None and known.default is None
+def _is_optional(table: str) -> bool:
+    field = JobConfig.model_fields.get(table)
+    return field is not None and field.default is None
 
 
-def _keys(job: JobRow) -> dict[str, str]:
-    return {key: _told(value) for key, value in _values(job).items()}
-
-
-def _values(job: JobRow) -> dict[str, Any]:
-    """By `table.key`; of a version that knows other tables, without those."""
-    known = {
-        table: found for table, found in tables_of(job.config).items() if table in JobConfig.model_fields
-    }
+def _values(config: str) -> dict[str, Any]:
+    """The values of a job by `table.key`; tables that this version does not know are left out."""
     return {
-        f"{table}.{named}{key}": value
-        for table, found in known.items()
-        for named, keys in _each_table(found)
+        f"{table}.{name}{key}": value
+        for table, content in tables_of(config).items()
+        if table in JobConfig.model_fields
+        for name, keys in _by_name(content)
         for key, value in keys.items()
     }
 
 
-def _each_table(found: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The table, or each of several by its name."""
-    if isinstance(found, dict):
-        return [("", found)]
-    return [(f"{keys.get('name')}.", keys) for keys in found] if isinstance(found, list) else []
+def _by_name(content: Any) -> list[tuple[str, dict[str, Any]]]:
+    """A table, or each of several such as [[rollout_only]] with its name before its keys."""
+    if isinstance(content, dict):
+        return [("", content)]
+    return [(f"{keys.get('name')}.", keys) for keys in content] if isinstance(content, list) else []
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _default(table: str, key: str) -> str:
-    """As it would stand in a job; NONE where the key must be given, or is absent by itself.
-
-    Args:
-        key: of a table that may stand several times, after the name of one.
-    """
-    known = JobConfig.model_fields.get(table)
-    field = table_model(known).model_fields.get(key.rpartition(".")[2]) if known is not None else None
+    """The default of a key as text; NONE if it has none. In [[rollout_only]] the key is `name.key`."""
+    content = JobConfig.model_fields.get(table)
+    field = table_model(content).model_fields.get(key.rpartition(".")[2]) if content is not None else None
     default: Any = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
     if default is PydanticUndefined or default is None:
         return NONE
-    return _told(default)
+    return _text(default)
 
 
 def took(job: JobRow) -> str:
-    """From its start to its end; nothing before it has ended."""
+    """The duration of a job that has ended."""
     if job.started is None or job.ended is None or job.state not in ENDED:
         return ""
     return duration(max(job.ended - job.started, timedelta()).total_seconds())
 
 
 def folder_of(job: JobRow) -> str:
-    """The name of its run directory; of a job that has none yet its id."""
+    """The name of the run directory, or the job's id before there is one."""
     return (job.run_dir or job.id).rstrip("/").rpartition("/")[2]
 
 
 def end_of(path: str) -> str:
-    """Of a path its last three parts: what stands before them is the same for many."""
+    """The last three parts of a path; the parts before them are alike in most paths."""
     parts = path.split("/")
     return path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])
 
 
 def clipped(text: str, most: int) -> str:
-    """At most so many characters; that something is left out is shown."""
+    """The text, cut to `most` characters with an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -62,8 +62,8 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
     if len(runs) > 1:
         return page(
             "compare", panels=panels, rest=len(rest), query=_query(others), overlaid=_overlaid(runs),
-            live=any(item.state not in ENDED for item in runs), differs=differing_keys(runs),
-            **frame(request, "runs"),
+            live=any(item.state not in ENDED for item in runs),
+            differs=differing_keys([item.config for item in runs]), **frame(request, "runs"),
         )  # fmt: skip
     return page(
         "run",

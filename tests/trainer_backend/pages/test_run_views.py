@@ -183,7 +183,9 @@ unit = "group"
 
 
 def test_of_several_jobs_the_keys_are_shown_in_which_they_differ():
-    other = replace(JOB, config=CONFIG.replace("20", "30") + "[algorithm]\ngamma = 0.5\n")
-    assert differing_keys([JOB, other]) == [
-        ("training.iterations", ["20", "30"]), ("algorithm.gamma", ["–", "0.5"]),  # noqa: RUF001
-    ]  # fmt: skip
+    other = CONFIG.replace("20", "30") + "[algorithm]\ngamma = 0.5\n[rollout.env_config]\ntext = 'full'\n"
+    assert differing_keys([CONFIG, other]) == [
+        ("training.iterations", ["20", "30"]),
+        ("algorithm.gamma", ["absent", "0.5"]),
+        ("rollout.env_config.text", ["absent", '"full"']),
+    ]
