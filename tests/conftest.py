@@ -1,6 +1,7 @@
 """Shared by all tests: one tiny job that trains for real, and a task app on a real port."""
 
 import asyncio
+import atexit
 import fcntl
 import os
 import pickle
@@ -10,12 +11,17 @@ import shutil
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from pydantic import SecretStr
 
+from service_kit.server import Listener, ServerThread
+from tests.foreign_server import ELSEWHERE
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
@@ -60,8 +66,9 @@ def tiny_job(**overrides: Any) -> JobConfig:
         },
         "warmup": {
             "episodes": 24,
-            "epochs": 6,
+            "epochs": 3,
             "batch_decisions": 12,
+            "learning_rate": 6e-3,
             "policy_config": {"memory": False, "max_actions": 4},
         },
         "training": {
@@ -86,15 +93,64 @@ def tiny_job(**overrides: Any) -> JobConfig:
     return parse_job(document, where="tests").config
 
 
+TASK_APP_KEY = SecretStr("the-task-app-of-the-tests")
+
+
+def task_app_thread(
+    *, host: str = "127.0.0.1", port: int = 0, interactions: Path | None = None, calls: Sequence[str] = ()
+) -> ServerThread:
+    """A task app for `TASK_APP_KEY`, on a thread of this process.
+
+    Args:
+        calls: hosts of inference servers that it may call beside those of 127.0.0.1.
+    """
+    from task_app.app import create_app
+    from task_app.interactions.config_file import load_interactions
+    from task_app.plugins import default_plug_boards
+    from task_app.settings import Settings
+
+    settings = Settings(api_keys=(TASK_APP_KEY.get_secret_value(),), interaction_config_path=interactions)
+    settings = settings.with_hosts(calls)
+    boards = default_plug_boards()
+    if interactions is not None:
+        boards = replace(boards, interactions=load_interactions(interactions, settings))
+    return ServerThread(create_app(settings, boards=boards), Listener(host, port))
+
+
+@cache
+def task_app(interactions: Path | None = None) -> str:
+    """The address of a task app, one for all jobs of this process with these interactions.
+
+    A process of its own costs each job seconds; `test_a_whole_run.py` and others start it.
+    """
+    server = task_app_thread(interactions=interactions, calls=(ELSEWHERE,))
+    atexit.register(server.stop)
+    return server.start()
+
+
+def at_the_task_app(job: JobConfig, url: str = "") -> JobConfig:
+    """The job, played at this task app, or at the one of the tests.
+
+    What names task apps stays as it is, and a job with plug-ins starts a task app of its own.
+    """
+    if job.services.task_url or job.services.task_plugins:
+        return job
+    url = url or task_app(job.multi_turn.interaction_config_path)
+    services = job.services.model_copy(update={"task_url": (url,), "task_api_key": TASK_APP_KEY})
+    return job.model_copy(update={"services": services})
+
+
 def train_job(
     job: JobConfig, path: Path, *, resume: RunDirectory | None = None
 ) -> tuple[RunDirectory, ListReporter, Any]:
-    """Run a job to its end in this process, task app and gateway included."""
+    """Run a job to its end in this process, gateway included, at the task app of the tests."""
     from trainer_backend.start import run_job
 
     directory = resume or create_run(job, path)
     reporter = ListReporter()
-    progress, _ = asyncio.run(run_job(job, directory, reporter, resume=resume is not None))
+    ended = run_job(at_the_task_app(job), directory, reporter, resume=resume is not None)
+    progress, _ = asyncio.run(ended)
+    directory.replace_job(job)  # a resumed run has stored where it was played
     return directory, reporter, progress
 
 
@@ -140,6 +196,14 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path
 
     folders, names = made_once(tmp_path_factory, "models", make)
     return {name: folders / path for name, path in names.items()}
+
+
+def warmed_up(trained: tuple[RunDirectory, ListReporter, Any]) -> dict[str, Any]:
+    """Overrides of `tiny_job`: it begins with what the warm-up of `trained` made, in place of its own."""
+    return {
+        "model": {"path": str(trained[0].checkpoints / "iteration_0"), "device": "cpu"},
+        "warmup": None,
+    }
 
 
 def rows_of(directory: RunDirectory, kind: str) -> Sequence[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import SecretStr
 from transformers import PreTrainedTokenizerFast
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from service_kit.server import Listener, ServerThread
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Sampling
+from tests.conftest import at_the_task_app
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.task_apps import task_apps
@@ -90,8 +92,9 @@ async def played(job: JobConfig, engine: ScriptedEngine, folder: Path) -> list[R
     key = SecretStr("scripted")
     app = create_gateway({model_of(job.job.name, ACTOR): ServedPolicy(engine, engine.tokenizer)}, key=key)
     with ServerThread(app, Listener("127.0.0.1", 0)) as url:
-        plan = Planner(job, "run", Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
-        async with task_apps(job, folder / "task_app.log") as apps:
+        run_id = f"run.{uuid4().hex}"  # others play at the same task app
+        plan = Planner(job, run_id, Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
+        async with task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
             found = await Collector(apps, timeout_s=100).collect(plan)
     assert not found.failed, found.failed
     return list(found.rollouts)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import rows_of, tiny_job, train_job
+from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.core.critic import ByToken
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts, read_values
@@ -13,17 +13,17 @@ from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts, r
 CREDIT = ("reward", "return_to_go", "advantage", "value", "token_advantages", "token_values")
 
 
-def job_of(name, **overrides):
+def job_of(trained, name, **overrides):
     """By token with the values of the states that a limit left episodes in, by decision without."""
     return tiny_job(
-        algorithm__advantage=name, algorithm__gae_lambda=0.9, evaluation__instances=1, warmup__epochs=3,
+        **warmed_up(trained), algorithm__advantage=name, algorithm__gae_lambda=0.9, evaluation__instances=1,
         algorithm__bootstrap_truncated=name == "gae_token", **overrides,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["gae", "gae_token"])
-def run(request, tmp_path_factory):
-    job = job_of(request.param)
+def run(request, trained, tmp_path_factory):
+    job = job_of(trained, request.param)
     directory, _, progress = train_job(job, tmp_path_factory.mktemp("runs") / request.param)
     assert progress.iteration == 2
     return request.param, directory
@@ -111,9 +111,11 @@ def test_every_checkpoint_holds_its_head(run):
     assert not torch.equal(heads[1]["weight"], heads[2]["weight"])
 
 
-def test_a_run_with_a_critic_is_resumed_with_it(run):
+def test_a_run_with_a_critic_is_resumed_with_it(run, trained):
     name, directory = run
-    more = job_of(name, training__iterations=3)
+    if name == "gae":
+        pytest.skip("a head is resumed the same whatever the estimator")
+    more = job_of(trained, name, training__iterations=3)
     _, reporter, progress = train_job(more, directory.path, resume=directory)
     assert progress.iteration == 3
     assert not any("value head" in line for line in reporter.lines)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import InteractionSpec
-from tests.conftest import rows_of, tiny_job, train_job
+from tests.conftest import at_the_task_app, rows_of, tiny_job, train_job
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.task_apps import task_apps
@@ -70,16 +70,15 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     return train_job(job_on_sums(), tmp_path_factory.mktemp("data") / "run")
 
 
-def test_siblings_are_asked_their_row_and_a_resumed_run_plays_the_same_rows(run, tmp_path):
+def test_siblings_are_asked_their_row_and_every_start_plans_the_same_rows(run):
     directory, reporter, _ = run
     data = data_of(directory.job())
     for iteration in (1, 2):
         for group_id, asked in groups(directory, f"iteration_{iteration}").items():
             assert asked == {data.by_id[row_of(group_id)].question}
-    short = job_on_sums(training__iterations=1)
-    first, _, _ = train_job(short, tmp_path / "run")
-    resumed, _, _ = train_job(job_on_sums(), tmp_path / "run", resume=first)
-    assert groups(resumed, "iteration_2") == groups(directory, "iteration_2")
+        inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
+        again = Planner(directory.job(), "another", inference, data).training(iteration)
+        assert {request.group_id for request in again} == groups(directory, f"iteration_{iteration}").keys()
     assert data.told[0] in reporter.lines
 
 
@@ -113,7 +112,7 @@ def test_by_decision_each_answer_earns_what_the_interaction_gave_it(run):
 async def test_a_mode_that_pays_nothing_in_an_environment_is_told_before_anything_is_played(tmp_path):
     said: list[str] = []
     job = on_documents()
-    async with task_apps(job, tmp_path / "task_app.log", tell=said.append) as apps:
+    async with task_apps(at_the_task_app(job), tmp_path / "task_app.log", tell=said.append) as apps:
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for mode in ("decision_stepwise", "env_sparse"):
             training = job.training.model_copy(update={"step_rewards_mode": mode})
@@ -146,7 +145,7 @@ async def test_an_evaluation_lists_the_rows_by_their_ids(run):
     job = directory.job()
     once = job.multi_turn.model_copy(update={"max_assistant_turns": 1})
     job = job.model_copy(update={"multi_turn": once})
-    result = await evaluate(job, Checkpoint(latest_checkpoint(directory.checkpoints)))
+    result = await evaluate(at_the_task_app(job), Checkpoint(latest_checkpoint(directory.checkpoints)))
     rows = {row.id for row in data_of(job).evaluation}
     assert json.loads(as_json(result))["rows"].keys() == rows
     assert "0.25 of train of" in result.setting["held-out rows"]
@@ -156,7 +155,7 @@ async def test_an_evaluation_lists_the_rows_by_their_ids(run):
 
 def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:
     async def ask() -> None:
-        async with task_apps(job, folder / "task_app.log") as apps:
+        async with task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
             inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
             await try_job(Planner(job, "run.1", inference, data), apps, from_scratch=True)
 
@@ -255,7 +254,7 @@ async def test_every_document_of_the_repository_is_taken_by_the_environment_that
     )
     data = data_of(job)
     assert data is not None
-    async with task_apps(job, tmp_path / "task_app.log") as apps:
+    async with task_apps(at_the_task_app(job), tmp_path / "task_app.log") as apps:
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for row in (*data.training, *data.evaluation):
             await try_job(Planner(job, "run.1", inference, DataSet((row,), (row,))), apps, from_scratch=False)

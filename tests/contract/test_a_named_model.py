@@ -50,7 +50,7 @@ def test_a_warmed_up_model_calls_its_tool_in_its_own_format(
 ):
     warmup = {
         "episodes": 12,
-        "epochs": 20,
+        "epochs": 10,
         "batch_decisions": 12,
         "learning_rate": 1e-2,
         "policy_config": {"memory": False, "max_actions": 2},

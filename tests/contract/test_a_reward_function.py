@@ -33,7 +33,7 @@ def run(tmp_path_factory):
     file.write_text(FILE)
     job = tiny_job(
         rollout__reward_function="lively", services__task_plugins=(str(file),),
-        warmup__min_outcome_reward=101.0, warmup__epochs=2, training__step_rewards_enabled=False,
+        warmup__min_outcome_reward=101.0, warmup__epochs=1, training__step_rewards_enabled=False,
         training__iterations=1, evaluation__instances=2,
     )  # fmt: skip
     directory, reporter, progress = train_job(job, folder / "run")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import rows_of, tiny_job, train_job
+from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.job.load import dump_job
 from trainer_backend.run.stopping import STOPPING
@@ -126,35 +126,20 @@ def test_no_key_is_written_anywhere(trained):
     assert not any("key" in line for line in reporter.lines)
 
 
-def test_a_resumed_run_plans_what_an_uninterrupted_one_would_have(trained, tmp_path: Path):
-    whole, _, _ = trained
-    first, _, _ = train_job(tiny_job(training__iterations=1), tmp_path / "half")
-    resumed, reporter, progress = train_job(tiny_job(), tmp_path, resume=first)
-    assert progress.iteration == 2
-    assert any("resumed from" in line for line in reporter.lines)
-    assert [row["iteration"] for row in rows_of(resumed, "iteration")] == [1, 2]
-
-    def plan(directory, iteration):
-        return [
-            (item.trajectory.seed, item.group_id, item.trajectory.steps[0].sampling.seed)
-            for item in read_rollouts(directory.rollouts_file(f"iteration_{iteration}"))
-        ]
-
-    assert plan(resumed, 2) == plan(whole, 2)
-
-
-def test_a_kl_term_holds_the_policy_near_its_reference(tmp_path: Path):
-    _, reporter, progress = train_job(
-        tiny_job(training__kl_coef=0.1, training__iterations=1, evaluation__instances=1), tmp_path / "kl"
+def test_a_kl_term_holds_the_policy_near_its_reference(trained, tmp_path: Path):
+    job = tiny_job(
+        **warmed_up(trained), training__kl_coef=0.1, training__iterations=1, evaluation__instances=1
     )
+    _, reporter, progress = train_job(job, tmp_path / "kl")
     assert progress.iteration == 1
     assert "loss/kl" in reporter.rows[-2]
 
 
 @pytest.mark.timeout(120)
-def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(tmp_path: Path):
+def test_ctrl_c_saves_the_last_finished_iteration_and_leaves_nothing_running(trained, tmp_path: Path):
     path = tmp_path / "job.toml"
-    path.write_text(dump_job(tiny_job(training__iterations=500, evaluation__instances=1)))
+    job = tiny_job(**warmed_up(trained), training__iterations=500, evaluation__instances=1)
+    path.write_text(dump_job(job))
     run = tmp_path / "run"
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run), "--dashboard"],

@@ -10,7 +10,7 @@ import pytest
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
-from tests.conftest import rows_of, tiny_job
+from tests.conftest import at_the_task_app, rows_of, tiny_job
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import task_apps
@@ -35,7 +35,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[StepRewards, list[T
 async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
     job = tiny_job(rollout__max_turns=25, warmup__episodes=3)
     found = {}
-    async with task_apps(job, folder / "task_app.log") as clients:
+    async with task_apps(at_the_task_app(job), folder / "task_app.log") as clients:
         collector = Collector(clients, timeout_s=120)
         for number, switches in enumerate(SWITCHES):
             requests = [

@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs
-from tests.conftest import ListReporter, rows_of, tiny_job, train_job
+from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
@@ -69,11 +70,12 @@ async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) ->
     """The first iteration, and the same once more after new weights of the actor."""
     fixed = FixedPolicies.of(job, checked_folders(job), learner)
     async with (
-        task_apps(job, tmp_path / "log") as apps,
+        task_apps(at_the_task_app(job), tmp_path / "log") as apps,
         serving(job, learner, fixed=fixed.policies) as server,
     ):
         found: list[Rollout] = []
-        for run_id in ("run.1", "run.2"):
+        start = uuid4().hex  # others play at the same task app
+        for run_id in (f"{start}.1", f"{start}.2"):
             planner = Planner(job, run_id, server.inference, fixed=fixed_inferences(job, server.inference))
             collection = await Collector(apps, timeout_s=100).collect(planner.training(1))
             assert not collection.failed, collection.failed
@@ -149,7 +151,7 @@ def test_rollouts_of_a_fixed_policy_have_the_ids_and_log_probs_that_a_learner_of
 def test_weights_that_the_actor_publishes_do_not_touch_a_fixed_policy(twice: dict[str, list[Rollout]]):
     for name, same in (("fixed", True), ("cut", True), (ACTOR, False)):
         before, after = (
-            [item for item in twice[name] if item.run_id == run_id] for run_id in ("run.1", "run.2")
+            [item for item in twice[name] if item.run_id.endswith(number)] for number in (".1", ".2")
         )
         tokens = [[call.token_ids for item in found for call in exact(item)] for found in (before, after)]
         assert (tokens[0] == tokens[1]) is same
@@ -210,7 +212,7 @@ def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
         (near,) = mixed_job(folders["later"], rollout_only__model_path=str(folders["warm"])).rollout_only
         here = there.model_copy(update={"rollout_only": (near,)})
         episodes = [asyncio.run(played_twice(job, learner, tmp_path)) for job in (there, here)]
-    remote, local = ([item.trajectory for item in found if item.run_id == "run.1"] for found in episodes)
+    remote, local = ([item.trajectory for item in found if item.run_id.endswith(".1")] for found in episodes)
     for one, other in zip(remote, local, strict=True):
         assert one.outcome_reward == other.outcome_reward
         for step, twin in zip(one.steps, other.steps, strict=True):
@@ -338,5 +340,5 @@ def test_what_was_learned_is_played_without_the_fixed_policy(
     job = directory.job()
     gone = job.rollout_only[0].model_copy(update={"model_path": tmp_path / "gone"})
     job = job.model_copy(update={"rollout_only": (gone,)})
-    found = asyncio.run(evaluate(job, Checkpoint(directory.checkpoints / "iteration_1")))
+    found = asyncio.run(evaluate(at_the_task_app(job), Checkpoint(directory.checkpoints / "iteration_1")))
     assert found.models == ("tiny/actor",)

@@ -27,17 +27,17 @@ from trainer_backend.start import run_job
 # Two of everything: threads of an update, its steps, siblings; and dropout, which draws.
 EXACT: dict[str, Any] = {
     "inference__deterministic": True,
-    "training__iterations": 10,
+    "training__iterations": 6,
     "training__group_size": 2,
     "training__threads": 2,
     "training__batch_decisions": 4,
-    "training__checkpoint_every": 4,
+    "training__checkpoint_every": 2,
     "rollout__episodes_per_batch": 4,
     "rollout__max_turns": 2,
     "warmup__episodes": 4,
     "warmup__epochs": 1,
     "evaluation__instances": 1,
-    "evaluation__every_n_iters": 10,
+    "evaluation__every_n_iters": 6,
     "lora__rank": 2,
     "lora__dropout": 0.1,
 }
@@ -88,33 +88,33 @@ def paths(names: Any) -> list[str]:
 
 
 def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -> None:
-    for iteration in range(1, 11):
+    for iteration in range(1, 7):
         assert plan_of(run, iteration) == plan_of(whole, iteration)
         assert actions_of(run, iteration) == actions_of(whole, iteration)
     of_training = [f"training_state/{name}.safetensors" for name in ("optimizer", "rng")]
     for name in ("model.safetensors", *of_training):
-        found, expected = (load_file(item.checkpoints / "iteration_10" / name) for item in (run, whole))
+        found, expected = (load_file(item.checkpoints / "iteration_6" / name) for item in (run, whole))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
     lines, others = read_ledger(run.path), read_ledger(whole.path)
-    assert [line.iteration for line in lines] == list(range(1, 11))
+    assert [line.iteration for line in lines] == list(range(1, 7))
     assert [paths(line.rollout_ids) for line in lines] == [paths(line.rollout_ids) for line in others]
     names = [name for line in lines for name in line.rollout_ids]
-    assert len(names) == len(set(names)) == 40
+    assert len(names) == len(set(names)) == 24
     kept = [path.name for path in sorted(run.checkpoints.glob("iteration_*"))]
-    assert kept == ["iteration_0", "iteration_10", "iteration_8"]  # 4 was one of the last two, once
+    assert kept == ["iteration_0", "iteration_4", "iteration_6"]  # 2 was one of the last two, once
 
 
 @pytest.mark.timeout(240)
-def test_ten_iterations_are_five_and_a_kill_and_five_bit_for_bit(unbroken: RunDirectory, tmp_path: Path):
-    run = killed(tmp_path, part="rollouts/iteration_6.spool.jsonl", number=2)  # two of four are kept
+def test_six_iterations_are_three_and_a_kill_and_three_bit_for_bit(unbroken: RunDirectory, tmp_path: Path):
+    run = killed(tmp_path, part="rollouts/iteration_4.spool.jsonl", number=2)  # two of four are kept
     resumed, reporter, progress = train_job(exact_job(), run.path, resume=run)
-    assert f"resumed from {run.checkpoints}/iteration_5" in reporter.lines
-    assert progress.iteration == 10
+    assert f"resumed from {run.checkpoints}/iteration_3" in reporter.lines
+    assert progress.iteration == 6
     rows = rows_of(resumed, "iteration")
-    assert [row["iteration"] for row in rows] == list(range(1, 11))
-    assert [row["recovery/resumes"] for row in rows] == [0.0] * 5 + [1.0] * 5
-    assert [row["recovery/rollouts_reused"] for row in rows] == [0.0] * 5 + [2.0] + [0.0] * 4
+    assert [row["iteration"] for row in rows] == list(range(1, 7))
+    assert [row["recovery/resumes"] for row in rows] == [0.0] * 3 + [1.0] * 3
+    assert [row["recovery/rollouts_reused"] for row in rows] == [0.0] * 3 + [2.0] + [0.0] * 2
     is_the_run_that_it_would_have_been(resumed, unbroken)
 
 
@@ -174,9 +174,9 @@ def test_a_run_of_a_version_without_lock_state_log_and_ledger_goes_on(unbroken: 
     run = open_run(tmp_path / "run")
     for name in ("lock", STATE_FILE, "run.log", LEDGER_FILE):
         (run.path / name).unlink()
-    resumed, _, progress = train_job(exact_job(training__iterations=11), run.path, resume=run)
-    assert progress.iteration == 11
-    assert [line.iteration for line in read_ledger(resumed.path)] == [11]
-    assert [row["iteration"] for row in rows_of(resumed, "iteration")] == list(range(1, 12))
+    resumed, _, progress = train_job(exact_job(training__iterations=7), run.path, resume=run)
+    assert progress.iteration == 7
+    assert [line.iteration for line in read_ledger(resumed.path)] == [7]
+    assert [row["iteration"] for row in rows_of(resumed, "iteration")] == list(range(1, 8))
     state = read_state(run.path)
     assert state is not None and (state.state, state.starts) == ("ended", 1)

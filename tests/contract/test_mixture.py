@@ -2,8 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
+import shutil
 from html import unescape
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from trainer_backend.__main__ import app
 from trainer_backend.collect.metrics import evaluation_metrics
 from trainer_backend.core.policies import policy_of
 from trainer_backend.credit.recredit import recredit_run
-from trainer_backend.job.load import dump_job, load_job
+from trainer_backend.job.load import load_job
 from trainer_backend.models.folder import fingerprint
 from trainer_backend.pages.report import write_report
 from trainer_backend.rundir.layout import FIXED_RECORD, open_run
@@ -176,19 +175,14 @@ def test_inspect_tells_who_sampled(mixed):
     assert f"openai {rollout.trajectory.model}; outcome" in " ".join(shown.output.split())
 
 
-def test_a_killed_run_goes_on_with_the_same_choices(mixed, trained, tmp_path):
+def test_a_resumed_run_goes_on_with_the_same_choices(mixed, trained, tmp_path):
     whole, _, _ = mixed
-    path, run = tmp_path / "job.toml", tmp_path / "run"
-    path.write_text(dump_job(job_of(trained)), encoding="utf-8")
-    command = [sys.executable, "-m", "trainer_backend", "train", str(path), "--run", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        seen = any("iteration 1 " in line for line in process.stdout)
-        process.kill()
-    assert seen
-    directory, reporter, progress = train_job(job_of(trained), run, resume=open_run(run))
+    run = open_run(shutil.copytree(whole.path, tmp_path / "run"))
+    shutil.rmtree(run.checkpoints / "iteration_3")  # as if it had been killed in its last iteration
+    run.rollouts_file("iteration_3").unlink()
+    directory, reporter, progress = train_job(job_of(trained), run.path, resume=run)
     assert progress.iteration == len(ITERATIONS)
-    assert any("resumed from" in line for line in reporter.lines)
+    assert f"resumed from {run.checkpoints}/iteration_2" in reporter.lines
     for number in ITERATIONS:
         assert choices(directory, number) == choices(whole, number)
 

@@ -1,18 +1,25 @@
 """State keys from the environment to the advantage, over the real task app."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import rows_of, tiny_job, train_job
+from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.recredit import recredited, stored_iterations
 from trainer_backend.errors import JobError
 from trainer_backend.rundir.rollout_files import finished_rows
 
 
-def test_gigpo_compares_decisions_that_were_made_in_one_state(tmp_path: Path):
-    job = tiny_job(algorithm__advantage="gigpo", rollout__state_keys=("text",), training__iterations=1)
+def test_gigpo_compares_decisions_that_were_made_in_one_state(trained: Any, tmp_path: Path):
+    job = tiny_job(
+        **warmed_up(trained),
+        algorithm__advantage="gigpo",
+        rollout__state_keys=("text",),
+        training__iterations=1,
+        evaluation__instances=1,
+    )
     directory, _, _ = train_job(job, tmp_path / "run")
     (row,) = rows_of(directory, "iteration")
     assert 0.0 <= row["anchors/singleton_frac"] < 1.0, "siblings share their first state"

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from pydantic import SecretStr
+from tests.conftest import TASK_APP_KEY
 
-KEY = SecretStr("many-apps")
 _READY = "listening on "
 
 
@@ -31,7 +30,7 @@ class TaskAppProcess:
                 sys.executable, "-m", "task_app", "--host", self.host, "--port", str(self.port),
                 "--exit-with-parent",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                env={**os.environ, "ENVIRONMENT_API_KEY": KEY.get_secret_value()},
+                env={**os.environ, "ENVIRONMENT_API_KEY": TASK_APP_KEY.get_secret_value()},
             )  # fmt: skip
         line = (await self._process.stdout.readline()).decode().strip()
         assert line.startswith(_READY), self.log_file.read_text()

@@ -1,15 +1,16 @@
-"""Two real task apps, as processes over real sockets: one is killed, comes back, or is found by a name."""
+"""Two real task apps over real sockets, processes where one is killed: it stays away, or comes back."""
 
 import asyncio
 import signal
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import tiny_job
-from tests.trainer_backend.collect.task_app_process import KEY, TaskAppProcess, started
+from tests.conftest import TASK_APP_KEY, task_app_thread, tiny_job
+from tests.trainer_backend.collect.task_app_process import TaskAppProcess, started
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
@@ -38,26 +39,27 @@ def played(collection: Collection) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def undisturbed() -> list[Any]:
     async def collect() -> list[Any]:
-        one = TaskAppProcess(tmp_path_factory.mktemp("undisturbed") / "log")
-        async with started(one), TaskApps([one.url], KEY, timeout_s=20) as apps:
+        async with TaskApps([url], TASK_APP_KEY, timeout_s=20) as apps:
             return played(await Collector(apps, timeout_s=120).collect(PLAN))
 
-    return asyncio.run(collect())
+    with task_app_thread() as url:
+        return asyncio.run(collect())
 
 
 async def test_a_task_app_killed_in_a_collection_changes_nothing_of_what_comes_back(tmp_path, undisturbed):
-    first, second = TaskAppProcess(tmp_path / "a"), TaskAppProcess(tmp_path / "b")
+    second = TaskAppProcess(tmp_path / "b")
 
     def kill(done: int, total: int) -> None:
         if done == 1:  # more rollouts are waiting: the second is given some now, and never brings them
             second.signal(signal.SIGKILL)
 
-    async with started(first, second), TaskApps([first.url, second.url], KEY, timeout_s=20) as apps:
-        collector = Collector(apps, timeout_s=120, max_running=8)
-        found = await collector.collect(PLAN, kill)
-        await collector.ack("run", found.all)
+    with task_app_thread() as first:
+        async with started(second), TaskApps([first, second.url], TASK_APP_KEY, timeout_s=20) as apps:
+            collector = Collector(apps, timeout_s=120, max_running=8)
+            found = await collector.collect(PLAN, kill)
+            await collector.ack("run", found.all)
     assert played(found) == undisturbed
     assert len({rollout.rollout_id for rollout in found.rollouts}) == len(PLAN) == 24
     assert not found.failed
@@ -86,7 +88,7 @@ async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_colle
 
     async with (
         started(first, second),
-        TaskApps([first.url, second.url], KEY, timeout_s=60, tell=tell) as apps,
+        TaskApps([first.url, second.url], TASK_APP_KEY, timeout_s=60, tell=tell) as apps,
     ):
         before = apps.members[1].instance_id
         collecting = asyncio.ensure_future(Collector(apps, timeout_s=120, max_running=8).collect(PLAN, kill))
@@ -106,33 +108,31 @@ async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_colle
     assert figures.lost >= 1
 
 
-async def test_a_name_with_two_addresses_is_two_task_apps(tmp_path, undisturbed):
+async def test_a_name_with_two_addresses_is_two_task_apps(undisturbed):
     async def resolve(host: str, port: int) -> list[str]:
         return ["127.0.0.1", "127.0.0.2"]
 
-    first = TaskAppProcess(tmp_path / "a")
-    async with started(first):
-        second = TaskAppProcess(tmp_path / "b", host="127.0.0.2", port=first.port)
-        async with (
-            started(second),
-            TaskApps([f"dns+http://task-apps:{first.port}"], KEY, timeout_s=20, resolve=resolve) as apps,
-        ):
-            assert [client.url for client in apps] == [first.url, second.url]
-            found = await Collector(apps, timeout_s=120, max_running=8).collect(PLAN)
+    with task_app_thread() as first:
+        port = urlsplit(first).port or 0
+        name = f"dns+http://task-apps:{port}"
+        with task_app_thread(host="127.0.0.2", port=port) as second:
+            async with TaskApps([name], TASK_APP_KEY, timeout_s=20, resolve=resolve) as apps:
+                assert [client.url for client in apps] == [first, second]
+                found = await Collector(apps, timeout_s=120, max_running=8).collect(PLAN)
     assert played(found) == undisturbed
     assert {figures.answers for figures in found.apps.values()} == {True}
     assert min(figures.finished for figures in found.apps.values()) >= 1
 
 
-async def test_the_siblings_of_a_group_live_on_one_task_app(tmp_path):
+async def test_the_siblings_of_a_group_live_on_one_task_app():
     plan = Planner(JOB, "run").prompts(4)
     plan = [
         request.model_copy(update={"group_id": f"g{number // 4}", "rollout_id": f"run/{number}"})
         for number, request in enumerate(plan * 4)
     ]
-    first, second = TaskAppProcess(tmp_path / "a"), TaskAppProcess(tmp_path / "b")
-    async with started(first, second), TaskApps([first.url, second.url], KEY, timeout_s=20) as apps:
-        found = await Collector(apps, timeout_s=120).collect(plan)
+    with task_app_thread() as first, task_app_thread() as second:
+        async with TaskApps([first, second], TASK_APP_KEY, timeout_s=20) as apps:
+            found = await Collector(apps, timeout_s=120).collect(plan)
     homes: dict[str, set[str]] = {}
     for rollout in found.rollouts:
         homes.setdefault(rollout.group_id, set()).add(rollout.instance_id)
@@ -141,21 +141,19 @@ async def test_the_siblings_of_a_group_live_on_one_task_app(tmp_path):
 
 
 async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_everything(tmp_path):
-    one = TaskAppProcess(tmp_path / "a")
-    async with started(one):
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
-            gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
-            services = JOB.services.model_copy(
-                update={"task_url": (gone, one.url), "task_api_key": KEY, "request_timeout_s": 5.0}
-            )
-            job = JOB.model_copy(update={"services": services})
-            async with task_apps(job, tmp_path / "log") as apps:
-                assert told_of(apps).startswith(f"task app: {one.url}; not there: {gone}: GET /info: ")
-                planner = Planner(job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")))
-                await try_job(planner, apps, from_scratch=True)
-                found = await Collector(apps, timeout_s=60).collect(PLAN[:2])
-            assert [figures.finished for figures in found.apps.values()] == [0, 2]
-            episode = found.rollouts[0].trajectory
-            frames = await asyncio.to_thread(played_frames, job, episode, {0, len(episode.steps)})
+    with task_app_thread() as one, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        services = JOB.services.model_copy(
+            update={"task_url": (gone, one), "task_api_key": TASK_APP_KEY, "request_timeout_s": 5.0}
+        )
+        job = JOB.model_copy(update={"services": services})
+        async with task_apps(job, tmp_path / "log") as apps:
+            assert told_of(apps).startswith(f"task app: {one}; not there: {gone}: GET /info: ")
+            planner = Planner(job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")))
+            await try_job(planner, apps, from_scratch=True)
+            found = await Collector(apps, timeout_s=60).collect(PLAN[:2])
+        assert [figures.finished for figures in found.apps.values()] == [0, 2]
+        episode = found.rollouts[0].trajectory
+        frames = await asyncio.to_thread(played_frames, job, episode, {0, len(episode.steps)})
     assert [frame.turn for frame in frames] == [0, len(episode.steps)]

@@ -1,9 +1,9 @@
-"""Where the key of a named task app comes from, against a real one in a process of its own."""
+"""Where the key of a named task app comes from, against a real one."""
 
 import pytest
 
-from tests.conftest import tiny_job
-from trainer_backend.collect.task_apps import EmbeddedTaskApp, task_apps
+from tests.conftest import TASK_APP_KEY, task_app, tiny_job
+from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.errors import JobError, TaskAppError
 
 
@@ -15,16 +15,15 @@ def environment(monkeypatch):
 
 
 async def test_the_key_may_lie_in_a_file(environment, tmp_path):
-    async with EmbeddedTaskApp(tmp_path / "log") as app:
-        job = tiny_job(services__task_url=(app.url,))
-        (tmp_path / "key").write_text(app.api_key.get_secret_value() + "\n")
-        environment.setenv("ENVIRONMENT_API_KEY_FILE", str(tmp_path / "key"))
-        async with task_apps(job, tmp_path / "log") as clients:
-            assert [client.url for client in clients] == [app.url]
-        (tmp_path / "key").write_text("another")
-        with pytest.raises(TaskAppError):
-            async with task_apps(job, tmp_path / "log"):
-                raise AssertionError("a wrong key was accepted")
+    job = tiny_job(services__task_url=(task_app(),))
+    (tmp_path / "key").write_text(TASK_APP_KEY.get_secret_value() + "\n")
+    environment.setenv("ENVIRONMENT_API_KEY_FILE", str(tmp_path / "key"))
+    async with task_apps(job, tmp_path / "log") as clients:
+        assert [client.url for client in clients] == [task_app()]
+    (tmp_path / "key").write_text("another")
+    with pytest.raises(TaskAppError):
+        async with task_apps(job, tmp_path / "log"):
+            raise AssertionError("a wrong key was accepted")
 
 
 @pytest.mark.parametrize("content", [None, "\n"])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from service_kit.keys import TASK_APP_KEY
-from tests.conftest import tiny_job
+from tests.conftest import TASK_APP_KEY, at_the_task_app, task_app_thread, tiny_job
 from tests.foreign_server import (
     busy,
     foreign_server,
@@ -20,7 +19,6 @@ from tests.foreign_server import (
     repeats_the_key,
 )
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.errors import NothingToLearnFrom, TaskAppError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.job.load import dump_job
@@ -42,7 +40,7 @@ def asked(server, key: str = KEY) -> Inference:
 
 
 def played(job, player, **options):
-    return asyncio.run(evaluate(job, player, **options))
+    return asyncio.run(evaluate(at_the_task_app(job), player, **options))
 
 
 def test_plain_openai_is_spoken_and_the_episodes_are_kept(tmp_path):
@@ -100,17 +98,14 @@ def test_what_a_server_refuses_is_left_out_or_called_by_its_name():
     }  # fmt: skip
 
 
-def test_a_task_app_of_its_operators_refuses_a_host_that_is_not_on_its_list(tmp_path, monkeypatch):
-    async def elsewhere(player):
-        async with task_apps(tiny_job(), tmp_path / "log") as (operators,):
-            monkeypatch.setenv(TASK_APP_KEY, operators.api_key.get_secret_value())
-            return await evaluate(short_job(services__task_url=operators.url), player)
-
+def test_a_task_app_of_its_operators_refuses_a_host_that_is_not_on_its_list(monkeypatch):
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
     with (
         foreign_server(key=KEY) as server,
+        task_app_thread() as operators,
         pytest.raises(TaskAppError, match="the operator extends it with TURNWISE_ALLOWED") as caught,
     ):
-        asyncio.run(elsewhere(asked(server)))
+        played(short_job(services__task_url=operators), asked(server))
     place = server.url.removeprefix("http://")
     assert f"inference host {place} is not on this task app's list" in str(caught.value)
     assert server.bodies == []
@@ -121,6 +116,7 @@ async def test_our_own_gateway_asked_as_a_foreign_one_gives_the_checkpoints_figu
     job, folder = directory.job(), directory.checkpoints / "iteration_2"
     model = job.model.model_copy(update={"preset": None, "path": folder})
     learner = LocalLearner.fresh(job.model_copy(update={"model": model}), [])
+    job = at_the_task_app(job)
     async with serving(job, learner) as server:
         await server.publish(0)
         over_the_wire = await evaluate(job, server.inference)

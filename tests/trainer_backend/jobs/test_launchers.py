@@ -8,7 +8,7 @@ import httpx
 import pytest
 import tomli
 
-from tests.trainer_backend.collect.task_app_process import KEY, TaskAppProcess, started
+from tests.conftest import TASK_APP_KEY, task_app
 from tests.trainer_backend.jobs.served import Served, serving, settings_for
 from trainer_backend.jobs.launcher import translate
 
@@ -81,40 +81,39 @@ async def test_a_launchers_job_is_ours_with_its_keys_translated(open_to_launcher
 
 async def test_a_launchers_job_is_tried_at_its_task_app_before_it_is_queued(tmp_path, monkeypatch):
     """Of the shape of the ancestor's crafter_rl_stepwise_simple.toml."""
-    monkeypatch.setenv("ENVIRONMENT_API_KEY", KEY.get_secret_value())
-    app = TaskAppProcess(tmp_path / "log")
-    async with started(app):
-        settings = settings_for(tmp_path / "data", task_urls=(app.url,), models=("Qwen/*",))
-        async with serving(settings) as served:
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", TASK_APP_KEY.get_secret_value())
+    url = task_app()
+    settings = settings_for(tmp_path / "data", task_urls=(url,), models=("Qwen/*",))
+    async with serving(settings) as served:
 
-            async def post(rollout: dict[str, Any], dry_run: bool = False) -> httpx.Response:
-                config = {
-                    "model": {"base": "Qwen/Qwen3-0.6B"},
-                    "rollout": {"max_turns": 10, "episodes_per_batch": 64, **rollout},
-                }
-                body = {"job_type": "rl", "data": {"endpoint_base_url": app.url, "config": config}}
-                return await served.client.post("/rl/jobs", json=body, params={"dry_run": dry_run})
+        async def post(rollout: dict[str, Any], dry_run: bool = False) -> httpx.Response:
+            config = {
+                "model": {"base": "Qwen/Qwen3-0.6B"},
+                "rollout": {"max_turns": 10, "episodes_per_batch": 64, **rollout},
+            }
+            body = {"job_type": "rl", "data": {"endpoint_base_url": url, "config": config}}
+            return await served.client.post("/rl/jobs", json=body, params={"dry_run": dry_run})
 
-            ancestors = {"env_name": "CrafterClassic", "policy_name": "crafter-react"}
-            dry = await post(ancestors, dry_run=True)
-            assert (dry.status_code, dry.json()["warnings"]) == (200, [])
-            assert tomli.loads(dry.json()["toml"])["rollout"]["policy_name"] == "crafter-react"
-            for rollout, dry_run, where in (
-                ({"env_name": "Sokoban"}, False, "rollout.env_name"),
-                ({"policy_name": "crafter-act"}, False, "rollout.policy_name"),
-                ({"env_config": {"lenght": 9}}, True, "rollout.env_config.lenght"),
-            ):
-                refused = await post(rollout, dry_run)
-                assert (refused.status_code, refused.json()["where"]) == (400, where), refused.text
-            assert (await served.client.get("/jobs")).json()["jobs"] == [], "nothing was made of any of these"
-            assert (await post(ancestors)).status_code == 201
-            url = {"endpoint_base_url": app.url}
-            good = (await served.client.post("/api/rl/verify_task_app", json=url)).json()
-            monkeypatch.setenv("ENVIRONMENT_API_KEY", "zebra-quagga")
-            bad = (await served.client.post("/rl/verify_task_app", json=url)).json()
-            elsewhere = {"endpoint_base_url": "http://127.0.0.1:9"}
-            other = await served.client.post("/rl/verify_task_app", json=elsewhere)
-    assert good == {"any_ok": True, "attempts": [{"url": app.url, "status": 200, "detail": None}]}
+        ancestors = {"env_name": "CrafterClassic", "policy_name": "crafter-react"}
+        dry = await post(ancestors, dry_run=True)
+        assert (dry.status_code, dry.json()["warnings"]) == (200, [])
+        assert tomli.loads(dry.json()["toml"])["rollout"]["policy_name"] == "crafter-react"
+        for rollout, dry_run, where in (
+            ({"env_name": "Sokoban"}, False, "rollout.env_name"),
+            ({"policy_name": "crafter-act"}, False, "rollout.policy_name"),
+            ({"env_config": {"lenght": 9}}, True, "rollout.env_config.lenght"),
+        ):
+            refused = await post(rollout, dry_run)
+            assert (refused.status_code, refused.json()["where"]) == (400, where), refused.text
+        assert (await served.client.get("/jobs")).json()["jobs"] == [], "nothing was made of any of these"
+        assert (await post(ancestors)).status_code == 201
+        ours = {"endpoint_base_url": url}
+        good = (await served.client.post("/api/rl/verify_task_app", json=ours)).json()
+        monkeypatch.setenv("ENVIRONMENT_API_KEY", "zebra-quagga")
+        bad = (await served.client.post("/rl/verify_task_app", json=ours)).json()
+        elsewhere = {"endpoint_base_url": "http://127.0.0.1:9"}
+        other = await served.client.post("/rl/verify_task_app", json=elsewhere)
+    assert good == {"any_ok": True, "attempts": [{"url": url, "status": 200, "detail": None}]}
     assert (bad["any_ok"], bad["attempts"][0]["status"]) == (False, None)
     assert "401" in bad["attempts"][0]["detail"] and "zebra" not in str(bad)
     assert other.status_code == 400 and "--allow-task-url" in other.json()["detail"]

@@ -10,6 +10,7 @@ from PIL import Image
 from pydantic import SecretStr
 
 from shared_schemas.replay import FRAME_SIDE
+from tests.conftest import at_the_task_app
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.task_apps import OWN_BODY_BYTES, task_apps
@@ -29,7 +30,7 @@ async def test_an_episode_is_played_again_and_drawn_and_one_that_departs_is_refu
     directory = trained[0]
     job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2")).trajectory
     last = len(episode.steps)
-    async with task_apps(job, tmp_path / "log") as clients:
+    async with task_apps(at_the_task_app(job), tmp_path / "log") as clients:
 
         async def frames_of(played, config):
             return await replay(clients[0], played, {0, last}, config=config)

@@ -43,27 +43,27 @@ class Interrupting(ListReporter):
 def stopped(tmp_path_factory: pytest.TempPathFactory):
     """A run that was stopped in its warm-up."""
     job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1000)
+    before = threading.enumerate()
     directory, reporter = create_run(job, tmp_path_factory.mktemp("stopped") / "run"), Interrupting()
     with pytest.raises(Stopped, match="in the warm-up"):
         asyncio.run(run_job(job, directory, reporter, resume=False))
-    return directory, reporter
+    return directory, reporter, set(threading.enumerate()) - set(before)
 
 
 def test_ctrl_c_ends_the_warm_up_and_its_thread_within_a_few_steps(stopped):
-    _, reporter = stopped
+    _, reporter, threads = stopped
     _, done, total = reporter.stages[-1]
     assert reporter.stages[-1][0] == "warm-up"
     assert done < total / 10
-    assert not [thread for thread in threading.enumerate() if "asyncio" in thread.name]
+    assert not [thread for thread in threads if "asyncio" in thread.name]
 
 
 def test_what_the_teacher_played_is_used_again_and_has_its_row_again(stopped):
-    directory, _ = stopped
+    directory, _, _ = stopped
     (before,) = rows_of(directory, "teacher")
     stored = read_rollouts(directory.rollouts_file("warmup"))
-    again, reporter, progress = train_job(
-        tiny_job(training__iterations=0, evaluation__instances=1), directory.path, resume=directory
-    )
+    job = tiny_job(training__iterations=0, evaluation__instances=1, warmup__epochs=1)
+    again, reporter, progress = train_job(job, directory.path, resume=directory)
     assert progress.iteration == 0
     assert not any(name == "collect teacher" for name, _, _ in reporter.stages)
     assert read_rollouts(directory.rollouts_file("warmup")) == stored
