@@ -58,16 +58,16 @@ def exact_root(square: Fraction) -> Decimal:
         return (Decimal(square.numerator) / Decimal(square.denominator)).sqrt()
 
 
-@EACH
 @given(drawn=BATCH)
-def test_every_decision_has_one_finite_advantage(name, drawn):
+def test_every_decision_has_one_finite_advantage(drawn):
     episodes = batch_of(drawn)
-    found = computed(name, episodes)
-    assert [len(row_T) for row_T in found.per_episode] == [len(item.rewards_T) for item in episodes]
-    assert all(math.isfinite(value) for row_T in found.per_episode for value in row_T)
-    assert all(math.isfinite(value) for value in found.diagnostics.values())
-    for part in found.parts.values():
-        assert [len(row_T) for row_T in part] == [len(item.rewards_T) for item in episodes]
+    for name in ESTIMATORS:
+        found = computed(name, episodes)
+        assert [len(row_T) for row_T in found.per_episode] == [len(item.rewards_T) for item in episodes], name
+        assert all(math.isfinite(value) for row_T in found.per_episode for value in row_T), name
+        assert all(math.isfinite(value) for value in found.diagnostics.values()), name
+        for part in found.parts.values():
+            assert [len(row_T) for row_T in part] == [len(item.rewards_T) for item in episodes], name
 
 
 @EACH
@@ -83,21 +83,21 @@ def test_it_says_whether_it_compares_siblings(name):
     assert (together.per_episode != apart.per_episode) == ESTIMATORS[name].compares_siblings
 
 
-@EACH
 @given(drawn=BATCH, seed=st.integers(0, 99))
-def test_the_order_of_the_episodes_does_not_matter(name, drawn, seed):
+def test_the_order_of_the_episodes_does_not_matter(drawn, seed):
     episodes = batch_of(drawn)
     order = list(range(len(episodes)))
     randomness.Random(seed).shuffle(order)
-    expected = computed(name, episodes).per_episode
-    found = computed(name, [episodes[i] for i in order]).per_episode
-    for row_T, i in zip(found, order, strict=True):
-        assert row_T == pytest.approx(expected[i], rel=1e-12, abs=1e-13)
+    for name in ESTIMATORS:
+        expected = computed(name, episodes).per_episode
+        found = computed(name, [episodes[i] for i in order]).per_episode
+        for row_T, i in zip(found, order, strict=True):
+            for own, other in zip(row_T, expected[i], strict=True):
+                assert math.isclose(own, other, rel_tol=1e-12, abs_tol=1e-13), name
 
 
-@EACH
 @given(drawn=BATCH)
-def test_names_of_rollouts_groups_and_states_change_no_bit(name, drawn):
+def test_names_of_rollouts_groups_and_states_change_no_bit(drawn):
     episodes = batch_of(drawn)
     renamed = [
         replace(
@@ -108,7 +108,8 @@ def test_names_of_rollouts_groups_and_states_change_no_bit(name, drawn):
         )
         for item in episodes
     ]
-    assert computed(name, renamed).per_episode == computed(name, episodes).per_episode
+    for name in ESTIMATORS:
+        assert computed(name, renamed).per_episode == computed(name, episodes).per_episode, name
 
 
 @EACH
@@ -121,14 +122,12 @@ def test_equal_scores_leave_nothing_to_learn_and_so_does_a_lone_episode(name):
             assert row_T == pytest.approx([0.0], abs=1e-16)
 
 
-@EACH
 @given(scores=SCORES, constant=st.integers(-100, 100))
-def test_a_constant_added_to_every_score_changes_nothing(name, scores, constant):
-    if name in CRITICS:
-        return  # a critic would have to learn of it first
-    moved = computed(name, single([score + constant for score in scores])).per_episode
-    for (found,), (expected,) in zip(moved, computed(name, single(scores)).per_episode, strict=True):
-        assert found == pytest.approx(expected, abs=1e-9)
+def test_a_constant_added_to_every_score_changes_nothing(scores, constant):
+    for name in set(ESTIMATORS) - CRITICS:  # a critic would have to learn of it first
+        moved = computed(name, single([score + constant for score in scores])).per_episode
+        for (found,), (expected,) in zip(moved, computed(name, single(scores)).per_episode, strict=True):
+            assert math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9), name
 
 
 @EACH
