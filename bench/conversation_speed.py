@@ -76,7 +76,7 @@ class Episode:
     sent_ids: int = 0
 
     def play(self, turns: int) -> None:
-        history = History.opened(OPENING, shows_ids=True)
+        history = History.start(OPENING, shows_ids=True)
         for turn in range(turns):
             call = ToolCall(
                 id=f"call_{turn}",
@@ -128,7 +128,7 @@ def step(turn: int, prompt: Prompt, sampled: list[int]) -> StepData:
 
 
 def renderer() -> TimedRenderer:
-    history = History.opened(OPENING, shows_ids=True)
+    history = History.start(OPENING, shows_ids=True)
     for turn in range(100):
         answer = Message(role="assistant", content=raw_answer(call_of(turn)), tool_calls=(call_of(turn),))
         history = history.with_message(answer).with_result(call_of(turn), RESULT.format(turn))

@@ -35,7 +35,7 @@ def said(turn: int, tool: str, arguments: str) -> Message:
 
 def episode(turns: int) -> tuple[History, int]:
     """The history at its end, and how many messages all its prompts showed."""
-    history, shown = History.opened(OPENING, shows_ids=True), 0
+    history, shown = History.start(OPENING, shows_ids=True), 0
     for turn in range(turns):
         shown += len(history.view())
         if turn % EVERY == EVERY - 1:

@@ -60,7 +60,7 @@ async def played(kinds: Sequence[type[BaseInteraction]]) -> tuple[float, float]:
 
     async def episode(number: int, name: str) -> None:
         nonlocal most
-        async with room.opened(name, {}, rollout_id=f"r{number}") as live:
+        async with room.open(name, {}, rollout_id=f"r{number}") as live:
             await everybody.wait()
             most = max(most, resident_mb()) if number == 0 else most
             for _ in range(ANSWERS):

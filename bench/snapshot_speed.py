@@ -29,13 +29,7 @@ from task_app.environments.crafter.environment import CrafterEnvironment
 from task_app.plugins import default_plug_boards
 from task_app.protocols import ToolRequest
 from task_app.sessions.sessions import EnvironmentSession
-from task_app.sessions.snapshots import (
-    EnvironmentSnapshot,
-    environment_session,
-    open_environment,
-    seal_environment,
-    take_environment,
-)
+from task_app.sessions.snapshots import EnvironmentSnapshot
 from task_app.snapshots.envelope import Contents, open_envelope, seal
 from task_app.snapshots.starts import Worlds
 
@@ -125,21 +119,21 @@ def of_sessions(repetitions: int) -> dict[str, float]:
     boards, session = default_plug_boards(), asyncio.run(session_of(1))
 
     def taken() -> EnvironmentSnapshot:
-        return take_environment(session, boards, where="env_id")
+        return EnvironmentSnapshot.take(session, boards, where="env_id")
 
     def branched() -> None:
         snapshot = taken()
         for _ in range(GROUP):
-            environment_session(snapshot, boards)
+            snapshot.session(boards)
 
-    data = seal_environment(taken(), at_most_bytes=MOST)
+    data = taken().seal(at_most_bytes=MOST)
 
     def restored_session() -> None:
-        environment_session(open_environment(data, at_most_bytes=MOST), boards)
+        EnvironmentSnapshot.open(data, at_most_bytes=MOST).session(boards)
 
     return {
         "branch_ms": best_ms(branched, repetitions) / GROUP,
-        "session_snapshot_ms": best_ms(lambda: seal_environment(taken(), at_most_bytes=MOST), repetitions),
+        "session_snapshot_ms": best_ms(lambda: taken().seal(at_most_bytes=MOST), repetitions),
         "session_snapshot_bytes": len(data),
         "session_restore_ms": best_ms(restored_session, repetitions),
     }

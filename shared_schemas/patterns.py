@@ -52,7 +52,7 @@ class LinearPattern:
                 f"the pattern cannot be compiled: {_why(str(exc))} (the syntax is that of Rust's regex)"
             ) from exc
 
-    def found_in(self, text: str) -> bool:
+    def matches(self, text: str) -> bool:
         """Whether the pattern matches anywhere in the last SEARCHED_BYTES of the text, which is encodable."""
         return self._search(_end_of(text))
 

@@ -1,4 +1,4 @@
-"""What the routes share: one object, built by `create_app`, completed while the app runs."""
+"""The objects that all routes share, built by `create_app`."""
 
 import asyncio
 import secrets
@@ -21,18 +21,18 @@ from task_app.sessions.journal import Database, SessionStore
 from task_app.sessions.registry import Sessions
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.settings import Settings
-from task_app.snapshots.envelope import Held
+from task_app.snapshots.envelope import ByteCache
 from task_app.threads import Threads
 
 log = structlog.get_logger("task_app")
 
-# While draining: how often it is looked whether the last results have been acknowledged.
+# While draining: the interval for checking whether the last results were acknowledged.
 _FETCH_LOOK_S = 0.05
 
 
 @dataclass(slots=True)
 class Services:
-    """`start` needs a running event loop; the lifespan calls it and `close`."""
+    """The parts of a running task app; the lifespan calls `start`, which needs an event loop, and `close`."""
 
     settings: Settings
     boards: PlugBoards
@@ -45,7 +45,7 @@ class Services:
     interaction_sessions: Sessions[InteractionSession] = field(init=False)
     database: Database = field(init=False)
     store: SessionStore = field(init=False)
-    snapshots: Held = field(init=False)
+    snapshots: ByteCache = field(init=False)
     metrics: Metrics = field(default_factory=Metrics)
     threads: Threads = field(init=False)
     draining: bool = False
@@ -77,7 +77,7 @@ class Services:
             most_s=settings.idempotency_s,
         )
         if settings.state_dir is not None:
-            # A folder that cannot be used is told before anything starts.
+            # An unusable folder is reported before anything starts.
             self.database.open()
         self.store = SessionStore(
             self.database,
@@ -90,31 +90,31 @@ class Services:
             capacity=capacity,
             idle_s=idle_s,
             on_add=self._watch,
-            opened=self.store.opened,
-            closed=self.store.closed,
+            on_new=self.store.add,
+            on_remove=self.store.remove,
         )
         self.policies = Sessions(
             "policy",
             capacity=capacity,
             idle_s=idle_s,
-            opened=self.store.opened,
-            closed=self.store.closed,
+            on_new=self.store.add,
+            on_remove=self.store.remove,
         )
         self.interaction_sessions = Sessions(
             "interaction",
             capacity=capacity,
             idle_s=idle_s,
-            ended_by="/interaction/finalize",
-            closed=_finalise,
+            end_path="/interaction/finalize",
+            on_remove=_finalise,
         )
-        self.snapshots = Held(
+        self.snapshots = ByteCache(
             at_most=self.settings.max_snapshots_held, at_most_bytes=self.settings.max_snapshots_bytes
         )
 
     def policy_context(
         self, *, inference_key: SecretStr | None, rollout_id: str | None = None
     ) -> PolicyContext:
-        """What a policy gets; one without a rollout's id is a conversation of its own."""
+        """The context of a policy; without a rollout's id it is a conversation of its own."""
         return PolicyContext(
             settings=self.settings,
             session=self.session,
@@ -152,7 +152,7 @@ class Services:
             )  # fmt: skip
 
     def unbind(self, policy_id: str, session: PolicySession) -> None:
-        """Take the training switches of a forgotten policy from its environment, if that is still there."""
+        """Remove the training switches of a forgotten policy from its environment, if that still exists."""
         environment = self.environments.find(session.bound_env_id) if session.bound_env_id else None
         if environment is not None:
             environment.switches.pop(policy_id, None)
@@ -163,7 +163,7 @@ class Services:
         return self._session
 
     def start(self) -> None:
-        """Open the one client session of the service; each running rollout has at most one call open."""
+        """Open the service's client session; each running rollout has at most one call open."""
         self.database.open()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=2 * self.settings.max_concurrent_rollouts),
@@ -171,7 +171,7 @@ class Services:
         )
 
     async def recover(self) -> None:
-        """Bring back the sessions under --state-dir, before anybody is answered."""
+        """Restore the sessions under --state-dir before the first request is answered."""
         if self.settings.state_dir is None:
             return
         environments, policies = await self.store.recover(
@@ -187,14 +187,14 @@ class Services:
         )  # fmt: skip
 
     async def drain(self, *, within_s: float) -> None:
-        """Take nothing new, let what runs end and be fetched, and end the rest when the time is over."""
+        """Accept nothing new, let running work end and be fetched, and end the rest after this time."""
         until_s = time.monotonic() + within_s
         self.draining = self.environments.draining = self.policies.draining = True
         self.interaction_sessions.draining = True
         log.info("draining", within_s=within_s)
         self.runner.begin_drain()
-        ran = await self.runner.settled(within_s)
-        while ran and len(self.runner.results) and time.monotonic() < until_s:
+        count = await self.runner.wait_until_idle(within_s)
+        while count and len(self.runner.results) and time.monotonic() < until_s:
             await asyncio.sleep(_FETCH_LOOK_S)
         await self.runner.drain()
 
@@ -207,7 +207,7 @@ class Services:
 
 
 def _finalise(_: str, session: InteractionSession) -> None:
-    """Of a session that ended or expired; `Services.close` waits for it."""
+    """Finalise a session that ended or expired; `Services.close` waits for it."""
     session.live.begin_close()
 
 

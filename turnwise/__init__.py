@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from task_app.policies.openai_config import OpenAIConfig as OpenAIConfig
     from task_app.protocols import AgentPolicy as AgentPolicy
     from task_app.protocols import BaseInteraction as BaseInteraction
-    from task_app.reward_functions.decorator import reward_function as reward_function
-    from task_app.reward_functions.rewarded import (
+    from task_app.reward_functions.alignment import (
         align_data_for_rl_processing as align_data_for_rl_processing,
     )
+    from task_app.reward_functions.decorator import reward_function as reward_function
     from trainer_backend.core.advantages.gigpo import (
         system_apply_gigpo_to_batch_steps as system_apply_gigpo_to_batch_steps,
     )
@@ -45,7 +45,7 @@ _HOMES = {
     "task_app.policies.openai": ("OpenAIAgentPolicy",),
     "task_app.policies.openai_config": ("OpenAIConfig",),
     "task_app.protocols": ("AgentPolicy", "BaseInteraction"),
-    "task_app.reward_functions.rewarded": ("align_data_for_rl_processing",),
+    "task_app.reward_functions.alignment": ("align_data_for_rl_processing",),
     "task_app.reward_functions.decorator": ("reward_function",),
     "trainer_backend.core.advantages.gigpo": ("system_apply_gigpo_to_batch_steps",),
     "trainer_backend.core.allocation": (

@@ -5,8 +5,8 @@
     observation, info = env.reset(seed=17)
     observation, reward, terminated, truncated, info = env.step(["move_right", "do"])
 
-A step is one decision: `reward` is the sum of its env rewards, `info["decision_rewards"]` what it achieved.
-The seed is the world's, as everywhere: `reset(seed=17)` starts what POST /env/create starts with seed 17.
+A step is one decision: `reward` is the sum of its env rewards, `info["decision_rewards"]` its achievements.
+The seed is the world's: `reset(seed=17)` starts the world of POST /env/create with seed 17.
 """
 
 import json
@@ -35,12 +35,12 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
     """An `Environment` of ours behind gymnasium's API; one episode at a time, not thread-safe.
 
     Args:
-        environment: a name of the plug board, or an environment of your own.
+        environment: a name on the plug board, or an environment of your own.
         config: of the named environment, as in POST /env/create.
-        render_mode: `ansi` renders the text, `rgb_array` a picture where the environment draws one.
+        render_mode: `ansi` renders the text; `rgb_array` a picture, if the environment draws one.
 
     Raises:
-        UnknownName, InvalidRequest: there is no such environment, or its config is wrong.
+        UnknownName, InvalidRequest: the environment is unknown, or its config is wrong.
     """
 
     metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # noqa: RUF012  # gymnasium's own form
@@ -66,10 +66,10 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start the world of `seed`; without one, a world drawn from the generator that the last seed made.
+        """Start the world of `seed`; without one, a world drawn from the generator of the last seed.
 
         Raises:
-            ValueError: the seed is outside [0, 2**31 - 1), or there are options: none is known.
+            ValueError: the seed is outside [0, 2**31 - 1), or there are options.
         """
         if options:
             raise ValueError(f"unknown reset options {sorted(options)}; give the config to gymnasium.make")
@@ -78,14 +78,14 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
         super().reset(seed=seed)
         world = int(self.np_random.integers(SEEDS)) if seed is None else seed
         self._observation, self._turn = self._environment.reset(world), 0
-        return self._shown(), {"seed": world, **self._facts()}
+        return self._observed(), {"seed": world, **self._facts()}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Carry out one decision.
 
         Raises:
             ValueError: the action cannot be read.
-            EpisodeOver: the episode has ended, or none was started.
+            EpisodeOver: the episode has ended, or was not started.
         """
         before = self._observation
         outcome = self._environment.step(self._decisions.requests(action))
@@ -93,11 +93,11 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
         self._turn += 1
         reward = float(sum(outcome.env_rewards))
         return (
-            self._shown(),
+            self._observed(),
             reward,
             outcome.terminated,
             outcome.truncated,
-            self._told(before, outcome),
+            self._info(before, outcome),
         )
 
     def render(self) -> Any:
@@ -108,7 +108,7 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
             return frame
         return None
 
-    def _shown(self) -> dict[str, Any]:
+    def _observed(self) -> dict[str, Any]:
         return {"text": self._observation.text, "data": dict(self._observation.data)}
 
     def _facts(self) -> dict[str, Any]:
@@ -118,9 +118,9 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
             "outcome_reward": self._environment.outcome_reward(),
         }
 
-    def _told(self, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
+    def _info(self, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
         was, now = before.achievements_counts, outcome.observation.achievements_counts
-        told = self._facts() | {
+        info = self._facts() | {
             "env_rewards": list(outcome.env_rewards),
             "executed_actions": list(outcome.executed_actions),
             "achievements_added": achievements_added(was, now),
@@ -128,8 +128,8 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
             "tool_result": outcome.result,
         }
         if now:
-            told["decision_rewards"] = decision_rewards(was, now, turn=self._turn).model_dump(mode="json")
-        return told
+            info["decision_rewards"] = decision_rewards(was, now, turn=self._turn).model_dump(mode="json")
+        return info
 
 
 gymnasium.register(
@@ -143,7 +143,7 @@ _LONGEST_SAMPLE = 4
 
 
 class _Loose(gymnasium.Space[Any]):
-    """A space without shape or array form. Two of a class are equal, as vector environments ask."""
+    """A space without shape or array form; spaces of one class are equal, as vector environments require."""
 
     @property
     def is_np_flattenable(self) -> bool:
@@ -160,7 +160,7 @@ class _Loose(gymnasium.Space[Any]):
 
 
 class TextSpace(_Loose):
-    """Any text. gymnasium's own Text bounds length and alphabet, which an observation of ours does not."""
+    """Any text; gymnasium's own Text bounds length and alphabet, which our observations do not."""
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
@@ -170,7 +170,7 @@ class TextSpace(_Loose):
 
 
 class JsonSpace(_Loose):
-    """An object of plain JSON values; which ones is the environment's word."""
+    """An object of plain JSON values, whose keys the environment defines."""
 
     def contains(self, x: Any) -> bool:
         try:
@@ -185,16 +185,17 @@ class JsonSpace(_Loose):
 class DecisionSpace(_Loose):
     """One decision: a tool call `{"name", "arguments"}`, a list of them, or the names for a tool's one list.
 
-    What it contains can be read; the environment may still refuse it, which costs one no-op (DESIGN.md 4.4).
+    It contains whatever can be read; the environment may still refuse it, at the cost of one no-op
+    (DESIGN.md 4.4).
     """
 
     def __init__(self, tools: Sequence[ToolSpec], seed: int | None = None) -> None:
         super().__init__(seed=seed)
-        self._offered = [tool.model_dump(mode="json") for tool in tools]
+        self._specs = [tool.model_dump(mode="json") for tool in tools]
         self._name, self._list = _only_list(tools)
 
     def _key(self) -> str:
-        return json.dumps(self._offered, sort_keys=True)
+        return json.dumps(self._specs, sort_keys=True)
 
     def contains(self, x: Any) -> bool:
         try:
@@ -204,16 +205,16 @@ class DecisionSpace(_Loose):
         return True
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> dict[str, Any]:
-        """A random call that one of the tools accepts; masks are not known here."""
+        """A random call that one of the tools accepts; masks are ignored."""
         source = random.Random(int(self.np_random.integers(2**63)))
-        name, arguments = random_call(self._offered, source, longest=_LONGEST_SAMPLE)
+        name, arguments = random_call(self._specs, source, longest=_LONGEST_SAMPLE)
         return {"name": name, "arguments": arguments}
 
     def requests(self, action: Any) -> tuple[ToolRequest, ...]:
         """The tool calls of an action.
 
         Raises:
-            ValueError: it is neither calls nor names, or names where no tool takes a list alone.
+            ValueError: the action holds neither calls nor names, or names where no tool takes a list alone.
         """
         if isinstance(action, Mapping):
             return requests_from_wire([action])
@@ -229,7 +230,8 @@ class DecisionSpace(_Loose):
 
 
 def _only_list(tools: Sequence[ToolSpec]) -> tuple[str | None, str]:
-    """Tool and argument that a list of names means: of the only tool, its only property, an array."""
+    """The tool and argument that a list of names stands for: the only tool, whose only property is an
+    array."""
     properties = tools[0].function.parameters.get("properties", {}) if len(tools) == 1 else {}
     names = [name for name, part in properties.items() if part.get("type") == "array"]
     return (tools[0].function.name, names[0]) if len(names) == len(properties) == 1 else (None, "")

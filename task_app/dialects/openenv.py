@@ -1,8 +1,8 @@
 """OpenEnv over HTTP: /openenv/{env_name}/reset, /step, /state, /schema, /metadata, /health.
 
-OpenEnv's own /reset and /step have no session: each request gets an environment of its own, and a step leads
-nowhere. Ours name one: /reset answers `metadata.session_id`, which /step and /state take. Its clients use the
-socket (`openenv_socket.py`), where the socket is the session.
+OpenEnv's own /reset and /step have no session: each request gets a new environment, so a step leads nowhere.
+Ours have one: /reset returns `metadata.session_id`, which /step and /state accept. OpenEnv's clients use the
+socket (`openenv_socket.py`), which is a session by itself.
 """
 
 from typing import Annotated, Any
@@ -23,40 +23,40 @@ SessionId = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class HttpReset(OpenEnvReset):
-    session_id: SessionId | None = Field(default=None, description="reset this one; a new one when absent")
+    session_id: SessionId | None = Field(default=None, description="reset this session; by default a new one")
 
 
 class HttpStep(ForeignBody):
     action: dict[str, Any]
-    session_id: SessionId = Field(description="metadata.session_id of the answer to /reset")
+    session_id: SessionId = Field(description="metadata.session_id of the reply to /reset")
     request_id: str | None = Field(default=None, max_length=255)
 
 
 @router.post("/reset")
 async def reset(request: Request, env_name: Name, body: HttpReset | None = None) -> Response:
-    """Start an episode: in a new session, or in the one that `session_id` names."""
-    services, asked = services_of(request), body or HttpReset()
-    if asked.session_id is None or asked.config is not None:
-        found = await OpenEnvSession.start(services, env_name, asked)
+    """Start an episode in a new session, or in the one that `session_id` names."""
+    services, reset_body = services_of(request), body or HttpReset()
+    if reset_body.session_id is None or reset_body.config is not None:
+        session = await OpenEnvSession.start(services, env_name, reset_body)
     else:
-        found = OpenEnvSession.of(services, env_name, asked.session_id)
-        await found.reset(asked)
-    return ReplyJSON(found.shown(ignored=ignored_keys(asked)))
+        session = OpenEnvSession.of(services, env_name, reset_body.session_id)
+        await session.reset(reset_body)
+    return ReplyJSON(session.reset_reply(ignored=ignored_keys(reset_body)))
 
 
 @router.post("/step")
 async def step(request: Request, env_name: Name, body: HttpStep) -> Response:
-    """One decision. `timeout_s` is named in `metadata.ignored`: a step cannot be cut short."""
-    found = OpenEnvSession.of(services_of(request), env_name, body.session_id)
+    """One decision; `metadata.ignored` names `timeout_s`, because a step cannot be interrupted."""
+    session = OpenEnvSession.of(services_of(request), env_name, body.session_id)
     ignored = sorted((body.model_extra or {}).keys() - STEP_KEYS)
-    return ReplyJSON(await found.step(body.action, where="action", ignored=ignored))
+    return ReplyJSON(await session.step(body.action, where="action", ignored=ignored))
 
 
 @router.get("/state")
 async def state(
     request: Request, env_name: Name, session_id: Annotated[SessionId | None, Query()] = None
 ) -> Response:
-    """Which episode, and how many steps (decisions) it has had; none of either without a session."""
+    """The episode and its number of steps (decisions); null and 0 without a session."""
     if session_id is None:
         return ReplyJSON(NO_EPISODE)
     return ReplyJSON(OpenEnvSession.of(services_of(request), env_name, session_id).state())
@@ -71,7 +71,7 @@ async def schema(request: Request, env_name: Name) -> Response:
 
 @router.get("/metadata")
 async def metadata(request: Request, env_name: Name) -> dict[str, str | None]:
-    """What OpenEnv shows of an environment."""
+    """OpenEnv's description of an environment."""
     environment = services_of(request).boards.environment(env_name, {}, where="")
     return {
         "name": environment.name,
@@ -86,7 +86,7 @@ async def metadata(request: Request, env_name: Name) -> dict[str, str | None]:
 
 @router.get("/openapi.json")
 async def openapi(request: Request, env_name: Name) -> Response:
-    """These routes alone, as a server of this one environment would describe them (`openenv validate`)."""
+    """These routes alone, as a server with this one environment would describe them (`openenv validate`)."""
     services_of(request).boards.environment(env_name, {}, where="")
     url = str(request.url).removesuffix("/openapi.json")
     return ReplyJSON(document(request.app.openapi(), prefix=router.prefix, url=url))

@@ -1,7 +1,7 @@
 """OpenEnv's MCP door: JSON-RPC by POST /openenv/{env_name}/mcp, and in frames {"type": "mcp"} of a socket.
 
-Its `MCPToolClient` makes a session here, joins it by a socket for reset and state, and calls tools here:
-`openenv/session/create`, `openenv/session/close`, `tools/list`, `tools/call`. A call is a decision.
+OpenEnv's `MCPToolClient` creates a session here, joins it by a socket for reset and state, and calls tools
+here: `openenv/session/create`, `openenv/session/close`, `tools/list`, `tools/call`. A call is a decision.
 """
 
 from collections.abc import Mapping
@@ -26,17 +26,17 @@ _SERVER, _INVALID_REQUEST, _NO_METHOD, _PARAMS, _INTERNAL = -32000, -32600, -326
 
 @router.post("/mcp")
 async def mcp(request: Request, env_name: Name, message: Annotated[dict[str, Any], Body()]) -> Response:
-    """One JSON-RPC request. What is wrong with it is told in JSON-RPC's way, with status 200."""
+    """Answer one JSON-RPC request; errors are JSON-RPC errors with status 200."""
     return ReplyJSON(await rpc(services_of(request), env_name, message, session=None))
 
 
 async def rpc(
     services: Services, env_name: str, message: Mapping[str, Any], *, session: OpenEnvSession | None
 ) -> dict[str, Any]:
-    """The response to a request.
+    """Answer a request.
 
     Args:
-        session: that of the socket which brought it; else `params.session_id` names one.
+        session: the session of the request's socket; without one, `params.session_id` names it.
     """
     call_id = message.get("id")
     is_id = call_id is None or type(call_id) in (str, int, float)
@@ -61,30 +61,30 @@ async def _result(
     services: Services, env_name: str, method: str, params: dict[str, Any], session: OpenEnvSession | None
 ) -> dict[str, Any]:
     if method == "openenv/session/create":
-        found = session or await OpenEnvSession.start(services, env_name, OpenEnvReset())
-        return {"session_id": found.session_id}
+        target = session or await OpenEnvSession.start(services, env_name, OpenEnvReset())
+        return {"session_id": target.session_id}
     if method == "tools/list" and session is None and "session_id" not in params:
         return {"tools": OpenEnvSession.tools_of(services.boards.environment(env_name, {}))}
-    found = session or OpenEnvSession.of(services, env_name, str(params.get("session_id", "")))
+    target = session or OpenEnvSession.of(services, env_name, str(params.get("session_id", "")))
     if method == "openenv/session/close":
-        found.end()
-        return {"session_id": found.session_id, "closed": True}
+        target.end()
+        return {"session_id": target.session_id, "closed": True}
     if method == "tools/list":
-        return {"tools": OpenEnvSession.tools_of(found.session.environment)}
-    return await _called(found, params)
+        return {"tools": OpenEnvSession.tools_of(target.session.environment)}
+    return await _call_tool(target, params)
 
 
-async def _called(session: OpenEnvSession, params: dict[str, Any]) -> dict[str, Any]:
-    """A CallToolObservation. Our `data` stays out: the client would take it for the result of the tool."""
+async def _call_tool(session: OpenEnvSession, params: dict[str, Any]) -> dict[str, Any]:
+    """A CallToolObservation without our `data`, which the client would take for the tool's result."""
     action = {
         "type": "call_tool",
         "tool_name": params.get("name"),
         "arguments": params.get("arguments", {}),
     }
     step = await session.step(action, where="params", ignored=[])
-    seen = step["observation"]
-    shown = {name: seen[name] for name in ("tool_name", "result", "text", "achievements_status")}
-    return shown | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}
+    observation = step["observation"]
+    reply = {name: observation[name] for name in ("tool_name", "result", "text", "achievements_status")}
+    return reply | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}
 
 
 def _error(error: TaskAppError) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def _error(error: TaskAppError) -> dict[str, Any]:
         return {"code": _INTERNAL, "message": "a plug-in of this task app failed; its log says how"}
     codes = {"no_request": _INVALID_REQUEST, "no_method": _NO_METHOD}
     code = _PARAMS if isinstance(error, InvalidRequest | UnknownId) else _SERVER
-    told = encodable(error.detail)
+    detail = encodable(error.detail)
     return {
         "code": codes.get(error.code, code),
-        "message": f"{told} ({error.hint})" if error.hint else told,
+        "message": f"{detail} ({error.hint})" if error.hint else detail,
         "data": {"problem": error.code, "where": error.where},
     }

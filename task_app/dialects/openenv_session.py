@@ -1,4 +1,4 @@
-"""What OpenEnv's reset, step and state do to our sessions; the socket and the HTTP routes share it."""
+"""OpenEnv's reset, step and state for our sessions, as the socket and the HTTP routes use them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from task_app.dialects.openenv_wire import (
 )
 from task_app.errors import UnknownId, boundary
 from task_app.protocols import Environment
-from task_app.routes.env import opened
+from task_app.routes.env import open_session
 from task_app.services import Services
 from task_app.sessions.sessions import EnvironmentSession
 
@@ -25,10 +25,10 @@ STEP_KEYS = frozenset({"action", "session_id", "request_id"})
 
 @dataclass(slots=True)
 class OpenEnvSession:
-    """An environment session of ours, found anew for every message: it may have expired in between.
+    """One of our environment sessions, looked up for every message, because it may expire.
 
-    `session_id` is its `env_id`, so that every /env route reaches it too. `episode_id` is the caller's word
-    for the episode, else the session's id.
+    `session_id` is its `env_id`, so the /env routes reach it too. `episode_id` is the caller's name for the
+    episode, or else the session's id.
     """
 
     services: Services
@@ -39,15 +39,15 @@ class OpenEnvSession:
     @classmethod
     async def start(cls, services: Services, env_name: str, body: OpenEnvReset) -> "OpenEnvSession":
         """A new environment in the world of the seed."""
-        session_id, _ = await opened(services, env_name, body.config or {}, seed=body.seed or 0)
+        session_id, _ = await open_session(services, env_name, body.config or {}, seed=body.seed or 0)
         return cls(services, env_name, session_id, body.episode_id or session_id)
 
     @classmethod
     def of(cls, services: Services, env_name: str, session_id: str) -> "OpenEnvSession":
-        """The session that is there already."""
-        found = services.environments.get(session_id, where="session_id").spec.env_name
-        if found != services.boards.environment_name(env_name):
-            hint = f"it is one of environment {found!r}"
+        """An existing session."""
+        name = services.environments.get(session_id, where="session_id").spec.env_name
+        if name != services.boards.environment_name(env_name):
+            hint = f"it is one of environment {name!r}"
             raise UnknownId("session", session_id, where="session_id", hint=hint)
         return cls(services, env_name, session_id, session_id)
 
@@ -56,19 +56,19 @@ class OpenEnvSession:
         return self.services.environments.get(self.session_id, where="session_id")
 
     async def reset(self, body: OpenEnvReset) -> None:
-        """Start a new episode, in the world of before if no seed is given."""
+        """Start a new episode; without a seed, in the same world."""
         session = self.session
         await session.reset(session.seed if body.seed is None else body.seed)
         self.episode_id = body.episode_id or self.session_id
 
-    def shown(self, *, ignored: list[str]) -> dict[str, Any]:
-        """The answer to a reset."""
+    def reset_reply(self, *, ignored: list[str]) -> dict[str, Any]:
+        """The reply to a reset."""
         session = self.session
         metadata = {**self._metadata(ignored), "outcome_definition": session.environment.outcome_definition}
         return reset_data(session.observation, metadata)
 
     async def step(self, action: Mapping[str, Any], *, where: str, ignored: list[str]) -> dict[str, Any]:
-        """Take one decision, or tell the tools."""
+        """Carry out one decision, or list the tools."""
         session = self.session
         tools = session.environment.tools()
         if is_list_tools(action):
@@ -76,8 +76,8 @@ class OpenEnvSession:
         at_most = self.services.settings.max_calls_per_step
         requests = read_action(action, tools, at_most=at_most, where=where)
         before, outcome = await session.step(requests)
-        called = requests[0].name if action.get("type") == "call_tool" else None
-        return step_data(session, before, outcome, called=called, metadata=self._metadata(ignored))
+        tool = requests[0].name if action.get("type") == "call_tool" else None
+        return step_data(session, before, outcome, tool=tool, metadata=self._metadata(ignored))
 
     @staticmethod
     def tools_of(environment: Environment) -> list[dict[str, Any]]:
@@ -88,15 +88,15 @@ class OpenEnvSession:
         return state_data(self.session, episode_id=self.episode_id)
 
     def end(self) -> None:
-        """Forget the environment, if it did not expire before."""
+        """Forget the environment, unless it has expired."""
         if self.services.environments.find(self.session_id) is not None:
             self.services.environments.remove(self.session_id, where="session_id")
 
     def _metadata(self, ignored: list[str]) -> dict[str, Any]:
-        known = {"session_id": self.session_id, "episode_id": self.episode_id, "seed": self.session.seed}
-        return known | ({"ignored": ignored} if ignored else {})
+        metadata = {"session_id": self.session_id, "episode_id": self.episode_id, "seed": self.session.seed}
+        return metadata | ({"ignored": ignored} if ignored else {})
 
 
-def ignored_keys(body: OpenEnvReset, *, known: frozenset[str] = frozenset()) -> list[str]:
-    """Keys of a reset that nobody reads: OpenEnv's own server drops them in silence."""
-    return sorted((body.model_extra or {}).keys() - known)
+def ignored_keys(body: OpenEnvReset, *, metadata: frozenset[str] = frozenset()) -> list[str]:
+    """Keys of a reset that nothing reads; OpenEnv's own server ignores them in silence."""
+    return sorted((body.model_extra or {}).keys() - metadata)

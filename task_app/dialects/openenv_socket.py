@@ -1,8 +1,8 @@
 """OpenEnv over a WebSocket: /openenv/{env_name}/ws, what the `openenv` client speaks.
 
-A socket is a session: the first `reset` makes its environment, the end of the socket forgets it. With
-`?session_id=` it joins a session that is there already (made by /openenv/.../reset or /env/create), which it
-leaves as it is. Messages are {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}.
+A socket is a session: the first `reset` makes its environment, and the end of the socket forgets it. With
+`?session_id=` it joins an existing session (made by /openenv/.../reset or /env/create) and leaves it as it
+is. Messages are {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ router = APIRouter(tags=["openenv"])
 log = structlog.get_logger("task_app")
 
 KINDS = ("reset", "step", "state", "mcp", "close")
-# Where OpenEnv has a word of its own for an error; the first class that fits names it.
+# OpenEnv's own codes for errors; the first class that fits decides.
 _CODES: tuple[tuple[type[TaskAppError], str], ...] = (
     (CapacityReached, "CAPACITY_REACHED"),
     (UnknownName, "FACTORY_ERROR"),
@@ -48,7 +48,7 @@ _CODES: tuple[tuple[type[TaskAppError], str], ...] = (
 
 
 class Sockets:
-    """How many are open. One without a `reset` yet holds no environment, so sessions do not bound them."""
+    """Counts open sockets; before its first `reset` a socket has no session, so sessions do not bound it."""
 
     def __init__(self, at_most: int) -> None:
         self._at_most = at_most
@@ -66,18 +66,18 @@ class Sockets:
 
 
 class Conversation:
-    """One socket's side of the protocol, without the socket: text in, text out."""
+    """One socket's side of the protocol, as text in and text out."""
 
     def __init__(self, services: Services, env_name: str, session_id: str | None) -> None:
         self._services = services
         self._env_name = env_name
-        self._joined = session_id is not None
-        # Early, so that a name which leads nowhere is told before the first reset.
+        self._is_joined = session_id is not None
+        # Checked early, so that an unknown name is reported before the first reset.
         services.boards.environment(env_name, {}, where="")
-        self._found = OpenEnvSession.of(services, env_name, session_id) if session_id is not None else None
+        self._session = OpenEnvSession.of(services, env_name, session_id) if session_id is not None else None
 
     async def answer(self, text: str) -> str | None:
-        """The answer to one message; None closes the socket."""
+        """The reply to one message; None closes the socket."""
         try:
             kind, data = _read(text, self._services.settings.max_body_bytes)
             if kind == "close":
@@ -87,7 +87,7 @@ class Conversation:
             if kind == "step":
                 return _frame("observation", await self._step(data))
             if kind == "mcp":
-                return _frame("mcp", await rpc(self._services, self._env_name, data, session=self._found))
+                return _frame("mcp", await rpc(self._services, self._env_name, data, session=self._session))
             return _frame("state", self._state())
         except UnknownId:
             raise
@@ -100,28 +100,28 @@ class Conversation:
         except ValidationError as exc:
             error = most_telling(exc.errors(include_url=False))
             raise invalid(error, where="data", known=OpenEnvReset.model_fields) from exc
-        if self._found is not None and body.config is None:
-            await self._found.reset(body)
+        if self._session is not None and body.config is None:
+            await self._session.reset(body)
         else:
-            before, self._found = self._found, None
-            if before is not None and not self._joined:
+            before, self._session = self._session, None
+            if before is not None and not self._is_joined:
                 before.end()
-            self._found = await OpenEnvSession.start(self._services, self._env_name, body)
-            self._joined = False
-        return self._found.shown(ignored=ignored_keys(body))
+            self._session = await OpenEnvSession.start(self._services, self._env_name, body)
+            self._is_joined = False
+        return self._session.reset_reply(ignored=ignored_keys(body))
 
     async def _step(self, data: dict[str, Any]) -> dict[str, Any]:
-        if self._found is None:
+        if self._session is None:
             raise EpisodeOver("no episode was started", hint="send a reset first")
-        return await self._found.step(data, where="data", ignored=[])
+        return await self._session.step(data, where="data", ignored=[])
 
     def _state(self) -> dict[str, Any]:
-        return dict(NO_EPISODE) if self._found is None else self._found.state()
+        return dict(NO_EPISODE) if self._session is None else self._session.state()
 
     def end(self) -> None:
-        """Forget the environment that this socket made; one that it joined stays."""
-        if self._found is not None and not self._joined:
-            self._found.end()
+        """Forget the environment that this socket made; a joined one stays."""
+        if self._session is not None and not self._is_joined:
+            self._session.end()
 
 
 @router.websocket("/openenv/{env_name}/ws")
@@ -130,7 +130,7 @@ async def socket(websocket: WebSocket, env_name: str) -> None:
     await websocket.accept()
     services: Services = websocket.app.state.services
     sockets: Sockets = websocket.app.state.openenv_sockets
-    # OpenEnv tells why it refuses in a frame, which its client shows; an HTTP status it would not.
+    # A refusal is sent as a frame, because OpenEnv's client shows frames but no HTTP status.
     with suppress(WebSocketDisconnect):
         try:
             with sockets.one():
@@ -172,10 +172,10 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
         raise InvalidRequest(str(exc), where="message", hint=hint, code="invalid_json") from exc
     kind = message.get("type", "") if isinstance(message, dict) else ""
     if kind not in KINDS:
-        shown = clipped(str(kind))
+        name = clipped(str(kind))
         known = ", ".join(KINDS)
         raise InvalidRequest(
-            f"unknown message type {shown!r}; known: {known}", where="type", code="unknown_type"
+            f"unknown message type {name!r}; known: {known}", where="type", code="unknown_type"
         )
     data = message.get("data", {})
     if not isinstance(data, dict):
@@ -184,7 +184,7 @@ def _read(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
 
 
 def error_frame(error: TaskAppError) -> str:
-    """An error as OpenEnv's client reads it: `message` and `code`; `where` and `hint` stand beside them."""
+    """An error in the form that OpenEnv's client reads: `message` and `code`, with `where` beside them."""
     internal = isinstance(error, CriticalError)
     detail = "a plug-in of this task app failed; its log says how" if internal else encodable(error.detail)
     data = {

@@ -1,4 +1,4 @@
-"""Pure: OpenEnv's messages (openenv 0.10) <-> our tool calls, observations and errors.
+"""Pure: translate between OpenEnv's messages (openenv 0.10) and our calls, observations and errors.
 
 An OpenEnv `step` is one decision. Its action is any of
 
@@ -28,11 +28,11 @@ _NAMES = ("tool_name", "tool", "name", "function")
 
 
 class OpenEnvReset(ForeignBody):
-    """What `reset` may carry. A key that nothing here reads is named in the answer's `metadata.ignored`."""
+    """The body of a reset; the reply's `metadata.ignored` names keys that nothing reads."""
 
-    seed: Seed | None = Field(default=None, description="the seed of before when absent; 0 at first")
+    seed: Seed | None = Field(default=None, description="by default the last seed; 0 at first")
     episode_id: str | None = Field(default=None, max_length=255)
-    config: dict[str, Any] | None = Field(default=None, description="of the environment; builds a new one")
+    config: dict[str, Any] | None = Field(default=None, description="of the environment; makes a new one")
 
 
 def is_list_tools(action: Mapping[str, Any]) -> bool:
@@ -45,9 +45,9 @@ def read_action(
     """The tool calls of an action."""
     calls = _calls_of({name: value for name, value in action.items() if name != "metadata"}, tools)
     if calls is None:
-        offered = ", ".join(tool.function.name for tool in tools)
+        names = ", ".join(tool.function.name for tool in tools)
         raise InvalidRequest(
-            f"the action names no tool; give tool_name and arguments, or tool_calls; tools: {offered}",
+            f"the action names no tool; give tool_name and arguments, or tool_calls; tools: {names}",
             where=where,
         )
     if len(calls) > at_most:
@@ -59,9 +59,9 @@ def read_action(
 
 
 def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapping[str, Any]] | None:
-    listed = action.get("tool_calls")
-    if isinstance(listed, list) and all(isinstance(call, dict) for call in listed):
-        return listed
+    calls = action.get("tool_calls")
+    if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+        return calls
     if any(name in action for name in _NAMES):
         return [action]
     if len(tools) == 1 and action.keys() <= tools[0].function.parameters.get("properties", {}).keys():
@@ -70,7 +70,7 @@ def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapp
 
 
 def reset_data(observation: Observation, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` of the answer to a reset; nothing was earned yet, so `reward` is null, as OpenEnv has it."""
+    """`data` of the reply to a reset; `reward` is null, as in OpenEnv."""
     return _data(observation_json(observation), None, False, metadata)
 
 
@@ -79,27 +79,27 @@ def step_data(
     before: Observation,
     outcome: DecisionOutcome,
     *,
-    called: str | None,
+    tool: str | None,
     metadata: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """`data` of the answer to a step: `reward` is the sum over the env steps of the decision.
+    """`data` of the reply to a step; `reward` is the sum over the decision's env steps.
 
     Args:
-        called: tool of a `call_tool` action, whose clients read `tool_name` and `result` back.
-        metadata: what every answer of the episode says.
+        tool: tool of a `call_tool` action, whose clients read `tool_name` and `result`.
+        metadata: fields that every reply of the episode has.
     """
     step = step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
-    shown = dict(step["observation"])
-    if called is not None:
-        shown |= {"tool_name": called, "result": outcome.result}
-    told = {name: step[name] for name in ("terminated", "truncated", "env_rewards", "step_idx")}
+    observation = dict(step["observation"])
+    if tool is not None:
+        observation |= {"tool_name": tool, "result": outcome.result}
+    details = {name: step[name] for name in ("terminated", "truncated", "env_rewards", "step_idx")}
     return _data(
-        shown, step["reward"], step["done"], {**metadata, **told, **step["info"], **step["metadata"]}
+        observation, step["reward"], step["done"], {**metadata, **details, **step["info"], **step["metadata"]}
     )
 
 
 def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """The tools in MCP's words."""
+    """The tools in MCP's form."""
     return [
         {
             "name": tool.function.name,
@@ -111,12 +111,12 @@ def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 
 
 def tools_data(tools: Sequence[ToolSpec], *, done: bool, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` of the answer to `list_tools`."""
+    """`data` of the reply to `list_tools`."""
     return _data({"tools": tools_json(tools)}, None, done, metadata)
 
 
 def state_data(session: EnvironmentSession, *, episode_id: str) -> dict[str, Any]:
-    """OpenEnv's `step_count` counts `step` messages, which are decisions; env steps stand beside it."""
+    """The state; OpenEnv's `step_count` counts `step` messages, that is decisions, and not env steps."""
     return {
         "episode_id": episode_id,
         "step_count": session.turn,
@@ -129,7 +129,7 @@ def state_data(session: EnvironmentSession, *, episode_id: str) -> dict[str, Any
 def _data(
     observation: dict[str, Any], reward: float | None, done: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Metadata stands twice, as OpenEnv's own server has it: typed clients read the inner one."""
+    """A reply with its metadata at both places of OpenEnv's own server; typed clients read the inner one."""
     inner = {**observation, "metadata": dict(metadata)}
     return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}
 
@@ -139,7 +139,7 @@ _COUNTS = {"type": "object", "additionalProperties": {"type": "integer", "minimu
 
 
 def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    """`action`, `observation` (also of `reset`) and `state`."""
+    """Schemas of `action`, `observation` (also for `reset`) and `state`."""
     return {
         "action": _action(tools),
         "observation": _observation(reward={"type": ["number", "null"]}),
@@ -152,9 +152,9 @@ def document(whole: Mapping[str, Any], *, prefix: str, url: str) -> dict[str, An
     """The OpenAPI document of one environment, as its own OpenEnv server would have it.
 
     Args:
-        whole: that of the service.
-        prefix: of the paths that are meant, with a parameter for the environment.
-        url: what stands for `prefix`.
+        whole: the document of the service.
+        prefix: paths to keep, with a parameter for the environment.
+        url: replaces `prefix`.
     """
     paths = {
         path.removeprefix(prefix): {method: _without(one, "env_name") for method, one in item.items()}
@@ -165,8 +165,8 @@ def document(whole: Mapping[str, Any], *, prefix: str, url: str) -> dict[str, An
 
 
 def _without(operation: Mapping[str, Any], parameter: str) -> dict[str, Any]:
-    kept = [one for one in operation.get("parameters", ()) if one["name"] != parameter]
-    return {**operation, "parameters": kept}
+    parameters = [one for one in operation.get("parameters", ()) if one["name"] != parameter]
+    return {**operation, "parameters": parameters}
 
 
 def _action(tools: Sequence[ToolSpec]) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def _action(tools: Sequence[ToolSpec]) -> dict[str, Any]:
     forms.append({"type": "object", "required": ["tool_calls"], "properties": {"tool_calls": calls}})
     if len(tools) == 1:
         forms.append({"type": "object", **tools[0].function.parameters})
-    asked = {"type": {"const": "list_tools"}}
-    forms.append({"type": "object", "required": ["type"], "properties": asked})
+    properties = {"type": {"const": "list_tools"}}
+    forms.append({"type": "object", "required": ["type"], "properties": properties})
     return {"title": "Action", "anyOf": forms}
 
 

@@ -1,4 +1,4 @@
-"""Pure: a policy's action, or the tool calls of a request -> what an environment carries out."""
+"""Pure: convert a policy's action, or the tool calls of a request, for the environment."""
 
 import json
 import math
@@ -26,7 +26,7 @@ NO_TOOL_CALL = "the reply holds no tool call; call one of the tools"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The four-tuple of `AgentPolicy.get_action`, with names."""
+    """The four-tuple of `AgentPolicy.get_action` with named fields."""
 
     action: dict[str, Any]
     raw_output: str | None = None
@@ -35,11 +35,11 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAction:
+class Action:
     """An action as the episode uses it: `tool_calls` go on record, `requests` to the environment.
 
-    `text` is an answer without a call, which only a conversational environment accepts; for other
-    environments `invalid_reason` says what is wrong. It is None if the reply could not be read.
+    `text` is an answer without a call, which only a conversational environment accepts; `invalid_reason`
+    tells other environments what is wrong. `text` is None if the reply could not be read.
     """
 
     tool_calls: tuple[ToolCall, ...] = ()
@@ -49,56 +49,55 @@ class ReadAction:
     terminate: bool = False
 
 
-def read_action(action: Mapping[str, Any]) -> ReadAction:
+def read_action(action: Mapping[str, Any]) -> Action:
     """Read the first element of `AgentPolicy.get_action`'s tuple.
 
-    A single call may stand in the action itself, as source 2 writes it; several are a list. Where both
-    forms are there, the list holds the text of the arguments and the action says the same.
+    The action itself may hold a single call, as in source 2; `tool_calls` may hold several. If both are
+    given, they must hold the same call.
 
     Raises:
-        ValueError: `type` is none of the three that the protocol names, or the two forms of a call differ;
-            a fault of the policy's code.
+        ValueError: `type` is unknown, or the two forms of a call differ; a fault of the policy's code.
     """
     match action.get("type"):
         case "tool_call":
-            named = action.get("tool_calls", [action])
-            calls = tuple(_tool_call(call, index) for index, call in enumerate(named))
+            stated = action.get("tool_calls", [action])
+            calls = tuple(_tool_call(call, index) for index, call in enumerate(stated))
             if "name" in action and not _one_call(calls, _tool_call(action, 0)):
                 raise ValueError(
                     f"the action names a call of {action['name']!r} that its 'tool_calls' do not hold alone; "
                     "change both, or leave one out"
                 )
-            return ReadAction(tool_calls=calls, requests=tuple(tool_request(call) for call in calls))
+            return Action(tool_calls=calls, requests=tuple(tool_request(call) for call in calls))
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
-            # A missing call says nothing against the words; whatever else is wrong makes them no answer.
+            # A missing call leaves the text valid; any other fault makes it no answer.
             text = encodable(action.get("content") or "") if reason == NO_TOOL_CALL else None
-            return ReadAction(text=text, invalid_reason=encodable(reason))
+            return Action(text=text, invalid_reason=encodable(reason))
         case "terminate":
-            return ReadAction(terminate=True)
+            return Action(terminate=True)
         case other:
             raise ValueError(f"action type is {other!r}; allowed: 'tool_call', 'text', 'terminate'")
 
 
-def _one_call(calls: Sequence[ToolCall], named: ToolCall) -> bool:
-    """Whether `calls` are `named` alone; arguments are compared as what they spell."""
+def _one_call(calls: Sequence[ToolCall], stated: ToolCall) -> bool:
+    """Whether `calls` hold this call alone; arguments are compared by value."""
     ours = [tool_request(call) for call in calls]
-    other = tool_request(named)
+    other = tool_request(stated)
     if len(ours) != 1 or ours[0].name != other.name or ours[0].arguments != other.arguments:
         return False
     return other.arguments is not None or ours[0].raw_arguments == other.raw_arguments
 
 
 def tool_request(call: ToolCall) -> ToolRequest:
-    """Parse the arguments; text that is no JSON object stays readable in `raw_arguments`."""
+    """The call with parsed arguments; text that is no JSON object stays in `raw_arguments`."""
     text = call.function.arguments
     return ToolRequest(name=call.function.name, arguments=json_object(text), raw_arguments=text)
 
 
 def json_object(text: str) -> Mapping[str, Any] | None:
-    """The JSON object that `text` spells, or None: a model may write anything, nested however deep.
+    """The JSON object in a model's text; None if it is something else, however deeply nested.
 
-    NaN and numbers beyond a float's range are no JSON: no environment expects them, no record holds them.
+    NaN and numbers beyond a float's range are refused, because no record can hold them.
     """
     try:
         value = encodable_json(_JSON.decode(text))
@@ -111,7 +110,7 @@ def requests_from_wire(calls: Sequence[Mapping[str, Any]]) -> tuple[ToolRequest,
     """The tool calls of POST /env/step, in OpenAI's form or as {tool | tool_name | name, args | arguments}.
 
     Raises:
-        ValueError: a call names no tool; the message says which one.
+        ValueError: a call names no tool; the message says which call.
     """
     return tuple([_wire_request(call, index) for index, call in enumerate(calls)])
 
@@ -122,10 +121,11 @@ def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
     name = _first_of(source, ("name", "tool", "tool_name"))
     if not isinstance(name, str) or not name:
         raise ValueError(f"tool_calls.{index} names no tool; give 'tool' (or 'function.name')")
-    given = _first_of(source, ("arguments", "args"))
-    if isinstance(given, str):
-        return ToolRequest(name=name, arguments=json_object(given), raw_arguments=given)
-    arguments = {} if given is None else given
+    arguments = _first_of(source, ("arguments", "args"))
+    if isinstance(arguments, str):
+        return ToolRequest(name=name, arguments=json_object(arguments), raw_arguments=arguments)
+    if arguments is None:
+        arguments = {}
     text = to_json(arguments).decode()
     return ToolRequest(name, arguments if isinstance(arguments, dict) else None, text)
 

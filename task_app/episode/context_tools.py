@@ -1,4 +1,4 @@
-"""The context tools, with which a model edits its own history; each such method returns its result text."""
+"""The context tools, with which a model edits its own history; each method returns its result text."""
 
 import json
 import re
@@ -17,71 +17,70 @@ from task_app.errors import clipped
 from task_app.protocols import ToolRequest
 from task_app.tools import Toolbox, ToolRefused, function_tool
 
-# Pure: what a model wrote as message ids -> those that may be deleted, and why the others may not.
-
 MAX_IDS = 1_000
-# Of so many refused ids the reason is told; a result is read by a model whose window is small.
-TOLD = 20
+# Number of refused ids that get a reason; the model that reads the result has a small window.
+MAX_REASONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """Ids sorted out: `accepted` in the order they were given, a reason for every other one."""
+    """Sorted ids: `accepted` in their given order, and a reason for every other id."""
 
     accepted: tuple[int, ...]
-    refused: tuple[str, ...]
+    refusals: tuple[str, ...]
 
     @property
     def complaints(self) -> str:
         """`"; refused 0 (the system message stays), ..."`, or nothing."""
-        if not self.refused:
+        if not self.refusals:
             return ""
-        more = f" and {len(self.refused) - TOLD} more" if len(self.refused) > TOLD else ""
-        return f"; refused {', '.join(self.refused[:TOLD])}{more}"
+        count = len(self.refusals)
+        more = f" and {count - MAX_REASONS} more" if count > MAX_REASONS else ""
+        return f"; refused {', '.join(self.refusals[:MAX_REASONS])}{more}"
 
 
-def sorted_out(history: History, asked: Sequence[Any]) -> Ids:
-    """Which of the ids may be deleted (DESIGN.md 4.12)."""
-    gone = frozenset(history.deleted_msg_ids) - summaries(history)
+def sort_ids(history: History, ids: Sequence[Any]) -> Ids:
+    """Sort ids into those that may be deleted and the others (DESIGN.md 4.12)."""
+    deleted = frozenset(history.deleted_msg_ids) - summaries(history)
     accepted: dict[int, None] = {}
-    refused = []
-    for given in asked:
-        reason = refused_id(history, given, gone=gone)
-        if reason is None and given in accepted:
-            reason = f"{given} (named twice)"
+    refusals = []
+    for msg_id in ids:
+        reason = refusal_of(history, msg_id, deleted=deleted)
+        if reason is None and msg_id in accepted:
+            reason = f"{msg_id} (named twice)"
         if reason is None:
-            accepted[given] = None
+            accepted[msg_id] = None
         else:
-            refused.append(reason)
-    return Ids(tuple(accepted), tuple(refused))
+            refusals.append(reason)
+    return Ids(tuple(accepted), tuple(refusals))
 
 
-def refused_id(history: History, given: Any, *, gone: frozenset[int] | None = None) -> str | None:
-    """Why this message may not be edited, with its id; None when it may."""
-    if gone is None:
-        gone = frozenset(history.deleted_msg_ids) - summaries(history)
-    # True == 1 and 3.0 == 3 in Python: neither is an id that the model was told.
-    shown = f"a {type(given).__name__}" if isinstance(given, list | dict) else clipped(repr(given), 40)
-    if type(given) is not int:
-        return f"{shown} (an id is a whole number)"
-    if not 0 <= given < len(history):
-        return f"{shown} (there is no such message; ids run from 0 to {len(history) - 1})"
-    if history[given].message.role == "system":
-        return f"{given} (the system message stays)"
-    if given == history.first_user_id:
-        return f"{given} (the task stays)"
+def refusal_of(history: History, msg_id: Any, *, deleted: frozenset[int] | None = None) -> str | None:
+    """Why this message may not be edited, beginning with its id; None if it may."""
+    if deleted is None:
+        deleted = frozenset(history.deleted_msg_ids) - summaries(history)
+    # True == 1 and 3.0 == 3 in Python, but neither is an id that the model was shown.
+    text = f"a {type(msg_id).__name__}" if isinstance(msg_id, list | dict) else clipped(repr(msg_id), 40)
+    if type(msg_id) is not int:
+        return f"{text} (an id is a whole number)"
+    if not 0 <= msg_id < len(history):
+        return f"{text} (there is no such message; ids run from 0 to {len(history) - 1})"
+    if history[msg_id].message.role == "system":
+        return f"{msg_id} (the system message stays)"
+    if msg_id == history.first_user_id:
+        return f"{msg_id} (the task stays)"
     own = history.last_assistant_id
-    if own is not None and given >= own:
-        return f"{given} (it belongs to this very turn)"
-    return f"{given} (already deleted)" if given in gone else None
+    if own is not None and msg_id >= own:
+        return f"{msg_id} (it belongs to this very turn)"
+    return f"{msg_id} (already deleted)" if msg_id in deleted else None
 
 
 def summaries(history: History) -> frozenset[int]:
-    """Messages that hold a summary: their own text is gone, but they may be deleted in turn."""
+    """Messages that hold a summary: their text is replaced, but they may still be deleted."""
     return frozenset(i for i, change in history.changes().items() if change.kind == "summary")
 
 
-# Any JSON is accepted here: the tool itself refuses each value that is no id, with a reason.
+# The schema asks for integers, and the tool itself refuses other values one by one, with a reason.
 AnyId = Annotated[Any, WithJsonSchema({"type": "integer", "minimum": 0})]
 _IDS = WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MAX_IDS})
 AnyIds = Annotated[list[Any], _IDS]
@@ -90,11 +89,11 @@ Quote = Annotated[str, Field(min_length=1, max_length=2_000)]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The rest of an episode's budget. The gateway's last reply has the token counts; None: nobody counts.
+    """The rest of an episode's budget; None if nobody counts it.
 
     Attributes:
-        used_tokens: of the last prompt and its answer.
-        max_tokens: that a prompt and its answer may have.
+        used_tokens: of the last prompt and its answer, as the server counted them.
+        max_tokens: limit of a prompt and its answer together.
         decisions_left: after this one.
     """
 
@@ -104,9 +103,9 @@ class Budget:
 
 
 class ContextEditor:
-    """Carries out one call on one history; `history` then holds the edited history, or the given one.
+    """Carries out one call on one history; afterwards `history` holds the edited history.
 
-    `fields` holds the result key by key, if the call answers with more than a text.
+    `fields` holds the result as an object, if the call answers with more than a text.
     """
 
     def __init__(self, history: History, budget: Budget) -> None:
@@ -121,15 +120,15 @@ class ContextEditor:
     ) -> str:
         """Delete messages from your context to make room. A short stub stays in place of each; what is gone
         can not be read again, so note what matters first."""
-        ids = self._sorted_out(message_ids or (), msg_id)
+        ids = self._sort_ids(message_ids or (), msg_id)
         changes = {i: Change("deleted", self.history.stub(i)) for i in ids.accepted}
         self.history = self.history.with_edit(changes)
-        # As published: a status, and the ids. The message has what was refused of it.
+        # As published: a status and the ids. The message explains refused ids.
         self.fields = {
             "status": "success" if ids.accepted else "error",
             "deleted_msg_ids": list(ids.accepted),
         }
-        if ids.refused:
+        if ids.refusals:
             self.fields |= {"message": ids.complaints.removeprefix("; ")}
         return json.dumps(self.fields, ensure_ascii=False)
 
@@ -140,15 +139,15 @@ class ContextEditor:
     ) -> str:
         """Replace messages by a summary that you write. It stands in place of the first of them; a short stub
         stays of each other one."""
-        ids = self._sorted_out(message_ids, None)
+        ids = self._sort_ids(message_ids, None)
         if not ids.accepted:
             return f"summarized nothing{ids.complaints}"
         first, *others = sorted(ids.accepted)
-        told = f"[summary of {_listed(sorted(ids.accepted))}] {summary}"
+        text = f"[summary of {_join(sorted(ids.accepted))}] {summary}"
         changes = {i: Change("deleted", self.history.stub(i)) for i in others}
-        changes[first] = Change("summary", self.history.stub(first, told))
+        changes[first] = Change("summary", self.history.stub(first, text))
         self.history = self.history.with_edit(changes)
-        return f"message {first} now holds the summary of {_listed(sorted(ids.accepted))}{ids.complaints}"
+        return f"message {first} now holds the summary of {_join(sorted(ids.accepted))}{ids.complaints}"
 
     def deletePart(
         self,
@@ -157,39 +156,41 @@ class ContextEditor:
         end: Annotated[Quote, Field(description="its last words")],
     ) -> str:
         """Delete a part of a message: from the words of `start` to the words of `end`, both included."""
-        if (reason := refused_id(self.history, msg_id)) is not None:
+        if (reason := refusal_of(self.history, msg_id)) is not None:
             return f"deleted nothing; refused {reason}"
         entry = self.history[msg_id]
         before = self.history.changes().get(msg_id)
         if before is not None and before.kind == "summary":
             return f"deleted nothing; message {msg_id} holds a summary, which is deleted as a whole"
         try:
-            cut = cut_out(entry.message.content or "", before.spans if before else (), start, end)
+            rest = cut(entry.message.content or "", before.spans if before else (), start, end)
         except ValueError as exc:
             return f"deleted nothing; message {msg_id}: {exc}"
-        change = Change("cut", self.history.shown_as(entry, cut.text), cut.spans)
+        change = Change("cut", self.history.with_text(entry, rest.text), rest.spans)
         self.history = self.history.with_edit({msg_id: change})
-        return f"deleted {cut.chars} characters of message {msg_id}"
+        return f"deleted {rest.chars} characters of message {msg_id}"
 
     def undoEdit(self) -> str:
         """Take back your last change of the context: what it deleted is shown again."""
-        return self._moved(self.history.undone(), "undone", "no change of the context to undo")
+        return self._move(self.history.undo(), "undone", "no change of the context to undo")
 
     def redoEdit(self) -> str:
         """Make the change again that you took back last."""
-        return self._moved(self.history.redone(), "done again", "no undone change to make again")
+        return self._move(self.history.redo(), "done again", "no undone change to make again")
 
     def proposeDeletes(
         self,
         chars: Annotated[int, Field(ge=1, le=100_000_000, description="how many characters to free")],
     ) -> str:
         """Ask which messages matter least to the task. Deletes nothing: deleteContext does, if you agree."""
-        proposed = proposed_deletes(self.history, chars=chars)
-        if not proposed:
+        proposals = propose_deletes(self.history, chars=chars)
+        if not proposals:
             return "there is no message left to delete"
-        lines = [f"{one.msg_id}: {one.chars} characters, importance {one.importance:.2f}" for one in proposed]
-        freed = sum(one.chars for one in proposed)
-        return "\n".join((f"least important first, {freed} characters together:", *lines))
+        lines = [
+            f"{one.msg_id}: {one.chars} characters, importance {one.importance:.2f}" for one in proposals
+        ]
+        total = sum(one.chars for one in proposals)
+        return "\n".join((f"least important first, {total} characters together:", *lines))
 
     def checkBudget(self) -> str:
         """Ask how much of your context and how many turns are left."""
@@ -203,23 +204,23 @@ class ContextEditor:
         count = len(self.history) - len(self.history.deleted_msg_ids)
         return "; ".join((*lines, f"{count} of {len(self.history)} messages shown in full"))
 
-    def _sorted_out(self, message_ids: Sequence[Any], msg_id: Any) -> Ids:
-        asked = [*message_ids, *([] if msg_id is None else [msg_id])]
-        if not asked:
+    def _sort_ids(self, message_ids: Sequence[Any], msg_id: Any) -> Ids:
+        ids = [*message_ids, *([] if msg_id is None else [msg_id])]
+        if not ids:
             raise ToolRefused("no message is named; give message_ids, a list of msg_id")
-        if len(asked) > MAX_IDS:
-            raise ToolRefused(f"message_ids holds {len(asked)} ids; at most {MAX_IDS} are read at once")
-        return sorted_out(self.history, asked)
+        if len(ids) > MAX_IDS:
+            raise ToolRefused(f"message_ids holds {len(ids)} ids; at most {MAX_IDS} are read at once")
+        return sort_ids(self.history, ids)
 
-    def _moved(self, history: History | None, done: str, nothing: str) -> str:
+    def _move(self, history: History | None, prefix: str, nothing: str) -> str:
         if history is None:
             return f"there is {nothing}"
         self.history = history
-        gone = _listed(history.deleted_msg_ids)
-        return f"{done}; deleted now: {gone or 'nothing'}"
+        deleted = _join(history.deleted_msg_ids)
+        return f"{prefix}; deleted now: {deleted or 'nothing'}"
 
 
-def _listed(ids: Iterable[int]) -> str:
+def _join(ids: Iterable[int]) -> str:
     return ", ".join(map(str, ids))
 
 
@@ -231,9 +232,9 @@ class Cut:
     """A text without its cut spans.
 
     Attributes:
-        text: what is left, with a note in place of each span.
-        spans: [start, end) of all that was cut so far, in the original text, sorted, none touching another.
-        chars: how many characters this cut took away.
+        text: the rest, with a note in place of each span.
+        spans: [start, end) of all cuts so far in the original text, sorted and disjoint.
+        chars: number of characters that this cut removed.
     """
 
     text: str
@@ -241,37 +242,37 @@ class Cut:
     chars: int
 
 
-def cut_out(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
-    """Cut from the first place of `start` through the next place of `end` after it.
+def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
+    """Cut from the first occurrence of `start` to the end of the next `end`.
 
     Args:
-        text: as it was said.
-        spans: cut from it before.
+        text: the original text.
+        spans: earlier cuts.
     """
     begin = _first(text, start, spans, after=0)
     if begin is None:
         raise ValueError(f"it does not hold the words {start[:80]!r}")
-    # `end` may be the same words, or overlap with them, but cannot end before they do.
+    # `end` may overlap with `start`, but must not end before it.
     earliest = max(begin, begin + len(start) - len(end))
     last = _first(text, end, spans, after=earliest)
     if last is None:
         raise ValueError(f"the words {end[:80]!r} do not follow {start[:80]!r}")
-    joined = tuple(_joined([*spans, (begin, last + len(end))]))
-    return Cut(_without(text, joined), joined, _length(joined) - _length(spans))
+    merged = tuple(_merge([*spans, (begin, last + len(end))]))
+    return Cut(_without(text, merged), merged, _length(merged) - _length(spans))
 
 
 def _first(text: str, words: str, spans: Sequence[Span], *, after: int) -> int | None:
-    """The first place of the words that is still shown."""
+    """The first occurrence of the words in the text that is still shown."""
     place = text.find(words, after)
     while place >= 0:
-        hidden = next((b for a, b in spans if a < place + len(words) and place < b), None)
-        if hidden is None:
+        hidden_end = next((b for a, b in spans if a < place + len(words) and place < b), None)
+        if hidden_end is None:
             return place
-        place = text.find(words, hidden)
+        place = text.find(words, hidden_end)
     return None
 
 
-def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+def _merge(spans: Sequence[Span]) -> Iterator[Span]:
     current: Span | None = None
     for span in sorted(spans):
         if current is None:
@@ -297,53 +298,52 @@ def _length(spans: Sequence[Span]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-# Short words stand everywhere and say nothing about use.
+# Short words occur everywhere and say nothing about use.
 _WORD = re.compile(r"\w{4,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A message that could go, how many characters that frees, and how much it matters (0 to 1)."""
+    """A message that could be deleted, the characters that frees, and its importance from 0 to 1."""
 
     msg_id: int
     chars: int
     importance: float
 
 
-def proposed_deletes(history: History, *, chars: int) -> tuple[Proposal, ...]:
-    """Propose the least important messages that together free `chars` characters; all if that is too few.
+def propose_deletes(history: History, *, chars: int) -> tuple[Proposal, ...]:
+    """The least important messages that together free `chars` characters; all if they free less.
 
-    Nothing is deleted here. importance = (age + use) / 2, both in [0, 1]: `age` is the message's place in the
-    history, 0 the oldest; `use` is the share of its different words that the task or a later message of the
-    assistant also uses.
+    importance = (age + use) / 2, both in [0, 1]: `age` is the message's place in the history, 0 the oldest;
+    `use` is the share of its words that the task or a later assistant message also uses.
     """
-    chosen: list[Proposal] = []
-    freed = 0
+    proposals: list[Proposal] = []
+    total = 0
     for proposal in sorted(_deletable(history), key=lambda one: (one.importance, one.msg_id)):
-        if freed >= chars:
+        if total >= chars:
             break
-        chosen.append(proposal)
-        freed += proposal.chars
-    return tuple(chosen)
+        proposals.append(proposal)
+        total += proposal.chars
+    return tuple(proposals)
 
 
 def _deletable(history: History) -> list[Proposal]:
-    """Every message that may be deleted and is longer than the stub that would stay."""
+    """Every message that may be deleted and is longer than its stub."""
     view = history.view()
-    gone = frozenset(history.deleted_msg_ids) - summaries(history)
+    deleted = frozenset(history.deleted_msg_ids) - summaries(history)
     task = history.first_user_id
-    named = _words(view[task].content) if task is not None else set()
-    found = []
+    words_in_use = _words(view[task].content) if task is not None else set()
+    proposals = []
     for msg_id in range(len(view) - 1, -1, -1):
         message = view[msg_id]
-        freed = len(message.content or "") - len(history.stub(msg_id).content or "")
-        if freed > 0 and refused_id(history, msg_id, gone=gone) is None:
+        chars = len(message.content or "") - len(history.stub(msg_id).content or "")
+        if chars > 0 and refusal_of(history, msg_id, deleted=deleted) is None:
             words = _words(history[msg_id].message.content)
-            use = len(words & named) / len(words) if words else 0.0
-            found.append(Proposal(msg_id, freed, (msg_id / len(view) + use) / 2))
+            use = len(words & words_in_use) / len(words) if words else 0.0
+            proposals.append(Proposal(msg_id, chars, (msg_id / len(view) + use) / 2))
         if message.role == "assistant":
-            named |= _words(message.content)
-    return found
+            words_in_use |= _words(message.content)
+    return proposals
 
 
 def _words(text: str | None) -> set[str]:
@@ -351,40 +351,40 @@ def _words(text: str | None) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """What a context tool did.
+class EditResult:
+    """The result of a context tool.
 
     Attributes:
-        history: with the edit, or the one that was given. The result is not in it yet.
+        history: after the edit, without the result of this call.
         text: the result of the call.
-        fields: the result key by key, if it is an object; a history that shows ids adds them to these.
-        edited: whether the view changed; if not, the next prompt continues the previous one.
-        refused: why the call itself could not be read; a refused id does not count.
+        fields: the result as an object, if it is one; a history that shows ids adds them to it.
+        changes_view: whether the view changed; if not, the next prompt continues the previous one.
+        refused: why the call could not be read; refused ids do not count.
     """
 
     history: History
     text: str
-    edited: bool
+    changes_view: bool
     refused: str | None = None
     fields: Mapping[str, Any] | None = None
 
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
-    """Return the named context tools, which the loop offers beside the environment's tools."""
+    """The named context tools, which the loop offers beside the environment's tools."""
     return tuple(_specs()[name] for name in names)
 
 
-def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) -> Applied:
-    """Carry out one call of the last assistant message, whose name is one of CONTEXT_TOOLS.
+def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) -> EditResult:
+    """Carry out one call of the last assistant message; its name is one of CONTEXT_TOOLS.
 
     Args:
-        history: which already holds that assistant message.
+        history: already holds that assistant message.
         budget: for `checkBudget`.
     """
     editor = ContextEditor(history, budget or Budget())
     answer = _toolbox(editor).answer(call)
-    edited = editor.history is not history
-    return Applied(editor.history, answer.text, edited, answer.refused, editor.fields)
+    changes_view = editor.history is not history
+    return EditResult(editor.history, answer.text, changes_view, answer.refused, editor.fields)
 
 
 def _toolbox(editor: ContextEditor) -> Toolbox:

@@ -1,4 +1,4 @@
-"""Pure: the achievement counters before and after a decision, and what a step says about them."""
+"""Pure: the achievement counters before and after a decision, and the step metadata made from them."""
 
 from collections.abc import Mapping
 
@@ -9,12 +9,12 @@ NO_METADATA = StepMetadata()
 
 
 def achievements_status(counts: Mapping[str, int]) -> dict[str, bool]:
-    """The boolean form of the counters: unlocked in this episode or not."""
+    """Which achievements are unlocked in this episode."""
     return {name: count > 0 for name, count in counts.items()}
 
 
 def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Sorted names of what a decision unlocked for the first time in the episode."""
+    """Sorted names of the achievements that a decision unlocked for the first time in the episode."""
     if before == after:
         return []
     return sorted(name for name, count in after.items() if count > 0 and before.get(name, 0) == 0)
@@ -23,10 +23,10 @@ def achievements_added(before: Mapping[str, int], after: Mapping[str, int]) -> l
 def step_metadata(
     before: Mapping[str, int], after: Mapping[str, int], *, turn: int, step_rewards: StepRewards
 ) -> StepMetadata:
-    """The metadata of decision `turn`: its decision_rewards, or nothing.
+    """The metadata of decision `turn`, with decision_rewards if the switches ask for them.
 
-    The record stands there for every decision, also one that achieved nothing, but only when the switches
-    ask for it and the environment has achievements at all (DESIGN.md 4.2).
+    Every decision gets the record, also one without an achievement, unless the environment has no
+    achievements at all (DESIGN.md 4.2).
     """
     if not step_rewards.emits_decision_rewards or not after:
         return NO_METADATA

@@ -1,10 +1,10 @@
-"""Pure: a conversation whose messages have ids, what was deleted from it, and the view that a model sees.
+"""Pure: a conversation whose messages have ids, its edits, and the view that a model sees.
 
-Every value here is immutable: appending or editing gives a new `History`, and all of them share what they
-have in common. So the history as it was before any edit costs a few words, not a copy.
+Every value is immutable: appending or editing gives a new `History` that shares its messages with the old
+one, so an earlier history costs a few words and no copy.
 Source: 3-context-editing-tool-loop.md (names: full_history, deleted_msg_ids, msg_id,
-msg_id(invoking_assistant), had_delete_operation; what stands in for its trajectory_snapshots says
-docs/conversations.md); DESIGN.md 4.12.
+msg_id(invoking_assistant), had_delete_operation; docs/conversations.md tells what replaces its
+trajectory_snapshots); DESIGN.md 4.12.
 """
 
 import json
@@ -27,14 +27,14 @@ EditKind = Literal["deleted", "summary", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A message with its id, as it was said and as the view shows it unless it is edited.
+    """A message with its id, as it was said and as the view shows it before any edit.
 
     Attributes:
-        msg_id: counts all messages from 0, in order of append.
-        message: as it was said; of a tool result the text alone.
-        shown: the same with its ids in it, where the history shows ids.
-        invoking: of a tool result: the id of the assistant message that called.
-        tool_name: of a tool result.
+        msg_id: index of the message in the whole history.
+        message: as it was said; for a tool result the text alone.
+        shown: the same, with its ids where the history shows them.
+        invoking: for a tool result, the id of the assistant message with the call.
+        tool_name: for a tool result.
     """
 
     msg_id: int
@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What stands in a message's place: a stub, a summary, or its text without the spans that were cut."""
+    """The message that replaces another one: a stub, a summary, or the text without its cut spans."""
 
     kind: EditKind
     shown: Message
@@ -55,38 +55,38 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edits:
-    """The edits in force, newest first: an undo goes back to `before`."""
+    """The edits in force, newest first; `before` is what an undo goes back to."""
 
     changes: Mapping[int, Change]
     before: "_Edits | None"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Undone:
+class _RedoStack:
     edits: _Edits
-    rest: "_Undone | None"
+    rest: "_RedoStack | None"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """A conversation so far. `History.opened` begins one; the methods `with_...` continue it.
+    """A conversation so far. `History.start` makes one; the methods `with_...` continue it.
 
     Attributes:
-        shows_ids: tool results tell their ids (where a model may edit its context).
+        shows_ids: tool results show their ids, in conversations whose model may edit its context.
     """
 
     shows_ids: bool
-    # Shared by all that grew out of one another; each sees its own length, and only the longest one appends
-    # in place: whatever continues an earlier moment copies what is its own first.
+    # Shared by all histories that grew from one; each sees its own length. Only the longest one appends in
+    # place; another one copies its own part first.
     _log: list[Entry]
     _length: int = 0
     _edits: _Edits | None = None
-    _undone: _Undone | None = None
+    _redo: _RedoStack | None = None
     _was_edited: bool = False
 
     @classmethod
-    def opened(cls, messages: Sequence[Message], *, shows_ids: bool) -> "History":
-        """The history of an episode that has not begun: what its environment opens with."""
+    def start(cls, messages: Sequence[Message], *, shows_ids: bool) -> "History":
+        """The history before the first decision: the messages that the environment opens with."""
         if not messages:
             raise ValueError("a conversation opens with at least one message, and there is none")
         history = cls(shows_ids, [])
@@ -95,14 +95,14 @@ class History:
         return history
 
     def with_message(self, message: Message) -> "History":
-        """After a message of the system, the user or the assistant, as it was said."""
-        return self._appended(Entry(self._length, message, message))
+        """The history with one more message of the system, the user or the assistant."""
+        return self._append(Entry(self._length, message, message))
 
     def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
-        """After the answer to a call of the last assistant message.
+        """The history with the result of a call of the last assistant message.
 
         Args:
-            fields: what the text says, where that is an object: shown beside the ids, not as text in text.
+            fields: the text's content if it is an object: shown beside the ids, not as text within text.
         """
         invoking = self.last_assistant_id
         if invoking is None:
@@ -110,43 +110,43 @@ class History:
         text = encodable(text)
         message = Message(role="tool", content=text, tool_call_id=call.id)
         entry = Entry(self._length, message, message, invoking, call.function.name)
-        return self._appended(replace(entry, shown=self._shown(entry, text, fields or {"message": text})))
+        return self._append(replace(entry, shown=self._text_of(entry, text, fields or {"message": text})))
 
     def with_edit(self, changes: Mapping[int, Change]) -> "History":
-        """Return the history after one edit, which ends redoing; an empty edit changes nothing."""
+        """The history after one edit, after which nothing can be redone; an empty edit changes nothing."""
         if not changes:
             return self
         unknown = sorted(changes.keys() - range(self._length))
         if unknown:
             raise ValueError(f"no message has the id {unknown[0]}; ids run from 0 to {self._length - 1}")
-        return replace(self, _edits=_Edits(dict(changes), self._edits), _undone=None, _was_edited=True)
+        return replace(self, _edits=_Edits(dict(changes), self._edits), _redo=None, _was_edited=True)
 
-    def undone(self) -> "History | None":
+    def undo(self) -> "History | None":
         """Undo the last edit in force; None if there is none."""
         if self._edits is None:
             return None
-        return replace(self, _edits=self._edits.before, _undone=_Undone(self._edits, self._undone))
+        return replace(self, _edits=self._edits.before, _redo=_RedoStack(self._edits, self._redo))
 
-    def redone(self) -> "History | None":
-        """Redo the edit that was undone last; None if there is none, or another edit came after it."""
-        if self._undone is None:
+    def redo(self) -> "History | None":
+        """Redo the last undone edit; None if there is none, or another edit came after it."""
+        if self._redo is None:
             return None
-        return replace(self, _edits=self._undone.edits, _undone=self._undone.rest)
+        return replace(self, _edits=self._redo.edits, _redo=self._redo.rest)
 
     def view(self) -> tuple[Message, ...]:
-        """What the model is shown: every message in its place, edited ones as their stubs or summaries."""
+        """The messages that the model is shown, with stubs or summaries for edited ones."""
         changes = self.changes()
         return tuple([changes[i].shown if i in changes else self._log[i].shown for i in range(self._length)])
 
     def changes(self) -> dict[int, Change]:
-        """What stands in place of which message now, by id."""
-        found: dict[int, Change] = {}
+        """The edits in force, by message id."""
+        changes: dict[int, Change] = {}
         edits = self._edits
         while edits is not None:
             for msg_id, change in edits.changes.items():
-                found.setdefault(msg_id, change)
+                changes.setdefault(msg_id, change)
             edits = edits.before
-        return found
+        return changes
 
     def __len__(self) -> int:
         return self._length
@@ -161,64 +161,65 @@ class History:
 
     @property
     def last_assistant_id(self) -> int | None:
-        """The message whose calls are being answered."""
-        return self._found("assistant", reversed(range(self._length)))
+        """The id of the message whose calls are being answered."""
+        return self._first("assistant", reversed(range(self._length)))
 
     @property
     def first_user_id(self) -> int | None:
-        """The task: it is never deleted."""
-        return self._found("user", range(self._length))
+        """The id of the task, which is never deleted."""
+        return self._first("user", range(self._length))
 
     @property
     def deleted_msg_ids(self) -> tuple[int, ...]:
-        """Ids of the messages whose own text is shown no more, sorted."""
+        """Sorted ids of the messages whose own text is not shown any more."""
         return tuple(sorted([i for i, change in self.changes().items() if change.kind != "cut"]))
 
     @property
     def had_delete_operation(self) -> bool:
-        """Whether the context was ever edited, also where that was undone."""
+        """Whether the context was ever edited, even if that was undone."""
         return self._was_edited
 
     def full_history(self, *, start: int = 0) -> tuple[Message, ...]:
         """Every message from id `start` on as it was said, deleted or not, with the published keys.
 
-        All carry `msg_id`; tool results also `tool_name` and `msg_id(invoking_assistant)`.
+        All messages carry `msg_id`; tool results also `tool_name` and `msg_id(invoking_assistant)`.
         """
         return tuple([_with_ids(entry) for entry in self._log[start : self._length]])
 
-    def shown_as(self, entry: Entry, text: str) -> Message:
-        """A message of this history with another text, as the view shows it: ids stay, a result stays one."""
-        return self._shown(entry, text, {"message": text})
+    def with_text(self, entry: Entry, text: str) -> Message:
+        """A message of this history with another text; ids are kept, and a tool result stays one."""
+        return self._text_of(entry, text, {"message": text})
 
-    def _shown(self, entry: Entry, text: str, fields: Mapping[str, Any]) -> Message:
+    def _text_of(self, entry: Entry, text: str, fields: Mapping[str, Any]) -> Message:
         if entry.tool_name is None or not self.shows_ids:
             return entry.message.model_copy(update={"content": text})
-        told = {MSG_ID: entry.msg_id, INVOKING: entry.invoking, **fields}
-        return entry.message.model_copy(update={"content": _json(told)})
+        content = {MSG_ID: entry.msg_id, INVOKING: entry.invoking, **fields}
+        return entry.message.model_copy(update={"content": _json(content)})
 
     def stub(self, msg_id: int, summary: str | None = None) -> Message:
-        """The message without what it said: its role, tool names and call ids stay, so that every template
-        still renders it and every result still has its call. A summary stands in its text's place.
+        """The message without its text, or with a summary in its place.
+
+        Role, tool names and call ids are kept, so that every template renders it and every result has a call.
         """
         entry = self[msg_id]
         calls = entry.message.tool_calls
         if summary is not None:
-            stub = self.shown_as(entry, summary)
+            stub = self.with_text(entry, summary)
         else:
-            # As short as can be, without its id: where much is deleted, stubs are what fills the window. An
-            # assistant that only called has said nothing else.
+            # Short and without its id, because stubs fill the window where much is deleted. The text of an
+            # assistant message that only made calls is already empty.
             text = STUB if entry.message.content or not calls else ""
             stub = entry.message.model_copy(update={"content": text})
         return (
             stub.model_copy(update={"tool_calls": tuple(map(_without_arguments, calls))}) if calls else stub
         )
 
-    def _appended(self, entry: Entry) -> "History":
+    def _append(self, entry: Entry) -> "History":
         log = self._log if len(self._log) == self._length else self._log[: self._length]
         log.append(entry)
         return replace(self, _log=log, _length=self._length + 1)
 
-    def _found(self, role: str, ids: "range | Iterator[int]") -> int | None:
+    def _first(self, role: str, ids: "range | Iterator[int]") -> int | None:
         return next((i for i in ids if self._log[i].message.role == role), None)
 
 

@@ -1,6 +1,6 @@
-"""How the prompts of an episode come about, as the loop asks for them: here anew for each decision.
+"""How the episode loop gets its prompts: the protocol `Prompts`, and prompts made anew for each decision.
 
-What the loop knows of it is `Prompts`; the other way is task_app.episode.conversation.
+task_app.episode.conversation has the other implementation.
 """
 
 from collections import deque
@@ -12,23 +12,24 @@ from typing import Any, Protocol
 from shared_schemas.messages import Message, ToolSpec
 from shared_schemas.rewards import RewardPart
 from shared_schemas.trajectory import StepData, UserAnswer
-from task_app.episode.actions import Choice, ReadAction
+from task_app.episode.actions import Action, Choice
 from task_app.episode.context_tools import Budget
 from task_app.errors import boundary
 from task_app.protocols import PAST_DECISIONS_SHOWN, DecisionOutcome, Environment, Observation, PastDecision
 
-Execute = Callable[[ReadAction], Awaitable[DecisionOutcome]]
+Execute = Callable[[Action], Awaitable[DecisionOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a decision is made from.
+    """The prompt of a decision.
 
     Attributes:
-        messages: all of it.
-        reused: how many of them stand where they stood in the prompt before,
-        changed: but for these, by place.
-        again: gives all of it once more, where holding it would cost the square of a conversation.
+        messages: the whole prompt.
+        reused: the number of leading messages that the previous prompt had at the same places,
+        changed: except for these, by place.
+        again: makes the messages once more, because holding those of every prompt of a conversation would
+            cost memory that grows with the square of its length.
     """
 
     messages: tuple[Message, ...]
@@ -38,14 +39,19 @@ class Prompt:
 
     @property
     def new(self) -> tuple[Message, ...]:
-        """Those that stand behind the reused ones."""
+        """The messages after the reused ones."""
         return self.messages[self.reused :]
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """What came of a decision; `reward_parts` beside what the environment pays, `answer` for the record, and
-    how long the interaction took over it."""
+class DecisionEffect:
+    """The effect of a decision: the outcome in the environment, and the user's part in it.
+
+    Attributes:
+        reward_parts: rewards beside those of the environment.
+        answer: the user's answer, for the record.
+        interaction_s: how long the interaction took.
+    """
 
     outcome: DecisionOutcome
     reward_parts: tuple[RewardPart, ...] = ()
@@ -56,79 +62,78 @@ class Carried:
 
 
 class Prompts(Protocol):
-    """The conversation side of an episode.
+    """Makes the prompts of an episode and carries out its actions.
 
     Attributes:
-        tools: what the policy may call.
+        tools: the tools that the policy may call.
         past: the last decisions, for environments that show them.
-        context_length_penalty: of the last decision, where the next prompt does not fit.
+        context_length_penalty: reward of a decision after which the next prompt does not fit.
     """
 
     tools: tuple[ToolSpec, ...]
     context_length_penalty: float
 
-    def opened(self) -> AbstractAsyncContextManager[None]:
+    def open(self) -> AbstractAsyncContextManager[None]:
         """Keep the interaction open for the whole episode, however it ends."""
 
     @property
     def past(self) -> Sequence[PastDecision]: ...
 
     def begin(self, past: Sequence[PastDecision]) -> None:
-        """The environment has been brought to its start."""
+        """Begin the episode; the environment is at its start."""
 
     def prompt(self, observation: Observation) -> Prompt:
         """Make the prompt of the next decision."""
 
     async def carry_out(
-        self, choice: Choice, read: ReadAction, before: Observation, execute: Execute, budget: Budget
-    ) -> Carried:
-        """Let the environment, the loop's own tools and the user act on what the policy chose."""
+        self, choice: Choice, action: Action, before: Observation, execute: Execute, budget: Budget
+    ) -> DecisionEffect:
+        """Let the environment, the loop's own tools and the user act on the policy's choice."""
 
     def remember(self, step: StepData, before: StepData | None) -> None:
-        """Let a step know the conversation after it; `before` is the step before it."""
+        """Give the step access to the conversation after it; `before` is the step before it."""
 
     def outcome(self) -> tuple[float, str]:
-        """Return the outcome reward and its definition, for an environment that defines no outcome."""
+        """The outcome reward and its definition, for an environment that defines no outcome."""
 
-    def kept(self) -> dict[str, Any]:
-        """What the trajectory keeps of the conversation, by field."""
+    def trajectory_fields(self) -> dict[str, Any]:
+        """Fields of the trajectory that hold the conversation."""
 
 
 @dataclass(slots=True)
 class TokenCount:
-    """Tokens of an episode, as the server's last reply counted them; without counts there is no limit.
+    """Tokens of an episode, as the server's last reply counted them.
 
     Attributes:
-        sampled: by the policy, in all decisions.
-        context: of the last prompt and what was sampled after it; None where nobody knows.
+        sampled: tokens of the policy, in all decisions.
+        context: tokens of the last prompt and its answer; None if the server does not count them.
     """
 
     sampled: int = 0
     context: int | None = None
 
     def count(self, log_probs: Mapping[str, Any]) -> None:
-        """Another decision; `log_probs` is the third of what `AgentPolicy.get_action` gave."""
+        """Add a decision; `log_probs` is the third element of `AgentPolicy.get_action`'s tuple."""
         prompt, sampled = log_probs.get("prompt_tokens"), log_probs.get("completion_tokens") or 0
         self.sampled += sampled
         self.context = None if prompt is None else prompt + sampled
 
 
-def opened_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Message, ...]:
-    """The opening of a task, then the environment's messages; a prompt has one system message, the first."""
+def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Message, ...]:
+    """The task's messages, then the environment's; only the first system message is kept."""
     if any(message.role == "system" for message in opening):
         own = [message for message in own if message.role != "system"]
     return (*opening, *own)
 
 
 class FreshPrompts:
-    """An environment that renders each prompt from its observation and the last decisions.
+    """Prompts that the environment renders from its observation and the last decisions.
 
     Args:
-        environment: renders.
-        opening: messages of the task, which stand before the environment's in every prompt.
+        opening: messages of the task, which begin every prompt.
     """
 
-    # No decision is to blame for a prompt that does not fit: none grew out of the one before.
+    # Each prompt is independent of the last decision, so none can be blamed for its length.
     context_length_penalty = 0.0
 
     def __init__(self, environment: Environment, opening: Sequence[Message] = ()) -> None:
@@ -137,7 +142,7 @@ class FreshPrompts:
         self.tools = environment.tools()
         self.past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
 
-    def opened(self) -> AbstractAsyncContextManager[None]:
+    def open(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     def begin(self, past: Sequence[PastDecision]) -> None:
@@ -146,14 +151,14 @@ class FreshPrompts:
     def prompt(self, observation: Observation) -> Prompt:
         with boundary("environment.messages"):
             own = self._environment.messages(observation, tuple(self.past))
-        return Prompt(opened_with(self._opening, own))
+        return Prompt(open_with(self._opening, own))
 
     async def carry_out(
-        self, choice: Choice, read: ReadAction, before: Observation, execute: Execute, budget: Budget
-    ) -> Carried:
-        outcome = await execute(read)
-        self.past.append(PastDecision(tool_calls=read.requests, outcome=outcome))
-        return Carried(outcome)
+        self, choice: Choice, action: Action, before: Observation, execute: Execute, budget: Budget
+    ) -> DecisionEffect:
+        outcome = await execute(action)
+        self.past.append(PastDecision(tool_calls=action.requests, outcome=outcome))
+        return DecisionEffect(outcome)
 
     def remember(self, step: StepData, before: StepData | None) -> None:
         step.follow(before)
@@ -161,5 +166,5 @@ class FreshPrompts:
     def outcome(self) -> tuple[float, str]:
         return 0.0, "none"
 
-    def kept(self) -> dict[str, Any]:
+    def trajectory_fields(self) -> dict[str, Any]:
         return {}

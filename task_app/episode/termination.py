@@ -1,6 +1,6 @@
-"""Pure: the limits of an episode and the facts after a decision -> why it ends, or None.
+"""Pure: why an episode ends after a decision, from its limits and the facts.
 
-Source: 2-rollout-worker-and-gigpo.md, Task 2.3; the order is that of DESIGN.md 4.5.
+Source: 2-rollout-worker-and-gigpo.md, Task 2.3; DESIGN.md 4.5 has the order.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +18,16 @@ class EpisodeFacts:
     """The facts after the last decision, or after the attempt to take one.
 
     Attributes:
-        decisions_done: completed decisions of the episode.
-        invalid_decisions: those among them that were refused (no call, unknown tool, bad arguments).
-        elapsed_s: since the episode began, world generation included.
-        critical_error: the environment raised what it may not raise.
-        environment_done: the environment's own end, or a limit inside it.
-        interaction_done: who answers as the user has ended the conversation.
+        invalid_decisions: decisions that were refused (no call, unknown tool, bad arguments).
+        elapsed_s: since the episode began, including the generation of the world.
+        critical_error: the environment raised an unexpected error.
+        environment_done: the environment ended by itself, or by a limit of its own.
+        interaction_done: the simulated user ended the conversation.
         terminate_action: the policy chose to stop.
-        pattern_found: what the policy wrote holds the pattern of limits.termination_regex.
+        signal: the policy's output matches limits.termination_regex.
         context_exceeded: the next prompt did not fit the model.
         sampled_tokens: of all decisions together, as far as the server counts them.
-        user_is_silent: the user has given all the answers that it may, and one was due.
+        user_is_silent: an answer of the user was due after the last one that the limit allows.
     """
 
     decisions_done: int
@@ -38,7 +37,7 @@ class EpisodeFacts:
     environment_done: bool = False
     interaction_done: bool = False
     terminate_action: bool = False
-    pattern_found: bool = False
+    signal: bool = False
     context_exceeded: bool = False
     sampled_tokens: int = 0
     user_is_silent: bool = False
@@ -53,7 +52,7 @@ def stop_reason(
         StopReason.ENVIRONMENT_DONE: facts.environment_done,
         StopReason.INTERACTION_DONE: facts.interaction_done,
         StopReason.TERMINATE_ACTION: facts.terminate_action,
-        StopReason.TERMINATION_REGEX: facts.pattern_found,
+        StopReason.TERMINATION_REGEX: facts.signal,
         StopReason.INVALID_ACTION: facts.invalid_decisions >= limits.max_invalid_decisions,
         StopReason.CONTEXT_LENGTH: facts.context_exceeded,
         StopReason.DEADLINE: facts.elapsed_s >= limits.timeout_s,
@@ -66,25 +65,25 @@ def stop_reason(
 
 
 def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[str, Any]], bool]:
-    """What says of a raw policy output and its action whether the policy gave the signal to end.
+    """The function that decides whether a raw policy output, or its action, gives the signal to end.
 
-    A policy that is no model writes nothing (None), so that nothing is found in it.
+    A policy without a model has no raw output (None), and gives no signal.
     """
     if limits.termination_regex is None:
         return lambda raw_output, action: False
     pattern = LinearPattern(limits.termination_regex)
 
-    def given(raw_output: str | None, action: Mapping[str, Any]) -> bool:
+    def signals(raw_output: str | None, action: Mapping[str, Any]) -> bool:
         text = raw_output if limits.termination_target == "raw" else action.get("content")
-        return isinstance(text, str) and pattern.found_in(encodable(text))
+        return isinstance(text, str) and pattern.matches(encodable(text))
 
-    return given
+    return signals
 
 
 def ends_by_a_limit(reason: StopReason) -> bool:
-    """True when the episode was cut off (`truncated`); an environment says so itself.
+    """Whether the reason cuts the episode off (`truncated`); an environment decides that for itself.
 
-    A signal of the policy, by action or by pattern, cuts nothing off: the episode has terminated.
+    A signal of the policy, by action or by pattern, terminates the episode instead.
     """
     return reason in {
         StopReason.INVALID_ACTION,

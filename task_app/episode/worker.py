@@ -1,4 +1,4 @@
-"""The one loop of an episode: prompt -> policy -> environment -> StepData, until a reason to end holds.
+"""The loop of an episode: prompt -> policy -> environment -> StepData, until there is a reason to stop.
 
     worker = RLRolloutWorker(task_definition, agent_policy, max_episode_steps)
     steps, messages, ground_truth = await worker.run_episode()
@@ -21,11 +21,11 @@ from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import PolicyLogprobs, StepData, StopReason, Trajectory, is_cut_short
-from task_app.episode.actions import Choice, ReadAction, read_action
+from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.context_tools import Budget
 from task_app.episode.conversation import Conversation
-from task_app.episode.prompts import Carried, FreshPrompts, Prompt, Prompts, TokenCount
-from task_app.episode.records import Decided, ended, finite, policy_logprobs, step_data
+from task_app.episode.prompts import DecisionEffect, FreshPrompts, Prompt, Prompts, TokenCount
+from task_app.episode.records import Decision, finite, mark_end, policy_logprobs, step_data
 from task_app.episode.state_keys import EpisodeStateKeys
 from task_app.episode.termination import EpisodeFacts, stop_reason, termination_signal
 from task_app.errors import (
@@ -57,7 +57,7 @@ from task_app.threads import Threads, in_thread
 
 log = structlog.get_logger("task_app")
 
-# What is kept of the environment before the next decision, if anything (task_app.rollouts.assembly).
+# Takes a snapshot before the next decision, if one is due (task_app.rollouts.assembly).
 Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Awaitable[str | None]]
 
 
@@ -66,19 +66,18 @@ class RLRolloutWorker:
 
     Args:
         task_definition: names the environment and its config, the messages that the episode opens with, its
-            limits, and the ground truth, which is handed through.
-        agent_policy: asked once a decision.
-        max_episode_steps: most decisions; None: the task's own.
-        environment: in the place of the named one; started here, not shared with another worker.
+            limits, and the ground truth, which the worker only passes on.
+        max_episode_steps: limit of decisions; None means the task's own.
+        environment: used instead of the named one; this worker starts it and shares it with no other.
         seed: of the world; workers of one task and seed are siblings.
-        start: how the environment is brought to its start; into the world of `seed` when absent.
-        step_rewards: whether the steps' metadata carries decision_rewards.
-        prompts: how they come about; as the environment and the task have it, when absent.
+        start: brings the environment to its start; by default into the world of `seed`.
+        step_rewards: decides whether the steps' metadata carries decision_rewards.
+        prompts: makes the prompts; by default chosen from the environment and the task.
         multi_turn: limits of a conversation.
-        keep: is asked before every decision for a snapshot, which the step then carries.
-        final_view: whether the policy is asked once more, for a token, where a limit cuts the episode short.
-        threads: where resets and slow steps run; without it, in threads of the event loop's own.
-        clock: seconds that only grow.
+        keep: called before every decision; the snapshot that it returns becomes part of the step.
+        final_view: ask the policy for one more token where a limit cuts the episode short.
+        threads: run resets and slow steps; by default the event loop's own threads do.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class RLRolloutWorker:
         threads: Threads | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        task_definition = _limited(task_definition, max_episode_steps)
+        task_definition = _with_limit(task_definition, max_episode_steps)
         opening = task_definition.messages
         if environment is None:
             environment, opening = _environment_of(task_definition)
@@ -129,7 +128,7 @@ class RLRolloutWorker:
         self.failure: TaskAppError | None = None
         self._critical: CriticalError | None = None
         self._stop_reason: StopReason | None = None
-        self._started_s = 0.0
+        self._start_s = 0.0
         self._wall_s = 0.0
         self._observation: Observation
 
@@ -139,24 +138,24 @@ class RLRolloutWorker:
 
     @property
     def steps(self) -> tuple[StepData, ...]:
-        """The decisions so far; what there is of an episode that failed or was cancelled."""
+        """The decisions so far, also of an episode that failed or was cancelled."""
         return tuple(self._steps)
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Why the episode ended; None while it runs, and when it failed or was cancelled."""
+        """Why the episode ended; None while it runs, and if it failed or was cancelled."""
         return self._stop_reason
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
-        """Play until a reason to end holds.
+        """Play until there is a reason to stop.
 
         Returns:
             The steps, the whole conversation, and the ground truth of the task definition.
         """
         assert self._stop_reason is None, "a worker runs one episode"
-        self._started_s = self._clock()
+        self._start_s = self._clock()
         try:
-            async with self._prompts.opened():
+            async with self._prompts.open():
                 await self._play()
         except TaskAppError as exc:
             if isinstance(exc, EpisodeFailed):
@@ -170,14 +169,14 @@ class RLRolloutWorker:
         facts = self._facts()
         while (reason := self._check_termination(facts)) is None:
             facts = await self._decide()
-            # A scripted policy awaits nothing: without this, no cancel and no other rollout gets through.
+            # A scripted policy awaits nothing; without this, cancellation and other rollouts would wait.
             await asyncio.sleep(0)
-        if self._wants_final_view and self._cut_short_by(reason):
+        if self._wants_final_view and self._is_cut_short(reason):
             self._final_view = await self._view_after()
         self._finish(reason)
 
     def trajectory(self) -> Trajectory:
-        """The finished episode as data; only after `run_episode`."""
+        """The finished episode; call it after `run_episode`."""
         assert self._stop_reason is not None, "run_episode has not finished"
         outcome_reward, outcome_definition = self._outcome()
         last = self._steps[-1]
@@ -199,11 +198,11 @@ class RLRolloutWorker:
             stop_reason=self._stop_reason,
             wall_s=self._wall_s,
             final_view=self._final_view,
-            **self._prompts.kept(),
+            **self._prompts.trajectory_fields(),
         )
 
     def _outcome(self) -> tuple[float, str]:
-        """Return the environment's outcome, or else the outcome of the interaction that answers in it."""
+        """The environment's outcome; if it defines none, the outcome of the interaction."""
         definition = self._environment.outcome_definition
         if not definition:
             return self._prompts.outcome()
@@ -211,81 +210,83 @@ class RLRolloutWorker:
             return finite(self._environment.outcome_reward()), definition
 
     async def _start(self) -> None:
-        """Bring the environment to where the episode begins."""
+        """Bring the environment to the start of the episode."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                begun = await self._start_at.begin(self._environment)
+                view = await self._start_at.begin(self._environment)
         except TimeoutError as exc:
             raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
-        self._observation = begun.observation
-        self._prompts.begin(begun.past)
+        self._observation = view.observation
+        self._prompts.begin(view.past)
 
     async def _decide(self) -> EpisodeFacts:
-        """Try to complete one decision; return the facts after it."""
+        """Try to complete one decision, and return the facts after it."""
         prompt = self._prompts.prompt(self._observation)
         observation = self._prepare_policy_observation(prompt)
-        asked_s = self._clock()
+        ask_s = self._clock()
         try:
-            left_s = self._limits.timeout_s - self._elapsed_s()
-            asked = await ask(self._policy, observation, self._tools, timeout_s=left_s)
+            rest_s = self._limits.timeout_s - self._elapsed_s()
+            reply = await ask(self._policy, observation, self._tools, timeout_s=rest_s)
         except ContextLengthExceeded as exc:
             if not self._steps:
                 raise
             penalty = self._prompts.context_length_penalty
             log.warning("context_length_exceeded", turn=len(self._steps), penalty=penalty, reason=exc.detail)
             return self._facts(context_exceeded=True)
-        if asked is None:
+        if reply is None:
             return self._facts(elapsed_s=max(self._limits.timeout_s, self._elapsed_s()))
-        choice, read = asked
-        answered_s = self._clock()
-        kept = await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
+        choice, action = reply
+        reply_s = self._clock()
+        snapshot = (
+            await self._keep(self._environment, self._steps, self._prompts.past) if self._keep else None
+        )
         try:
-            carried = await self._execute_action_in_environment(choice, read)
+            effect = await self._execute_action_in_environment(choice, action)
         except CriticalError as exc:
             self._critical = exc
             return self._facts(critical_error=True)
         with boundary("state_keys"):
             state_keys = self._state_keys.next(self._observation, prompt)
-        decided = Decided(
+        decision = Decision(
             turn=len(self._steps) + 1,
             before=self._observation,
             state_keys=state_keys,
             prompt=prompt,
             choice=choice,
-            read=read,
-            carried=carried,
-            snapshot=kept,
-            policy_s=answered_s - asked_s,
-            environment_s=self._clock() - answered_s - carried.interaction_s,
+            action=action,
+            effect=effect,
+            snapshot=snapshot,
+            policy_s=reply_s - ask_s,
+            environment_s=self._clock() - reply_s - effect.interaction_s,
         )
-        return self._record(decided)
+        return self._record(decision)
 
-    def _cut_short_by(self, reason: StopReason) -> bool:
+    def _is_cut_short(self, reason: StopReason) -> bool:
         truncated = reason is not StopReason.ENVIRONMENT_DONE or self._environment_truncated
         return is_cut_short(reason, truncated=truncated)
 
     async def _view_after(self) -> PolicyLogprobs | None:
-        """The prompt that the next decision would have had, as the policy's server renders it, and one token.
+        """The prompt of the next decision with one more token, as the policy's server renders it.
 
-        None: it does not fit the model, so that no decision could have followed; the time is over; or the
-        server does not tell tokens.
+        None if the prompt does not fit the model, so that no decision could have followed; if the time is
+        over; or if the server returns no tokens.
         """
         prompt = self._prompts.prompt(self._observation)
         observation = PolicyObservation(prompt.messages, self._observation.data, max_tokens=1)
-        left_s = self._limits.timeout_s - self._elapsed_s()
+        rest_s = self._limits.timeout_s - self._elapsed_s()
         try:
-            asked = await ask(self._policy, observation, self._tools, timeout_s=left_s)
+            reply = await ask(self._policy, observation, self._tools, timeout_s=rest_s)
         except ContextLengthExceeded:
             return None
-        return None if asked is None else policy_logprobs(asked[0].log_probs)
+        return None if reply is None else policy_logprobs(reply[0].log_probs)
 
     def _prepare_policy_observation(self, prompt: Prompt) -> PolicyObservation:
-        """Make the next prompt, with the data behind it and the rest of the episode's token budget."""
+        """The policy's view of the next prompt, with the rest of the episode's token budget."""
         limit = self._multi_turn.max_episode_tokens
-        left = None if limit is None else limit - self._tokens.sampled
-        return PolicyObservation(prompt.messages, self._observation.data, max_tokens=left)
+        max_tokens = None if limit is None else limit - self._tokens.sampled
+        return PolicyObservation(prompt.messages, self._observation.data, max_tokens=max_tokens)
 
-    async def _execute_action_in_environment(self, choice: Choice, read: ReadAction) -> Carried:
+    async def _execute_action_in_environment(self, choice: Choice, action: Action) -> DecisionEffect:
         limits, before = self._limits, self._observation
         in_environment = partial(
             execute, self._environment, before=before, timeout_s=limits.timeout_s, threads=self._threads
@@ -296,46 +297,46 @@ class RLRolloutWorker:
             max_tokens=getattr(self._policy, "max_model_length", None),
             decisions_left=limits.max_decisions - len(self._steps) - 1,
         )
-        return await self._prompts.carry_out(choice, read, before, in_environment, budget)
+        return await self._prompts.carry_out(choice, action, before, in_environment, budget)
 
-    def _record(self, decided: Decided) -> EpisodeFacts:
-        """Append the decision to everything that remembers it."""
-        with boundary(f"the record of decision {decided.turn}"):
-            step = step_data(decided, policy_name=self._policy_name, step_rewards=self._step_rewards)
+    def _record(self, decision: Decision) -> EpisodeFacts:
+        """Append the decision to the steps, the prompts and the counters."""
+        with boundary(f"the record of decision {decision.turn}"):
+            step = step_data(decision, policy_name=self._policy_name, step_rewards=self._step_rewards)
         self._prompts.remember(step, self._steps[-1] if self._steps else None)
         self._steps.append(step)
-        carried, outcome = decided.carried, decided.carried.outcome
+        effect, outcome = decision.effect, decision.effect.outcome
         self._observation = outcome.observation
-        self._model = decided.choice.log_probs.get("model") or self._model
+        self._model = decision.choice.log_probs.get("model") or self._model
         self._invalid_decisions += outcome.invalid_reason is not None
         self._environment_truncated = outcome.truncated and not outcome.terminated
         return self._facts(
             environment_done=outcome.terminated or outcome.truncated,
-            interaction_done=carried.interaction_done,
-            user_is_silent=carried.user_is_silent,
-            terminate_action=decided.read.terminate,
-            pattern_found=self._signals_the_end(decided.choice.raw_output, decided.choice.action),
+            interaction_done=effect.interaction_done,
+            user_is_silent=effect.user_is_silent,
+            terminate_action=decision.action.terminate,
+            signal=self._signals_the_end(decision.choice.raw_output, decision.choice.action),
         )
 
-    def _facts(self, *, elapsed_s: float | None = None, **found: Any) -> EpisodeFacts:
+    def _facts(self, *, elapsed_s: float | None = None, **events: Any) -> EpisodeFacts:
         return EpisodeFacts(
             decisions_done=len(self._steps),
             sampled_tokens=self._tokens.sampled,
             invalid_decisions=self._invalid_decisions,
             elapsed_s=self._elapsed_s() if elapsed_s is None else elapsed_s,
-            **found,
+            **events,
         )
 
     def _check_termination(self, facts: EpisodeFacts) -> StopReason | None:
         return stop_reason(facts, self._limits, max_episode_tokens=self._multi_turn.max_episode_tokens)
 
     def _finish(self, reason: StopReason) -> None:
-        """Mark the last step with the reason; an episode without a decision has failed."""
+        """Mark the last step with the reason; an episode without a complete decision fails."""
         if self._critical is not None:
             raise self._critical
         if not self._steps:
             raise DeadlineExceeded("limits.timeout_s passed before the first decision was complete")
-        last = ended(
+        last = mark_end(
             self._steps[-1],
             reason,
             environment_truncated=self._environment_truncated,
@@ -346,18 +347,18 @@ class RLRolloutWorker:
         self._wall_s = self._elapsed_s()
 
     def _elapsed_s(self) -> float:
-        return self._clock() - self._started_s
+        return self._clock() - self._start_s
 
 
-def _limited(task: TaskDefinitionModel, max_episode_steps: int | None) -> TaskDefinitionModel:
-    """The task with this limit; checked, since it may be anything."""
+def _with_limit(task: TaskDefinitionModel, max_episode_steps: int | None) -> TaskDefinitionModel:
+    """The task with this limit, validated."""
     if max_episode_steps is None:
         return task
     return TaskDefinitionModel.model_validate({**dict(task), "max_episode_steps": max_episode_steps})
 
 
 def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """The environment that a task names, and what of its messages that one does not say by itself."""
+    """The environment that a task names, and those of its messages that the environment does not say."""
     config, opening = dict(task.base_resource_config), task.messages
     plugin = ENVIRONMENTS.get(task.resource_type)
     if plugin is None:
@@ -369,12 +370,12 @@ def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Messa
                 where="messages",
             )
         config, opening = {**config, "prompt": opening}, ()
-    # Of `where` and "config" the path is made that stands in an error: base_resource_config.
+    # "base_resource_" + "config" is the path that an error names.
     return default_plug_boards().environment(task.resource_type, config, where="base_resource_"), opening
 
 
 def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Message, ...]) -> Prompts:
-    """A conversation where the environment holds one; there nobody answers as the user but itself."""
+    """A conversation if the environment holds one, with nobody else as the user; otherwise fresh prompts."""
     if isinstance(environment, ConversationalEnvironment):
         return Conversation(environment, multi_turn, opening=opening)
     return FreshPrompts(environment, opening)
@@ -382,25 +383,26 @@ def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Mes
 
 async def execute(
     environment: Environment,
-    read: ReadAction,
+    action: Action,
     *,
     before: Observation,
     timeout_s: float,
     threads: Threads | None,
 ) -> DecisionOutcome:
-    """Carry out one action in the environment. A quick step runs inline: tens of microseconds.
+    """Carry out one action in the environment; a quick step runs inline, in tens of microseconds.
 
     Args:
-        before: the last observation; a terminate action, which runs no env step, keeps it.
-        timeout_s: the whole episode's time, since the environment is not to blame for the policy's share.
+        before: the last observation, which a terminate action keeps.
+        timeout_s: the time of the whole episode, so that a slow policy does not count against the
+            environment.
     """
-    if read.terminate:
-        # No env step: what the last one paid is not paid again.
+    if action.terminate:
+        # No env step runs, so its reward is not paid again.
         return DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
-    if read.text is not None and isinstance(environment, ConversationalEnvironment):
-        step = partial(environment.answer, read.text)
+    if action.text is not None and isinstance(environment, ConversationalEnvironment):
+        step = partial(environment.answer, action.text)
     else:
-        step = partial(environment.step, read.requests, invalid_reason=read.invalid_reason)
+        step = partial(environment.step, action.requests, invalid_reason=action.invalid_reason)
     with boundary("environment.step"):
         if steps_quickly(environment):
             return step()
@@ -413,8 +415,8 @@ async def execute(
 
 async def ask(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
-) -> tuple[Choice, ReadAction] | None:
-    """Ask the policy for one action; None: it was too slow, which is its own fault and ends the episode."""
+) -> tuple[Choice, Action] | None:
+    """Ask the policy for one action; None if it was too slow, which ends the episode."""
     try:
         async with asyncio.timeout(max(0.0, timeout_s)):
             with boundary(f"policy {policy_name(policy)}"):

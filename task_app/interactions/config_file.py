@@ -1,4 +1,4 @@
-"""`--interactions FILE` reads the published YAML or TOML file of interactions, and offers its import names.
+"""Read the published YAML or TOML file of interactions (`--interactions FILE`), and offer its import names.
 
     interaction:
       - class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"
@@ -37,7 +37,7 @@ from task_app.settings import Settings
 log = structlog.get_logger("task_app")
 
 _METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
-_ENDING = "Interaction"
+_SUFFIX = "Interaction"
 
 
 class _Row(Body):
@@ -51,11 +51,7 @@ class _File(Body):
 
 
 def load_interactions(path: Path, settings: Settings) -> dict[str, InteractionEntry]:
-    """The entries of the file, by name; of each class one object was built, to see that it can be.
-
-    Raises:
-        SettingsError: says which file and entry, and what is wrong with it.
-    """
+    """The entries of the file by name; one object of each class is built as a check."""
     rows = _rows(path)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -105,7 +101,7 @@ def _yaml(text: str) -> Any:
 
 
 def _refuse_twins(node: Any) -> None:
-    """Of a key that is given twice YAML would drop the first in silence."""
+    """Refuse a repeated key, because YAML silently drops the first value."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
@@ -130,10 +126,10 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _default_name(class_name: str, *, where: str) -> str:
-    """As published: the class's name without `Interaction` at its end, lower-cased."""
-    name = class_name.rpartition(".")[2].removesuffix(_ENDING).lower()
+    """The class's name in lower case without `Interaction` at its end, as published."""
+    name = class_name.rpartition(".")[2].removesuffix(_SUFFIX).lower()
     if not name:
-        raise SettingsError(f"{where}: of class {class_name!r} no name is left; give the entry a name")
+        raise SettingsError(f"{where}: class {class_name!r} gives no default name; set name for this entry")
     return name
 
 
@@ -142,7 +138,7 @@ def _class(class_name: str, *, where: str) -> type[Any]:
     place = f"{where}.class_name {class_name!r}"
     try:
         with boundary(place):
-            module = _imported(module_name, place)
+            module = _import(module_name, place)
     except CriticalError as exc:
         raise SettingsError(exc.detail) from exc
     kind = getattr(module, last, None)
@@ -155,13 +151,13 @@ def _class(class_name: str, *, where: str) -> type[Any]:
     if missing:
         raise SettingsError(f"{place} has no {missing[0]}; derive it from BaseInteraction")
     if methods["generate_response"] is BaseInteraction.generate_response:
-        told = "has no generate_response of its own, and that of BaseInteraction scores every answer 0.8"
-        log.warning("interaction_without_an_answer_of_its_own", detail=f"{place} {told}")
+        detail = "has no generate_response of its own, and the one of BaseInteraction scores every answer 0.8"
+        log.warning("interaction_without_an_answer_of_its_own", detail=f"{place} {detail}")
     return kind
 
 
-def _imported(module_name: str, place: str) -> ModuleType:
-    """Import a class. A missing one is reported in a line; an error in its code is logged with traceback."""
+def _import(module_name: str, place: str) -> ModuleType:
+    """Import the module of a class; a missing module becomes one line, other errors are logged."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
@@ -174,16 +170,16 @@ def _imported(module_name: str, place: str) -> ModuleType:
 def _try(entry: InteractionEntry, settings: Settings, *, where: str) -> None:
     try:
         with boundary(f"{where}: {entry.kind.__name__}(config)"):
-            made = entry.build()
-            if isinstance(made, ConnectedInteraction):
-                made.check(settings)
+            interaction = entry.build()
+            if isinstance(interaction, ConnectedInteraction):
+                interaction.check(settings)
     except TaskAppError as exc:
-        told = exc.detail if exc.detail.startswith(where) else f"{where}: {exc.detail}"
-        raise SettingsError(told) from exc
+        detail = exc.detail if exc.detail.startswith(where) else f"{where}: {exc.detail}"
+        raise SettingsError(detail) from exc
 
 
-# Module -> what stands in it; the packages above hold nothing.
-_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+# Contents of each stand-in module; the packages are empty.
+_STAND_IN_CONTENTS: Mapping[str, Mapping[str, Any]] = {
     "verl": {},
     "verl.interactions": {},
     "verl.interactions.base": {"BaseInteraction": BaseInteraction},
@@ -201,23 +197,23 @@ class _StandIns(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _PUBLISHED:
+        if fullname not in _STAND_IN_CONTENTS:
             return None
-        return ModuleSpec(fullname, self, is_package=not _PUBLISHED[fullname])
+        return ModuleSpec(fullname, self, is_package=not _STAND_IN_CONTENTS[fullname])
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(_PUBLISHED[module.__name__])
+        vars(module).update(_STAND_IN_CONTENTS[module.__name__])
 
 
 STAND_INS = _StandIns()
 
 
 def offer_stand_ins() -> None:
-    """Let published interaction classes import `verl` modules where verl is not installed: they get ours.
+    """Let published interaction classes import `verl` modules where verl is not installed.
 
-    The stand-ins stay, since a class may import within a method, at any time and on any thread. A second call
+    The stand-ins stay installed, because a class may import inside a method at any time. A second call
     changes nothing.
     """
     if STAND_INS not in sys.meta_path:
-        # The last one asked: a verl that is installed wins, also where a newer one lacks some of these.
+        # Last in the list: an installed verl wins, even a newer one that lacks some of these modules.
         sys.meta_path.append(STAND_INS)

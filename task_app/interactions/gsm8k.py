@@ -1,4 +1,4 @@
-"""The interaction of grade-school maths: right answers end the episode, wrong ones are to be thought over."""
+"""The interaction of grade-school maths: a right answer ends the episode, a wrong one may be corrected."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,26 @@ from shared_schemas.base import Body
 from task_app.plugins import config_of
 from task_app.protocols import BaseInteraction
 
-# Pure: the score of an answer to a grade-school maths problem, as `verl.utils.reward_score.gsm8k` has it.
-
 Method = Literal["strict", "flexible"]
 
-# As published: an answer stands at the end, and a search through megabytes would hold up everybody.
+# As published: the answer stands at the end, and a search through megabytes would block the event loop.
 _TAIL = 300
 _STRICT = re.compile(r"#### (-?\$?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """The final answer in a text, without commas, dollar signs and a full stop behind it.
+    """The final answer in a text, without commas, dollar signs and trailing full stop.
 
     Args:
-        solution_str: what the assistant wrote; its last 300 characters are read.
-        method: "strict" finds the last `#### 42`, "flexible" the last number, whatever it stands for.
+        solution_str: what the assistant wrote; only its last 300 characters are read.
+        method: "strict" finds the last `#### 42`, "flexible" the last number.
 
     Returns:
-        The number as text, or None where there is none.
+        The number as text, or None if there is none.
 
     Raises:
-        ValueError: another method.
+        ValueError: the method is unknown.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method is {method!r}; known: strict, flexible")
@@ -48,10 +46,10 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for the right answer, `format_score` for a wrong one, 0 for none.
+    """`score` for the right answer, `format_score` for a wrong one, 0 for no answer.
 
     Equal numbers are equal answers: "42.0" and "42", "1,000" and "1000". The published function compares
-    text, so that `#### 42.` at the end of a sentence is wrong, and answers the int 0 for none.
+    text, so `#### 42.` at the end of a sentence is wrong there, and it returns the int 0 for no answer.
 
     Args:
         solution_str: what the assistant wrote.
@@ -71,7 +69,7 @@ def _plain(number: str) -> str:
 
 
 def _value(number: str) -> Decimal | str:
-    """As a number, so that 42.0 is 42; "1.2.3" stays text, and equals only itself."""
+    """The number as Decimal, so that 42.0 equals 42; text that is no number equals only itself."""
     try:
         return Decimal(number)
     except InvalidOperation:
@@ -93,13 +91,13 @@ class Gsm8kConfig(Body):
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """Scores the last assistant message against `ground_truth`, which the row gives.
+    """Scores the last assistant message against `ground_truth` of the data row.
 
-    As published, the response that is scored begins with `#### `; with `strict` it is what the assistant
-    wrote, for the mark is what that asks for.
+    As published, `#### ` is put in front of a response that lacks it. `strict` scores the response as it was
+    written, because the mark is what `strict` checks.
 
-    Source: 5-interactions.md, whose example reads the last *user* message and so never scores an answer;
-    DESIGN.md 4.11.
+    Source: 5-interactions.md. Its example reads the last *user* message and so never scores an answer;
+    DESIGN.md 4.11 says why ours differs.
     """
 
     never_blocks = True
@@ -112,7 +110,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         ground_truth = kwargs.get("ground_truth")
         if not isinstance(ground_truth, str | int | float) or isinstance(ground_truth, bool):
-            # Its type alone: errors are logged and answered, and the value is what the model is to find.
+            # Only the type is shown: errors reach logs and replies, and the value is the secret answer.
             kind = type(ground_truth).__name__
             raise ValueError(f"ground_truth is a {kind}; the answer as a number or text is needed")
         instance_id = await super().start_interaction(instance_id)
@@ -123,28 +121,28 @@ class Gsm8kInteraction(BaseInteraction):
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         answer = last_answer(messages)
-        marked = self._settings.method == "strict" or answer.startswith(MARK)
-        self._instance_dict[instance_id]["response"] = answer if marked else MARK + answer
+        has_mark = self._settings.method == "strict" or answer.startswith(MARK)
+        self._instance_dict[instance_id]["response"] = answer if has_mark else MARK + answer
         score = await self.calculate_score(instance_id)
         right = await self._is_right(instance_id)
         return right, RIGHT if right else WRONG, score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         settings = self._settings
-        return self._scored(instance_id, format_score=settings.format_score, score=settings.score)
+        return self._score(instance_id, format_score=settings.format_score, score=settings.score)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         del self._instance_dict[instance_id]
 
     async def _is_right(self, instance_id: str) -> bool:
-        # Not by the score: with score = 0.5, or format_score = score, it does not tell.
-        return self._scored(instance_id, format_score=0.0, score=1.0) == 1.0
+        # Not decided by the score, which does not tell when score = 0.5 or format_score = score.
+        return self._score(instance_id, format_score=0.0, score=1.0) == 1.0
 
-    def _scored(self, instance_id: str, *, format_score: float, score: float) -> float:
-        kept = self._instance_dict[instance_id]
+    def _score(self, instance_id: str, *, format_score: float, score: float) -> float:
+        instance = self._instance_dict[instance_id]
         return compute_score(
-            kept["response"],
-            kept["ground_truth"],
+            instance["response"],
+            instance["ground_truth"],
             method=self._settings.method,
             format_score=format_score,
             score=score,
@@ -152,7 +150,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the assistant wrote last; nothing where it wrote nothing."""
+    """The content of the last assistant message; empty if there is none."""
     for message in reversed(messages):
         if message.get("role") == "assistant":
             content = message.get("content")

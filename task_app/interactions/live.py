@@ -1,4 +1,5 @@
-"""One interaction of one episode: start, respond, score, and finalised exactly once, on every path."""
+"""One interaction in one episode: it starts, responds, scores, and is finalised exactly once on every
+path."""
 
 import asyncio
 import inspect
@@ -15,18 +16,17 @@ from task_app.interactions.replies import InteractionReply, read_instance_id, re
 from task_app.plugins import InteractionEntry
 from task_app.protocols import BaseInteraction
 
-# The calls of one interaction object, as they run on its loop: one at a time, in the published form.
-
 
 class Calls:
-    """Everything here runs on the interaction's loop, the object's construction too: any of it may block.
+    """The calls to one interaction object, in their published form, one at a time.
+
+    All of it runs on the interaction's loop, the object's construction too: any of it may block.
 
     Args:
-        entry: what it is built from.
-        instance_id: given to start_interaction; the class may return another one.
-        kwargs: given to start_interaction and generate_response, as published.
-        connect: called with the new object before anything else is.
-        at_most_bytes: of one answer.
+        instance_id: passed to start_interaction; the class may return another one.
+        kwargs: passed to start_interaction and generate_response, as published.
+        connect: called with the new object before any other call.
+        at_most_bytes: size limit of one answer.
     """
 
     def __init__(
@@ -43,51 +43,53 @@ class Calls:
         self._kwargs = {**kwargs, "name": entry.name}
         self._connect = connect
         self._at_most_bytes = at_most_bytes
-        # A start that was given up on may still run: what comes next waits for its end.
+        # A start that timed out may still run; the next call waits for its end.
         self._turn = asyncio.Lock()
         self._closed = False
         self._interaction: BaseInteraction | None = None
-        self.started = False
+        self.is_started = False
 
     async def start(self) -> None:
         async with self._its_turn():
             interaction = self._entry.build()
             self._connect(interaction)
-            # From here on it may hold something, whatever the call comes to.
+            # The object may hold resources from here on, even if the call fails.
             self._interaction = interaction
-            found = await _answer_of(interaction.start_interaction, self.instance_id, **_copied(self._kwargs))
-            self.instance_id = read_instance_id(found, self.instance_id, name=self._entry.name)
-            self.started = True
+            answer = await _answer_of(interaction.start_interaction, self.instance_id, **_copy(self._kwargs))
+            self.instance_id = read_instance_id(answer, self.instance_id, name=self._entry.name)
+            self.is_started = True
 
     async def respond(self, messages: Sequence[dict[str, Any]]) -> InteractionReply:
         async with self._its_turn():
-            found = await _answer_of(
-                self._started().generate_response,
+            answer = await _answer_of(
+                self._require_started().generate_response,
                 self.instance_id,
-                [_copied(message) for message in messages],
-                **_copied(self._kwargs),
+                [_copy(message) for message in messages],
+                **_copy(self._kwargs),
             )
-            return read_reply(found, name=self._entry.name, at_most_bytes=self._at_most_bytes)
+            return read_reply(answer, name=self._entry.name, at_most_bytes=self._at_most_bytes)
 
     async def score(self) -> float:
         async with self._its_turn():
-            found = await self._with_id_if_taken(self._started().calculate_score)
-            return read_score(found, where=f"interaction {self._entry.name!r}: calculate_score")
+            answer = await self._call_with_id(self._require_started().calculate_score)
+            return read_score(answer, where=f"interaction {self._entry.name!r}: calculate_score")
 
     async def finalise(self, within_s: float) -> None:
-        """What was begun is finalised, after the call that still runs, for which it waits so long; what
-        is queued behind it, or comes later, is refused."""
+        """Finalise the object, if it was built.
+
+        A call that still runs gets `within_s` seconds to end; queued and later calls are refused.
+        """
         self._closed = True
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._turn.acquire()
         if self._interaction is not None:
             async with asyncio.timeout(within_s):
-                await self._with_id_if_taken(self._interaction.finalize_interaction)
+                await self._call_with_id(self._interaction.finalize_interaction)
 
     @asynccontextmanager
     async def _its_turn(self) -> AsyncIterator[None]:
-        # Before the wait too: who finalises never gives the turn back.
+        # Checked before the wait too: `finalise` never releases the lock.
         self._refuse_when_closed()
         async with self._turn:
             self._refuse_when_closed()
@@ -95,15 +97,15 @@ class Calls:
 
     def _refuse_when_closed(self) -> None:
         if self._closed:
-            raise InteractionFailed(f"interaction {self._entry.name!r} is finalised; it answers no more")
+            raise InteractionFailed(f"interaction {self._entry.name!r} is finalised; it takes no more calls")
 
-    def _started(self) -> BaseInteraction:
-        if self._interaction is None or not self.started:
+    def _require_started(self) -> BaseInteraction:
+        if self._interaction is None or not self.is_started:
             raise InteractionFailed(f"interaction {self._entry.name!r} was not started")
         return self._interaction
 
-    async def _with_id_if_taken(self, method: Callable[..., Any]) -> Any:
-        # The published base class takes no id here, and the published subclasses do.
+    async def _call_with_id(self, method: Callable[..., Any]) -> Any:
+        # The published base class takes no id here; the published subclasses do.
         try:
             inspect.signature(method).bind(self.instance_id)
         except TypeError:
@@ -111,10 +113,10 @@ class Calls:
         return await _answer_of(method, self.instance_id)
 
 
-async def _answer_of(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a class's method says; nothing that it raises may end the loop, or look like our own cancel."""
+async def _answer_of(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a method of the class; what it raises cannot end the loop or look like our own cancellation."""
     try:
-        answer = method(*arguments, **named)
+        answer = method(*arguments, **keywords)
         return await answer if inspect.isawaitable(answer) else answer
     except (SystemExit, KeyboardInterrupt) as exc:
         raise RuntimeError(f"{type(exc).__name__}({exc})") from exc
@@ -125,11 +127,11 @@ async def _answer_of(method: Callable[..., Any], *arguments: Any, **named: Any) 
         raise RuntimeError("it cancelled itself") from exc
 
 
-def _copied(value: Any) -> Any:
-    """JSON-able data that a class may change as it likes."""
+def _copy(value: Any) -> Any:
+    """Copy JSON-able data, since the class may change it."""
     if isinstance(value, dict):
-        return {name: _copied(one) for name, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: _copy(one) for name, one in value.items()}
+    return [_copy(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 T = TypeVar("T")
@@ -143,11 +145,10 @@ class LiveInteraction:
     """A running interaction, as the episode loop and the routes use it. The caller that starts it closes it.
 
     Args:
-        name: of its entry.
-        calls: of its object.
-        loop: where they run: the service's, or `loop_in_thread`, which is stopped at the end.
-        deadline_s: for each call.
-        on_end: told when it is finalised, or given up because it `hangs`; then again, should that end.
+        loop: where the calls run: the service's loop, or one from `loop_in_thread`, which stops at the end.
+        deadline_s: time limit of each call.
+        on_end: called when the interaction is finalised, or given up because it `hangs`; in the second case
+            once more if the call returns after all.
     """
 
     def __init__(
@@ -164,30 +165,19 @@ class LiveInteraction:
         self._loop = loop
         self._deadline_s = deadline_s
         self._on_end = on_end
-        self._ending: asyncio.Task[None] | None = None
+        self._end_task: asyncio.Task[None] | None = None
         self.terminated = False
         self.hangs = False
 
     async def start(self) -> None:
-        """Build the object and begin the episode.
-
-        Raises:
-            InteractionFailed: it raised, returned no id, or was not ready in time.
-        """
+        """Build the object and begin the episode."""
         await self._call("start_interaction", self._calls.start())
         self._log("interaction_started")
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
-        """The user's answer to the last assistant message, with its score.
-
-        Args:
-            messages: the conversation so far.
-
-        Raises:
-            InteractionFailed: it raised, took too long, or returned what is no answer.
-        """
-        told = [_published(message) for message in messages]
-        reply = await self._call("generate_response", self._calls.respond(told))
+        """The user's answer to the last assistant message of the conversation, with its score."""
+        dicts = [_message_dict(message) for message in messages]
+        reply = await self._call("generate_response", self._calls.respond(dicts))
         self.terminated = reply.should_terminate
         self._log("interaction_answered", should_terminate=reply.should_terminate, chars=len(reply.response))
         if reply.score is not None:
@@ -195,30 +185,30 @@ class LiveInteraction:
         return reply
 
     async def score(self) -> float:
-        """What calculate_score says now; errors as in `respond`."""
+        """The score that calculate_score returns now."""
         score = await self._call("calculate_score", self._calls.score())
         self._log("interaction_scored", score=score)
         return score
 
     async def close(self) -> None:
-        """Finalise. A second call, or one that is cancelled, changes nothing: it goes on to its end.
+        """Finalise the interaction; the first call goes on to its end, even if its caller is cancelled.
 
-        What the class does wrong here is logged; the episode is over, and its data is right.
+        An error of the class is only logged here: the episode is over, and its data is right.
         """
         await asyncio.shield(self.begin_close())
 
     def begin_close(self) -> "asyncio.Task[None]":
-        """`close` for who cannot wait for it; the service does, when it stops."""
-        if self._ending is None:
-            self._ending = asyncio.get_running_loop().create_task(self._end())
-        return self._ending
+        """Start `close` without waiting for it; the service waits when it stops."""
+        if self._end_task is None:
+            self._end_task = asyncio.get_running_loop().create_task(self._end())
+        return self._end_task
 
     def _log(self, event: str, **facts: Any) -> None:
         """Log an event for tracing; log lines never contain the conversation."""
         log.debug(event, interaction=self.name, instance_id=self._calls.instance_id, **facts)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":
-        """Start a call on the interaction's loop; a cancel of the returned future cancels the call there."""
+        """Start a call on the interaction's loop; cancelling the returned future cancels the call."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _stop_loop(self) -> None:
@@ -232,51 +222,52 @@ class LiveInteraction:
                 with boundary(where):
                     return await self._submit(work)
         except TimeoutError as exc:
-            told = f"{where} gave no answer within {self._deadline_s:g} s"
-            raise InteractionFailed(told, code=DEADLINE) from exc
+            detail = f"{where} gave no answer within {self._deadline_s:g} s"
+            raise InteractionFailed(detail, code=DEADLINE) from exc
         except EpisodeFailed as exc:
-            # Whatever it is: a user simulator's model that is away, or full, is not the policy's.
-            named = exc.detail.startswith(f"interaction {self.name!r}")
-            raise InteractionFailed(exc.detail if named else f"{where}: {exc.detail}") from exc
+            # Any error here is an infrastructure failure, never the policy's: a simulated user's model may
+            # be down or full.
+            has_name = exc.detail.startswith(f"interaction {self.name!r}")
+            raise InteractionFailed(exc.detail if has_name else f"{where}: {exc.detail}") from exc
 
     async def _end(self) -> None:
-        ending = self._submit(self._calls.finalise(self._deadline_s))
+        task = self._submit(self._calls.finalise(self._deadline_s))
         # Both waits in `finalise`, and a moment for the threads.
-        await asyncio.wait({ending}, timeout=2 * self._deadline_s + 1.0)
-        self.hangs = not ending.done()
+        await asyncio.wait({task}, timeout=2 * self._deadline_s + 1.0)
+        self.hangs = not task.done()
         if self.hangs:
-            # It blocks its thread. Finalising is next there, should the call ever end.
+            # It blocks its thread. `finalise` is the next call there, should this one return.
             log.error("interaction_hangs", interaction=self.name, after_s=self._deadline_s)
-            ending.add_done_callback(self._ended_late)
+            task.add_done_callback(self._end_late)
         else:
-            self._tell_failure(ending)
+            self._tell_failure(task)
             self._stop_loop()
             self._log("interaction_finalised")
         self._on_end(self)
 
-    def _ended_late(self, ending: "asyncio.Future[None]") -> None:
+    def _end_late(self, task: "asyncio.Future[None]") -> None:
         self.hangs = False
-        self._tell_failure(ending)
+        self._tell_failure(task)
         self._stop_loop()
         self._on_end(self)
 
-    def _tell_failure(self, ending: "asyncio.Future[None]") -> None:
-        """A class that failed to start knows no such instance, and says so: no news."""
-        if not self._calls.started:
-            ending.exception()
+    def _tell_failure(self, task: "asyncio.Future[None]") -> None:
+        """Log an error of finalize_interaction, unless the start failed: such a class knows no instance."""
+        if not self._calls.is_started:
+            task.exception()
             return
         try:
             with boundary(f"interaction {self.name!r}: finalize_interaction"):
-                ending.result()
+                task.result()
         except TaskAppError:
-            pass  # in the log by now, with its traceback
+            pass  # boundary() has logged it with its traceback
 
 
 def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
-    """An event loop in a daemon thread of its own, which ends when the loop is stopped, or with the process.
+    """Start an event loop in its own daemon thread; the thread ends when the loop stops.
 
-    One loop serves an interaction from start to finalise: what a class opens in one call (a client session, a
-    lock, a task) is bound to the loop that it was opened on.
+    One loop serves an interaction from start to finalise, because a client session, lock or task that a class
+    creates in one call is bound to the loop of that call.
     """
     loop = asyncio.new_event_loop()
 
@@ -294,13 +285,13 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
 
 
 async def _end_of(tasks: set[asyncio.Task[Any]]) -> None:
-    """What a class left running: told to end, and given a moment."""
+    """Cancel the tasks that a class left behind, and give them a moment to end."""
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=1.0)
 
 
-def _published(message: Message) -> dict[str, Any]:
-    """Return messages in OpenAI's form, but never with content None: published classes fail on that."""
+def _message_dict(message: Message) -> dict[str, Any]:
+    """The message in OpenAI's form; content is never None, because published classes fail on that."""
     return {**message.model_dump(mode="json", exclude_none=True), "content": message.content or ""}

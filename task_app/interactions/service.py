@@ -1,4 +1,4 @@
-"""The interactions of a service: for the episode loop (`opened`), and as sessions that clients ask."""
+"""The interactions of a service: one for each episode (`open`), and sessions over HTTP."""
 
 import asyncio
 import secrets
@@ -14,28 +14,26 @@ from task_app.protocols import BaseInteraction
 from task_app.sessions.registry import SessionLock
 from task_app.settings import Settings
 
-# At the end of the service, for what is still open.
+# Time limit for finalising what is still open when the service ends.
 _CLOSE_S = 5.0
 
 
 @runtime_checkable
 class ConnectedInteraction(Protocol):
-    """An interaction of ours that uses what the service has: its client session, its list of hosts."""
+    """An interaction that uses parts of the service: its HTTP client, its list of hosts."""
 
     def check(self, settings: Settings) -> None:
-        """Whether it could be used here, when the service starts; raises TaskAppError."""
+        """Refuse at the service's start a config that cannot work here, by raising a TaskAppError."""
 
     def connect(self, context: PolicyContext) -> None:
-        """Told before its first call."""
+        """Called before the first call of an episode."""
 
 
 class Interactions:
-    """The interactions of the operator's file, and the running ones.
+    """The interactions that the operator's file defines, and those that run.
 
     Args:
-        entries: by name.
-        settings: bounds.
-        make_context: of the service, for an episode's id.
+        make_context: makes the context of an episode from its id.
     """
 
     def __init__(
@@ -50,15 +48,11 @@ class Interactions:
         self._open: set[LiveInteraction] = set()
 
     def __len__(self) -> int:
-        """How many are not finalised yet."""
+        """The number of interactions that are not finalised yet."""
         return len(self._open)
 
-    def named(self, name: str | None, *, where: str = "") -> InteractionEntry:
-        """The entry that a request means.
-
-        Raises:
-            UnknownName, InvalidRequest: none; or no name is given, and there is not exactly one.
-        """
+    def entry(self, name: str | None, *, where: str = "") -> InteractionEntry:
+        """The entry with this name; without a name, the only entry that there is."""
         place = where + "name"
         if not self._entries:
             raise InvalidRequest(
@@ -78,21 +72,15 @@ class Interactions:
         return self._entries[name]
 
     @asynccontextmanager
-    async def opened(
+    async def open(
         self, name: str | None, kwargs: Mapping[str, Any], *, rollout_id: str, ground_truth: Any = None
     ) -> AsyncIterator[LiveInteraction]:
-        """Start one, and finalise it on every way out.
+        """Start an interaction, and finalise it on every way out.
 
         Args:
-            name: of its entry; None where there is one alone.
-            kwargs: of the data row.
-            rollout_id: of the episode; its instance_id begins with it.
-            ground_truth: of the request, where `kwargs` holds none.
-
-        Raises:
-            UnknownName, InvalidRequest: there is none such.
-            CapacityReached: too many hang.
-            InteractionFailed: it did not start.
+            kwargs: the interaction_kwargs of the data row.
+            rollout_id: begins the instance_id.
+            ground_truth: of the request; used where `kwargs` holds none.
         """
         live = self.live(name, kwargs, rollout_id=rollout_id, ground_truth=ground_truth)
         try:
@@ -104,19 +92,19 @@ class Interactions:
     def live(
         self, name: str | None, kwargs: Mapping[str, Any], *, rollout_id: str, ground_truth: Any = None
     ) -> LiveInteraction:
-        """One that is not started yet, for who cannot use `opened`; errors as there but for the last."""
-        entry = self.named(name)
+        """Build an interaction without starting it, for callers that cannot use `open`."""
+        entry = self.entry(name)
         self._refuse_when_many_hang()
         if ground_truth is not None:
             kwargs = {"ground_truth": ground_truth, **kwargs}
         context = self._make_context(rollout_id)
-        # Another attempt at the same rollout is another episode.
+        # A second attempt at the same rollout is another episode.
         instance_id = f"{rollout_id}/{secrets.token_hex(8)}"
         calls = Calls(
             entry,
             instance_id,
             kwargs,
-            connect=lambda made: _connect(made, context),
+            connect=lambda interaction: _connect(interaction, context),
             at_most_bytes=self._settings.max_interaction_bytes,
         )
         with boundary(f"a thread for interaction {entry.name!r}"):  # out of threads, or of descriptors
@@ -126,26 +114,30 @@ class Interactions:
                 else loop_in_thread(f"interaction {entry.name}")
             )
         live = LiveInteraction(
-            entry.name, calls, loop, deadline_s=self._settings.interaction_deadline_s, on_end=self._ended
+            entry.name,
+            calls,
+            loop,
+            deadline_s=self._settings.interaction_deadline_s,
+            on_end=self._forget_finalised,
         )
         self._open.add(live)
         return live
 
     async def close(self) -> None:
-        """Finalise open interactions, as far as a few moments allow."""
-        ending = [live.begin_close() for live in self._open]
-        if ending:
-            await asyncio.wait(ending, timeout=_CLOSE_S)
+        """Finalise open interactions, within a short time limit."""
+        tasks = [live.begin_close() for live in self._open]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_S)
 
-    def _ended(self, live: LiveInteraction) -> None:
+    def _forget_finalised(self, live: LiveInteraction) -> None:
         if not live.hangs:
             self._open.discard(live)
 
     def _refuse_when_many_hang(self) -> None:
-        hanging = sum(live.hangs for live in self._open)
-        if hanging >= self._settings.max_plugin_threads:
+        hung = sum(live.hangs for live in self._open)
+        if hung >= self._settings.max_plugin_threads:
             raise CapacityReached(
-                f"{hanging} interactions hang in this task app; it starts no more of them",
+                f"{hung} interactions hang in this task app; it starts no more of them",
                 hint="its log names them; restart it",
             )
 
@@ -157,7 +149,10 @@ def _connect(interaction: BaseInteraction, context: PolicyContext) -> None:
 
 @dataclass(slots=True, eq=False)
 class InteractionSession:
-    """`turn` counts its answers. No journal holds it, since nobody can tell what a class keeps."""
+    """An interaction that a client drives over HTTP.
+
+    `turn` counts its answers. The journal does not hold it, because the class keeps state of its own.
+    """
 
     live: LiveInteraction
     turn: int = 0

@@ -24,7 +24,7 @@ _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
 class UserSimulatorConfig(OpenAIConfig):
-    """The keys of the policy `openai`, and what makes a user of the model."""
+    """The keys of the policy `openai`, and those that make its model a user."""
 
     max_tokens: int = Field(default=256, ge=1, le=1_000_000)
     ask_token_ids: Literal[False] = False
@@ -35,7 +35,7 @@ class UserSimulatorConfig(OpenAIConfig):
         default=_INSTRUCTIONS,
         min_length=1,
         max_length=100_000,
-        description="the system message; {query} is that of the row's interaction_kwargs",
+        description="the system message; {query} is replaced by query of the row's interaction_kwargs",
     )
     end_marker: str = Field(
         default="[END]", min_length=1, max_length=100, description="a message that holds it is the last one"
@@ -47,9 +47,10 @@ class UserSimulatorConfig(OpenAIConfig):
 
 
 class UserSimulatorInteraction(BaseInteraction):
-    """Sees the conversation as text, so that no chat template has to bear a user who speaks first.
+    """Gives the conversation to a language model as text, so that no chat template has to accept a user
+    who speaks first.
 
-    Hosts, keys, retries and their budgets are those of the policy `openai`.
+    Hosts, keys, retries and their limits are those of the policy `openai`.
     """
 
     never_blocks = True
@@ -62,13 +63,13 @@ class UserSimulatorInteraction(BaseInteraction):
         self._score = 0.0
 
     def check(self, settings: Settings) -> None:
-        """Raises InvalidRequest, HostNotAllowed: the server may not be called, or its key is not there."""
+        """Raise InvalidRequest or HostNotAllowed where the server may not be called or its key is missing."""
         url, hosts = self._settings.inference_url, settings.inference_hosts
         chat_completions_url(url, allowed_hosts=hosts)
         self._key()
 
     def connect(self, context: PolicyContext) -> None:
-        """Ask with the service's client; it is no part of the rollout's own conversation."""
+        """Use the service's HTTP client; these calls are not part of the rollout's own conversation."""
         own = OpenAIConfig(**{name: getattr(self._settings, name) for name in OpenAIConfig.model_fields})
         self._user = POLICIES["openai"].build(
             own, replace(context, rollout_id=None, inference_key=self._key())
@@ -77,34 +78,34 @@ class UserSimulatorInteraction(BaseInteraction):
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         if self._settings.score == "gsm8k" and kwargs.get("ground_truth") is None:
             raise ValueError("score is 'gsm8k', and the row gives no ground_truth")
-        self._instructions = _filled(self._settings, kwargs)
+        self._instructions = _fill_instructions(self._settings, kwargs)
         return await super().start_interaction(instance_id)
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         assert self._user is not None, "connect comes first"
-        asked = (
+        prompt = (
             Message(role="system", content=self._instructions),
             Message(role="user", content=_transcript(messages)),
         )
-        action, *_ = await self._user.get_action(PolicyObservation(asked, {}), [])
-        said = action.get("content") or ""
-        ended = self._settings.end_marker in said
-        score = self._scored(messages, ended=ended, ground_truth=kwargs.get("ground_truth"))
+        action, *_ = await self._user.get_action(PolicyObservation(prompt, {}), [])
+        text = action.get("content") or ""
+        has_ended = self._settings.end_marker in text
+        score = self._score_of(messages, has_ended=has_ended, ground_truth=kwargs.get("ground_truth"))
         self._score = score or 0.0
-        return ended, said.replace(self._settings.end_marker, "").strip(), score, {}
+        return has_ended, text.replace(self._settings.end_marker, "").strip(), score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """Return the score of the last answer; 0 without one."""
+        """The score of the last answer; 0 without one."""
         return self._score
 
-    def _scored(
-        self, messages: Sequence[Mapping[str, Any]], *, ended: bool, ground_truth: Any
+    def _score_of(
+        self, messages: Sequence[Mapping[str, Any]], *, has_ended: bool, ground_truth: Any
     ) -> float | None:
         if self._settings.score == "gsm8k":
             return compute_score(last_answer(messages), str(ground_truth))
-        return float(ended) if self._settings.score == "ended" else None
+        return float(has_ended) if self._settings.score == "ended" else None
 
     def _key(self) -> SecretStr | None:
         name = self._settings.api_key_env
@@ -115,27 +116,23 @@ class UserSimulatorInteraction(BaseInteraction):
         return SecretStr(os.environ[name])
 
 
-def _filled(settings: UserSimulatorConfig, kwargs: Mapping[str, Any]) -> str:
-    """The instructions with what the row gives.
+def _fill_instructions(settings: UserSimulatorConfig, kwargs: Mapping[str, Any]) -> str:
+    """The instructions with the row's values; a missing value is an error, not an empty place."""
+    values = {**kwargs, "end_marker": settings.end_marker}
 
-    Raises:
-        InteractionFailed: they name what it does not give; an empty place would be another task.
-    """
-    given = {**kwargs, "end_marker": settings.end_marker}
-
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in given:
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in values:
             raise InteractionFailed(
-                f"instructions name {found[0]}, which the row's interaction_kwargs do not give; they give "
-                f"{', '.join(sorted(given))}"
+                f"instructions name {match[0]}, which the row's interaction_kwargs do not give; they give "
+                f"{', '.join(sorted(values))}"
             )
-        return str(given[found[1]])
+        return str(values[match[1]])
 
     return re.sub(r"\{(\w+)\}", value, settings.instructions)
 
 
 def _transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What user, assistant and tools said; the system message is the assistant's own."""
+    """The conversation as text, without the system message, which is meant for the assistant."""
     lines = [
         f"{_SPEAKERS[message['role']]}: {message['content']}"
         for message in messages

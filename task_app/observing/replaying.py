@@ -165,7 +165,7 @@ def replay_of(record: Record, boards: PlugBoards) -> Replay:
     if not isinstance(environment, Pictured):
         hint = f"environment {environment.name!r} draws none"
         raise UnknownId("picture of rollout", rollout_id, where="rollout_id", hint=hint)
-    episode = Rollout.model_validate_json(record.ended_json).trajectory
+    episode = Rollout.model_validate_json(record.result_json).trajectory
     assert episode is not None, "a finished rollout has a trajectory"
     return Replay(environment, [ReplayTurn.of(step) for step in episode.steps], record.seed)
 

@@ -224,7 +224,6 @@ def _plain_logprob(entry: Any, index: int) -> tuple[str, float]:
 
 
 def checked_tokens(found: Mapping[str, Any]) -> PolicyLogprobs:
-    """"""
     try:
         tokens = PolicyLogprobs.model_validate(found)
     except ValidationError as exc:

@@ -1,9 +1,9 @@
-"""Reward functions of users: how one is written (`reward_function` and its results), and where it runs.
+"""Reward functions of users: how to write one (`reward_function` and its results), and where it runs.
 
     from task_app.reward_functions import EvaluateResult, Message, StepOutput, reward_function
 
-A function runs in child processes of the service (`process`, whose other end is `child`), as many episodes at
-once as `pool` lets through; `rewarded` puts what it said on the trajectory. docs/plugins.md shows one.
+A function runs in child processes of the service: `process` is the service's side, `child` the other one, and
+`pool` shares out the calls. `alignment` puts the results on the trajectory. docs/plugins.md has an example.
 """
 
 from shared_schemas.evaluate_result import EvaluateResult, MetricResult, StepOutput

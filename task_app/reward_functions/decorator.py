@@ -1,4 +1,4 @@
-"""`@reward_function`: what a user writes, checked where it is written, and its answer where it is given."""
+"""`@reward_function` turns a user's function into a reward function, and checks it and its answers."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message
 from task_app.protocols import RewardMode
 
-# The parameter that holds the episodes, and what it holds.
+# Name of the parameter that holds the messages.
 EPISODES: Mapping[RewardMode, str] = {"pointwise": "messages", "batch": "rollouts_messages"}
 _READERS: Mapping[RewardMode, TypeAdapter[Any]] = {
     "pointwise": TypeAdapter(list[Message]),
@@ -19,11 +19,11 @@ _READERS: Mapping[RewardMode, TypeAdapter[Any]] = {
 
 
 class NoResult(TypeError):
-    """What a function returned is no result."""
+    """The function returned something that is no result."""
 
 
 class UserRewardFunction:
-    """A decorated function: called with keywords alone, it answers checked results (`task_app.protocols`)."""
+    """A decorated function: it takes keyword arguments alone, and its answers are checked."""
 
     def __init__(self, function: Callable[..., Any], mode: RewardMode) -> None:
         self.__doc__ = function.__doc__
@@ -31,34 +31,34 @@ class UserRewardFunction:
         self.mode = mode
         self._function = function
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, **facts: Any) -> Any:
         """Call the function; messages may be given as JSON.
 
         Returns:
-            An EvaluateResult, in batch mode a list of them; of an `async def` what must be awaited for it.
+            An EvaluateResult, in batch mode a list of them; for an `async def` an awaitable of it.
 
         Raises:
-            TypeError: the episodes are missing.
-            NoResult: the answer is none, or one for another number of episodes.
-            ValueError: messages or results hold what they may not.
+            TypeError: the messages are missing.
+            NoResult: the answer is no result, or does not have one for each episode.
+            ValueError: messages or results have wrong fields.
         """
         name = EPISODES[self.mode]
-        if name not in given:
+        if name not in facts:
             raise TypeError(f"{self.__name__} is a {self.mode} reward function: call it with {name}=...")
-        episodes = _READERS[self.mode].validate_python(given[name])
-        answer = self._function(**{**given, name: episodes})
+        episodes = _READERS[self.mode].validate_python(facts[name])
+        answer = self._function(**{**facts, name: episodes})
         if inspect.isawaitable(answer):
-            return self._awaited(answer, len(episodes))
+            return self._checked_later(answer, len(episodes))
         return self._checked(answer, len(episodes))
 
-    async def _awaited(self, answer: Any, episodes: int) -> Any:
+    async def _checked_later(self, answer: Any, episodes: int) -> Any:
         return self._checked(await answer, episodes)
 
     def _checked(self, answer: Any, episodes: int) -> Any:
         if self.mode == "pointwise":
             return _result(answer, "returned")
         if not isinstance(answer, list | tuple):
-            raise NoResult(f"returned {_told(answer)}; a list of EvaluateResult is needed")
+            raise NoResult(f"returned {_describe(answer)}; a list of EvaluateResult is needed")
         if len(answer) != episodes:
             raise NoResult(f"returned {len(answer)} results for {episodes} episodes")
         return [_result(one, f"returned for episode {index}") for index, one in enumerate(answer)]
@@ -77,15 +77,17 @@ def reward_function(
 def reward_function(
     _func: Callable[..., Any] | None = None, *, mode: RewardMode = "pointwise"
 ) -> UserRewardFunction | Callable[[Callable[..., Any]], UserRewardFunction]:
-    """Make a reward function of a function, `def` or `async def`; with or without parentheses.
+    """Make a reward function of a `def` or `async def`; usable with and without parentheses.
 
     Args:
-        mode: "pointwise" is called with the `messages` and the `ground_truth` of one episode, "batch" with
-            `rollouts_messages` and a list of `ground_truth` of those that wait for it at the moment: one or
-            more, of any group. The facts of `pool.Episode` come beside them, in batch mode as lists.
+        mode: a "pointwise" function is called with the `messages` and the `ground_truth` of one episode, a
+            "batch" function with the lists `rollouts_messages` and `ground_truth` of the episodes that wait
+            at the moment: one or more, of any group. `alignment.episode_of` lists the further arguments,
+            which batch mode gives as lists too.
 
     Raises:
-        ValueError: an unknown mode; or the function takes no **kwargs, so that a fact more would break it.
+        ValueError: the mode is unknown, or the function takes no **kwargs, so that a new argument would
+            break it.
     """
     if mode not in EPISODES:
         raise ValueError(f"mode is {mode!r}; known: {', '.join(EPISODES)}")
@@ -99,31 +101,27 @@ def reward_function(
     return decorate if _func is None else decorate(_func)
 
 
-def _result(answer: Any, did: str) -> EvaluateResult:
-    """The answer as an EvaluateResult, which may come as the dict of its fields.
-
-    Raises:
-        NoResult: it is neither, or its fields do not fit.
-    """
+def _result(answer: Any, prefix: str) -> EvaluateResult:
+    """The answer as an EvaluateResult; a dict of its fields is accepted too."""
     if isinstance(answer, EvaluateResult):
         return answer
     if not isinstance(answer, dict):
-        raise NoResult(f"{did} {_told(answer)}; EvaluateResult(score=...) is needed")
+        raise NoResult(f"{prefix} {_describe(answer)}; EvaluateResult(score=...) is needed")
     try:
         return EvaluateResult.model_validate(answer)
     except ValidationError as exc:
-        raise NoResult(f"{did} a dict that is no EvaluateResult: {finding(exc)}") from exc
+        raise NoResult(f"{prefix} a dict that is no EvaluateResult: {first_error(exc)}") from exc
 
 
-def finding(exc: ValidationError) -> str:
-    """The first of pydantic's errors on one line: `score: Field required`."""
+def first_error(exc: ValidationError) -> str:
+    """The first of pydantic's errors in one line: `score: Field required`."""
     error = exc.errors(include_url=False)[0]
-    place = ".".join(map(str, error["loc"]))
-    told = error["msg"].removeprefix("Value error, ")
-    return f"{place}: {told}" if place else told
+    prefix = ".".join(map(str, error["loc"]))
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{prefix}: {message}" if prefix else message
 
 
-def _told(answer: Any) -> str:
+def _describe(answer: Any) -> str:
     """Describe a returned value in an error: its type, and its value if it is a number."""
     if answer is None:
         return "None"

@@ -1,4 +1,4 @@
-"""Who is judged when, by which process: the reward functions of a service."""
+"""The reward functions of a service: which episode is judged when, and by which process."""
 
 import asyncio
 import time
@@ -14,36 +14,33 @@ from shared_schemas.messages import Message
 from shared_schemas.trajectory import Trajectory
 from task_app.errors import CriticalError, RewardFunctionFailed
 from task_app.plugins import PlugBoards, RewardPlugin
+from task_app.reward_functions.alignment import episode_of, with_user_reward
 from task_app.reward_functions.process import DEADLINE, RewardProcess
-from task_app.reward_functions.rewarded import episode_of, rewarded
 from task_app.settings import Settings
 
 Episode = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Request:
     episode: Episode
     result: "asyncio.Future[EvaluateResult]"
 
 
 class RewardFunctions:
-    """Those that the plug boards name, each with processes of its own, started when it is first needed."""
+    """The reward functions on the plug boards; each starts its own processes when it is first called."""
 
     def __init__(self, boards: PlugBoards, settings: Settings) -> None:
         self._boards = boards
         self._settings = settings
         self._pools: dict[str, RewardPool] = {}
 
-    async def judged(
+    async def judge(
         self, name: str, trajectory: Trajectory, messages: Sequence[Message], truth: Any, *, rollout_id: str
     ) -> Trajectory:
-        """The finished episode with what the named function says of it (`rewarded.rewarded`). To cancel the
-        wait stops the call, unless it is also that of other episodes.
+        """The finished episode with the rewards of the named function.
 
-        Raises:
-            UnknownName: there is no such function.
-            RewardFunctionFailed: it gave no reward.
+        Cancelling this wait stops the call, unless other episodes share it.
         """
         pool = self._pools.get(name)
         if pool is None:
@@ -51,7 +48,7 @@ class RewardFunctions:
             pool = self._pools[name] = RewardPool(name, plugin, self._settings)
         episode = episode_of(trajectory, messages, truth, rollout_id=rollout_id)
         try:
-            return rewarded(trajectory, await pool.judged(episode), name=name, rollout_id=rollout_id)
+            return with_user_reward(trajectory, await pool.judge(episode), name=name, rollout_id=rollout_id)
         except RewardFunctionFailed as exc:
             exc.decisions_done = len(trajectory.steps)
             raise
@@ -63,35 +60,34 @@ class RewardFunctions:
 
 @dataclass(slots=True)
 class RewardPool:
-    """Calls of one function: at most `max_reward_processes` at once, in order of asking.
+    """Calls one function in up to `max_reward_processes` processes, in the order of the requests.
 
-    A function in batch mode is given what waits for it when a process is free: never a wait for more, so a
-    batch is one episode or several, of any group, and a result may not depend on who else is in it.
+    A function in batch mode gets all episodes that wait when a process is free. It never waits for more, so a
+    batch has one episode or several, of any group, and a result must not depend on the others in its batch.
 
-    A call lasts `reward_deadline_s` at most, and one that starts its process `reward_start_s` more; a batch
-    that fails lasts three of these: its own, then one by one as many episodes as begin within a further
-    deadline. An episode waits for (calls before it) / `max_reward_processes` of such times, then for its own.
+    A call lasts at most `reward_deadline_s`, plus `reward_start_s` if it starts its process. A failed batch
+    lasts up to three deadlines: its own, then single episodes that begin within a second one.
     """
 
     name: str
     plugin: RewardPlugin
     settings: Settings
     clock: Callable[[], float] = time.monotonic
-    _waiting: deque[_Asked] = field(default_factory=deque)
+    _queue: deque[_Request] = field(default_factory=deque)
     _calls: set["asyncio.Task[None]"] = field(default_factory=set)
     _idle: list[RewardProcess] = field(default_factory=list)
 
-    async def judged(self, episode: Episode) -> EvaluateResult:
-        asked = _Asked(episode, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
+    async def judge(self, episode: Episode) -> EvaluateResult:
+        request = _Request(episode, asyncio.get_running_loop().create_future())
+        self._queue.append(request)
         self._start_calls()
-        return await asked.result
+        return await request.result
 
     async def close(self) -> None:
-        """End all processes; running calls end with them, and their callers get an error."""
-        for asked in self._waiting:
-            self._give_up(asked)
-        self._waiting.clear()
+        """End all processes; their running calls raise an error."""
+        for request in self._queue:
+            self._give_up(request)
+        self._queue.clear()
         for call in tuple(self._calls):
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -100,59 +96,60 @@ class RewardPool:
         self._idle.clear()
 
     def _start_calls(self) -> None:
-        while self._waiting and len(self._calls) < self.settings.max_reward_processes:
+        while self._queue and len(self._calls) < self.settings.max_reward_processes:
             batch = self._next_batch()
             if not batch:
                 return
-            # A context of its own: the ids that a log binds are those of one rollout, a call may be of many.
+            # A new context: the log's ids belong to one rollout, and a call may serve several.
             call = asyncio.get_running_loop().create_task(self._serve(batch), context=Context())
             self._calls.add(call)
-            call.add_done_callback(partial(self._ended, batch))
-            for asked in batch:
-                asked.result.add_done_callback(partial(_cancel_if_nobody_waits, call, batch))
+            call.add_done_callback(partial(self._finish_call, batch))
+            for request in batch:
+                request.result.add_done_callback(partial(_cancel_if_nobody_waits, call, batch))
 
-    def _next_batch(self) -> list[_Asked]:
+    def _next_batch(self) -> list[_Request]:
         most = self.settings.max_reward_batch if self.plugin.mode == "batch" else 1
-        batch: list[_Asked] = []
-        while self._waiting and len(batch) < most:
-            asked = self._waiting.popleft()
-            if not asked.result.done():  # else cancelled while it waited
-                batch.append(asked)
+        batch: list[_Request] = []
+        while self._queue and len(batch) < most:
+            request = self._queue.popleft()
+            if not request.result.done():  # otherwise it was cancelled in the queue
+                batch.append(request)
         return batch
 
-    async def _serve(self, batch: Sequence[_Asked]) -> None:
+    async def _serve(self, batch: Sequence[_Request]) -> None:
         try:
-            results = await self._call([asked.episode for asked in batch])
+            results = await self._call([request.episode for request in batch])
         except RewardFunctionFailed as exc:
             await self._one_by_one(batch, exc)
             return
-        for asked, result in zip(batch, results, strict=True):
-            if not asked.result.done():
-                asked.result.set_result(result)
+        for request, result in zip(batch, results, strict=True):
+            if not request.result.done():
+                request.result.set_result(result)
 
-    async def _one_by_one(self, batch: Sequence[_Asked], failed: RewardFunctionFailed) -> None:
-        """After a failed batch: an episode that the function cannot bear fails alone, where time allows it.
+    async def _one_by_one(self, batch: Sequence[_Request], error: RewardFunctionFailed) -> None:
+        """Judge the episodes of a failed batch singly, so that only those that the function cannot judge
+        fail.
 
-        What hung once is not asked again, for each episode could hang as long; nor is any begun after a
-        further deadline. Those left fail as the batch did.
+        A batch that hung is not judged again, because each episode could hang as long, and no episode begins
+        after a further deadline. The remaining episodes fail with the error of the batch.
         """
         until_s = self.clock() + self.settings.reward_deadline_s
-        for asked in batch:
-            if asked.result.done():
+        for request in batch:
+            if request.result.done():
                 continue
-            if len(batch) == 1 or failed.code == DEADLINE or self.clock() >= until_s:
-                # A copy for each: whoever waits writes into it how far its episode came.
-                asked.result.set_exception(RewardFunctionFailed(failed.detail, code=failed.code))
+            if len(batch) == 1 or error.code == DEADLINE or self.clock() >= until_s:
+                # Each gets its own copy: the caller writes into it how far its episode got.
+                request.result.set_exception(RewardFunctionFailed(error.detail, code=error.code))
             else:
-                await self._serve([asked])
+                await self._serve([request])
 
     async def _call(self, episodes: Sequence[Episode]) -> Sequence[EvaluateResult]:
-        """Ask a process that is free, or a new one; only one that answered, if with an error, is kept."""
+        """Call an idle process or a new one; keep the process if it answered, even with an error."""
         process = self._idle.pop() if self._idle else None
         if process is not None and not process.waits:
             await process.end()  # it died meanwhile
             process = None
-        process = process or await RewardProcess.started(self.name, self.plugin, self.settings)
+        process = process or await RewardProcess.start(self.name, self.plugin, self.settings)
         try:
             return await process.ask(episodes)
         finally:
@@ -161,22 +158,22 @@ class RewardPool:
             else:
                 await process.end()
 
-    def _ended(self, batch: Sequence[_Asked], call: "asyncio.Task[None]") -> None:
+    def _finish_call(self, batch: Sequence[_Request], call: "asyncio.Task[None]") -> None:
         self._calls.discard(call)
-        for asked in batch:
-            self._give_up(asked)
+        for request in batch:
+            self._give_up(request)
         if not call.cancelled() and call.exception() is not None:
             call.get_loop().call_exception_handler({"message": "reward call", "exception": call.exception()})
         self._start_calls()
 
-    def _give_up(self, asked: _Asked) -> None:
-        """Of a fault of ours, or of the service that stops: nobody may wait for ever."""
-        if not asked.result.done():
-            asked.result.set_exception(CriticalError(f"the call of reward function {self.name!r} ended"))
+    def _give_up(self, request: _Request) -> None:
+        """Fail a request that is left without a call, after an internal error or when the service stops."""
+        if not request.result.done():
+            request.result.set_exception(CriticalError(f"the call of reward function {self.name!r} ended"))
 
 
 def _cancel_if_nobody_waits(
-    call: "asyncio.Task[None]", batch: Sequence[_Asked], result: "asyncio.Future[EvaluateResult]"
+    call: "asyncio.Task[None]", batch: Sequence[_Request], result: "asyncio.Future[EvaluateResult]"
 ) -> None:
-    if all(asked.result.cancelled() for asked in batch):
+    if all(request.result.cancelled() for request in batch):
         call.cancel()

@@ -1,6 +1,6 @@
-"""Makes the worker that runs a rollout request, and refuses a request that is wrong.
+"""Builds the worker that plays a rollout request, and refuses a faulty request.
 
-It also keeps snapshots of an episode, at which other episodes can begin.
+It also takes the snapshots of an episode at which other episodes can begin.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StepData, StepMetadata
 from task_app.episode.conversation import Conversation
 from task_app.episode.prompts import FreshPrompts, Prompts
-from task_app.episode.state_keys import EpisodeStateKeys, chosen_keys
+from task_app.episode.state_keys import EpisodeStateKeys, select_keys
 from task_app.episode.worker import Keep, RLRolloutWorker
 from task_app.errors import DeadlineExceeded, InvalidRequest, NotRestorable, SnapshotRefused, boundary
 from task_app.interactions.service import Interactions
@@ -27,14 +27,8 @@ from task_app.protocols import (
     steps_quickly,
     takes_answers,
 )
-from task_app.sessions.snapshots import (
-    EnvironmentFacts,
-    EnvironmentSnapshot,
-    episode_start,
-    open_environment,
-    seal_environment,
-)
-from task_app.sessions.switches import agreed_step_rewards, take_step_rewards
+from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
+from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 from task_app.snapshots.envelope import from_text, to_text
 from task_app.snapshots.starts import EpisodeStart, Worlds
 from task_app.threads import Threads, in_thread
@@ -42,11 +36,10 @@ from task_app.threads import Threads, in_thread
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Builds workers from what a service has.
+    """Builds workers for a service.
 
     Attributes:
-        boards: what requests may name.
-        worlds: where siblings find the world that one of them made.
+        worlds: hold the worlds that siblings share.
         interactions: those of the operator's file.
     """
 
@@ -55,11 +48,10 @@ class Assembly:
     interactions: Interactions
 
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> RLRolloutWorker:
-        """Build environment, policy and worker; no world is made and nobody is asked yet.
+        """Build environment, policy and worker, without making a world or calling a policy.
 
         Args:
-            request: what to run.
-            context: what its policy gets beside its config.
+            context: gives the policy what it needs beside its config.
             where: body path of the request, with a dot at its end.
         """
         env, policy_config, switches = _without_switches(request, where=where)
@@ -89,18 +81,18 @@ class Assembly:
         self, request: RolloutRequest, env_name: str, environment: Environment, *, where: str
     ) -> EpisodeStateKeys:
         known = self.boards.state_keys(env_name, environment, where=where + "env.")
-        return EpisodeStateKeys(chosen_keys(request.state_keys, known, where=where + "state_keys"))
+        return EpisodeStateKeys(select_keys(request.state_keys, known, where=where + "state_keys"))
 
     def _start(
         self, request: RolloutRequest, env: EnvSpec, context: PolicyContext, *, where: str
     ) -> tuple[int, EpisodeStart]:
-        """The seed of the world, and how the environment is brought to its start."""
+        """The seed of the world, and the start of the episode."""
         start = request.start
         if start.snapshot is None:
-            assert start.seed is not None, "a start is one of the two"
+            assert start.seed is not None, "a start has a seed or a snapshot"
             return start.seed, self.worlds.start(env, start.seed, context.threads)
-        taken = _taken(start.snapshot, env, self.boards, context, where=where + "start.snapshot")
-        return taken.facts.seed, episode_start(taken, start, context.threads)
+        snapshot = _start_snapshot(start.snapshot, env, self.boards, context, where=where + "start.snapshot")
+        return snapshot.facts.seed, snapshot.start(start, context.threads)
 
     def _keep(
         self,
@@ -113,11 +105,11 @@ class Assembly:
         *,
         where: str,
     ) -> Keep | None:
-        """What takes the snapshots that the request asks for."""
+        """Makes the function that takes the requested snapshots."""
         if not request.snapshot_turns:
             return None
         refuse_unrestorable(environment, where=where + "snapshot_turns")
-        return KeptMoments(
+        return SnapshotTaker(
             frozenset(request.snapshot_turns),
             self.boards.resolved(env),
             seed,
@@ -131,23 +123,24 @@ class Assembly:
 def _without_switches(
     request: RolloutRequest, *, where: str
 ) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
-    """The environment and the policy's config without the training switches; these, if anybody named them."""
-    env_config, found = take_step_rewards(request.env.config, where=where + "env.config")
+    """The environment spec and the policy's config without the training switches, and the switches, if
+    any."""
+    env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
     policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
-    found |= of_policy
+    switches_by_place |= of_policy
     if "step_rewards" in request.model_fields_set:
-        found[where + "step_rewards"] = request.step_rewards
-    switches = agreed_step_rewards(found) if found else None
+        switches_by_place[where + "step_rewards"] = request.step_rewards
+    switches = agree_on_step_rewards(switches_by_place) if switches_by_place else None
     return EnvSpec(env_name=request.env.env_name, config=env_config), dict(policy_config), switches
 
 
 def _prompts(
     request: RolloutRequest, environment: Environment, interactions: Interactions, *, where: str
 ) -> Prompts:
-    """How the environment's prompts come about, and who answers in its conversation."""
-    asked = request.interaction
+    """The maker of the environment's prompts, with the interaction that answers in its conversation."""
+    interaction = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
-        if asked is not None:
+        if interaction is not None:
             raise _without_effect("interaction", environment, where=where)
         if request.multi_turn != MultiTurn():
             raise _without_effect("multi_turn", environment, where=where)
@@ -155,10 +148,10 @@ def _prompts(
     if request.start.snapshot is not None or request.snapshot_turns:
         place = "start.snapshot" if request.start.snapshot is not None else "snapshot_turns"
         raise InvalidRequest(
-            f"{environment.name!r} is a conversation, which no snapshot holds: it cannot be played on from",
+            f"{environment.name!r} is a conversation, which no snapshot holds: no episode can continue it",
             where=where + place,
         )
-    if asked is None:
+    if interaction is None:
         if not environment.outcome_definition and request.reward_function is None:
             raise InvalidRequest(
                 f"nobody would score what is said in {environment.name!r}",
@@ -172,11 +165,11 @@ def _prompts(
             where=where + "interaction",
             hint="leave it out: the environment scores the episode itself; 'dialogue' is answered in words",
         )
-    interactions.named(asked.name, where=where + "interaction.")
-    binding = interactions.opened(
-        asked.name, asked.kwargs, rollout_id=request.rollout_id, ground_truth=request.ground_truth
+    interactions.entry(interaction.name, where=where + "interaction.")
+    open_interaction = interactions.open(
+        interaction.name, interaction.kwargs, rollout_id=request.rollout_id, ground_truth=request.ground_truth
     )
-    return Conversation(environment, request.multi_turn, binding)
+    return Conversation(environment, request.multi_turn, open_interaction)
 
 
 def _without_effect(field: str, environment: Environment, *, where: str) -> InvalidRequest:
@@ -187,47 +180,47 @@ def _without_effect(field: str, environment: Environment, *, where: str) -> Inva
     )
 
 
-def _taken(
+def _start_snapshot(
     text: str, env: EnvSpec, boards: PlugBoards, context: PolicyContext, *, where: str
 ) -> EnvironmentSnapshot:
-    """The snapshot of a start, if an episode of this environment can go on from it."""
+    """The snapshot of a start, after checking that an episode of this environment can go on from it."""
     try:
         data = from_text(text, where=where)
-        taken = open_environment(data, at_most_bytes=context.settings.max_snapshot_bytes)
+        snapshot = EnvironmentSnapshot.open(data, at_most_bytes=context.settings.max_snapshot_bytes)
     except SnapshotRefused as exc:
         exc.where = where
         raise
-    wanted, found = boards.resolved(env), taken.facts.env
-    if found != wanted:
+    own, other = boards.resolved(env), snapshot.facts.env
+    if own != other:
         raise SnapshotRefused(
-            f"the snapshot is of {_told(found, wanted)}, the rollout is to play {_told(wanted, found)}",
+            f"the snapshot is of {_describe(other, own)}, the rollout is to play {_describe(own, other)}",
             where=where,
             hint="give the env_name and config that the snapshot was taken with",
         )
-    if taken.facts.over:
+    if snapshot.facts.over:
         raise SnapshotRefused("the episode in the snapshot has ended; no decision can follow", where=where)
-    return taken
+    return snapshot
 
 
-def _told(env: EnvSpec, other: EnvSpec) -> str:
-    """Its name, and where the names are equal the settings in which it differs."""
+def _describe(env: EnvSpec, other: EnvSpec) -> str:
+    """The environment's name; if the names are equal, also the settings that differ."""
     if env.env_name != other.env_name:
         return f"environment {env.env_name!r}"
-    odd = {name: value for name, value in env.config.items() if other.config.get(name) != value}
-    return f"{env.env_name!r} with {odd}"
+    differences = {name: value for name, value in env.config.items() if other.config.get(name) != value}
+    return f"{env.env_name!r} with {differences}"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptMoments:
+class SnapshotTaker:
     """Takes the snapshots of one episode; a `task_app.episode.worker.Keep`.
 
     Attributes:
-        turns: before whose decisions; an episode that ends earlier has fewer.
-        spec: what the environment was built from, every setting written out.
-        step_rewards: switches of the episode, when anybody named them.
-        at_most_bytes: of what one holds, unpacked.
-        timeout_s: for one, where it is not taken at once.
-        threads: where those are taken of an environment that does not promise quick steps.
+        turns: decisions before which a snapshot is taken.
+        spec: the environment's spec with every setting written out.
+        step_rewards: switches of the episode, if the request names any.
+        at_most_bytes: size limit of a snapshot before compression.
+        timeout_s: time limit of one snapshot.
+        threads: take the snapshot of an environment that does not promise quick steps.
     """
 
     turns: frozenset[int]
@@ -241,10 +234,10 @@ class KeptMoments:
     async def __call__(
         self, environment: Environment, steps: Sequence[StepData], past: Sequence[PastDecision]
     ) -> str | None:
-        """The environment after `steps`, which the next decision is about to change; None: not this one."""
+        """The environment's snapshot before the next decision; None if none is due."""
         if len(steps) + 1 not in self.turns:
             return None
-        assert isinstance(environment, RestorableEnvironment), "looked at when the request was read"
+        assert isinstance(environment, RestorableEnvironment), "checked when the request was accepted"
         state = await self._state(environment)
         facts = EnvironmentFacts(
             env=self.spec,
@@ -257,11 +250,10 @@ class KeptMoments:
             past=tuple(past),
             rl_run_id=None,
         )
-        taken = EnvironmentSnapshot(facts, state)
-        return to_text(seal_environment(taken, at_most_bytes=self.at_most_bytes))
+        return to_text(EnvironmentSnapshot(facts, state).seal(at_most_bytes=self.at_most_bytes))
 
     async def _state(self, environment: RestorableEnvironment) -> bytes:
-        """Its snapshot, taken where it also steps (task_app.episode.worker)."""
+        """The environment's state, read in the same kind of thread as its steps (task_app.episode.worker)."""
         with boundary("environment.snapshot"):
             if steps_quickly(environment):
                 return environment.snapshot()
@@ -273,6 +265,5 @@ class KeptMoments:
 
 
 def refuse_unrestorable(environment: Environment, *, where: str) -> None:
-    """"""
     if not isinstance(environment, RestorableEnvironment):
         raise NotRestorable("environment", environment.name, where=where)

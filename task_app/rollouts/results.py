@@ -1,6 +1,6 @@
-"""The state of rollouts, and their results until they are acknowledged. No I/O but a line of log.
+"""The state of rollouts, and their results until they are acknowledged; no I/O except log lines.
 
-A result is kept as the JSON that it will be sent as, dumped once.
+A result is stored as the JSON that goes over the wire.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ from shared_schemas.trajectory import Trajectory
 from task_app.errors import CapacityReached, Conflict, CursorExpired, EpisodeFailed, TaskAppError, UnknownId
 from task_app.settings import Settings
 
-ENDED: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
+END_STATES: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
 
 
 class Fingerprint(NamedTuple):
-    """A digest of a request, and how many bytes of JSON it is."""
+    """A digest of a request, and its size in bytes of JSON."""
 
     digest: bytes
     size: int
@@ -38,9 +38,9 @@ class Fingerprint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One rollout. Of the request only a fingerprint, the names and the environment remain: never a key.
+    """One rollout; of its request only a fingerprint, the names and the environment are stored, never a key.
 
-    `seed` is None where it began at a snapshot. `reason`, once it ended: the stop reason, or the failure.
+    `seed` is None for an episode that began at a snapshot. `reason` is the stop reason or the failure's code.
     """
 
     rollout_id: str
@@ -55,23 +55,23 @@ class Record:
     reward_function: str | None = None
     status: RolloutStatus = "queued"
     sequence: int = 0
-    ended_s: float = 0.0
-    ended_json: bytes = b""
+    end_s: float = 0.0
+    result_json: bytes = b""
     reason: str = ""
     decisions: int = 0
     env_steps: int = 0
 
     @property
     def has_ended(self) -> bool:
-        return self.status in ENDED
+        return self.status in END_STATES
 
 
 def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
-    """The first of the records, within both bounds; one at least, or a large one would never be delivered."""
+    """The first records within both bounds; at least one, or a large one would never be delivered."""
     page: list[Record] = []
     size = 0
     for record in islice(records, at_most):
-        size += len(record.ended_json)
+        size += len(record.result_json)
         if page and size > at_most_bytes:
             break
         page.append(record)
@@ -79,18 +79,18 @@ def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> l
 
 
 class Results:
-    """All records of this instance, by id; what ended also by run and sequence number.
+    """All records of this instance by id; those with a result also by run and sequence number.
 
-    `held_bytes`: of the requests, queued or not, and of the results. The environment of a request, which may
-    hold a whole document, outlives its rollout.
+    `total_bytes` counts requests and results. The environment of a request may hold a whole document, and
+    stays with its record.
     """
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
         self._records: dict[str, Record] = {}
-        self._ended: dict[str, dict[int, Record]] = {}
+        self._results: dict[str, dict[int, Record]] = {}
         self._sequence = 0
-        self.held_bytes = 0
+        self.total_bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -106,8 +106,8 @@ class Results:
         return record
 
     def since(self, run_id: str, sequence: int) -> Iterator[Record]:
-        """What ended of a run after this number, oldest first."""
-        return (record for number, record in self._ended.get(run_id, {}).items() if number > sequence)
+        """The results of a run after this number, oldest first."""
+        return (record for number, record in self._results.get(run_id, {}).items() if number > sequence)
 
     def add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
         record = Record(
@@ -123,54 +123,54 @@ class Results:
             reward_function=request.reward_function,
         )
         self._records[record.rollout_id] = record
-        self.held_bytes += fingerprint.size
+        self.total_bytes += fingerprint.size
         return record
 
-    def end(self, record: Record, status: RolloutStatus, ended_json: bytes, *, now_s: float) -> None:
+    def end(self, record: Record, status: RolloutStatus, result_json: bytes, *, now_s: float) -> None:
         """File the result under the next sequence number."""
         self._sequence += 1
-        record.status, record.ended_json = status, ended_json
-        record.sequence, record.ended_s = self._sequence, now_s
-        self.held_bytes += len(ended_json)
-        self._ended.setdefault(record.run_id, {})[record.sequence] = record
+        record.status, record.result_json = status, result_json
+        record.sequence, record.end_s = self._sequence, now_s
+        self.total_bytes += len(result_json)
+        self._results.setdefault(record.run_id, {})[record.sequence] = record
 
     def forget(self, record: Record) -> None:
         """Drop an ended record."""
-        assert record.has_ended, "only what has ended can be forgotten"
+        assert record.has_ended, "only an ended rollout can be forgotten"
         del self._records[record.rollout_id]
-        self.held_bytes -= record.fingerprint.size + len(record.ended_json)
-        ended = self._ended[record.run_id]
-        del ended[record.sequence]
-        if not ended:
-            del self._ended[record.run_id]
+        self.total_bytes -= record.fingerprint.size + len(record.result_json)
+        results = self._results[record.run_id]
+        del results[record.sequence]
+        if not results:
+            del self._results[record.run_id]
 
     def ack(self, ack: RolloutAck) -> RolloutAcked:
-        """Forget stored rollouts; ids that are unknown, unfinished or of another run are named and kept."""
-        acked, unknown = [], []
+        """Forget acknowledged rollouts; ids that are unknown, unfinished or of another run are kept."""
+        acknowledged, unknown = [], []
         for rollout_id in dict.fromkeys(ack.rollout_ids):
             record = self.find(rollout_id)
             if record is not None and record.has_ended and record.run_id == ack.run_id:
                 self.forget(record)
-                acked.append(rollout_id)
+                acknowledged.append(rollout_id)
             else:
                 unknown.append(rollout_id)
-        return RolloutAcked(acked=tuple(acked), unknown=tuple(unknown))
+        return RolloutAcked(acked=tuple(acknowledged), unknown=tuple(unknown))
 
     def check_room(self, new: int, settings: Settings) -> None:
-        """Raises CapacityReached when `new` more rollouts, or any more bytes, would be too many."""
+        """Raise CapacityReached if `new` more rollouts are too many, or no more bytes fit."""
         hint = "acknowledge finished rollouts (POST /rollouts/ack) or delete some"
         free = settings.max_rollouts_held - len(self)
         if new > free:
             raise CapacityReached(f"{new} new rollouts, but only {max(0, free)} more can be held", hint=hint)
-        if self.held_bytes >= settings.max_held_bytes:
+        if self.total_bytes >= settings.max_held_bytes:
             raise CapacityReached(
-                f"{self.held_bytes} bytes of requests and results are held, of {settings.max_held_bytes}",
+                f"{self.total_bytes} bytes of requests and results are held, of {settings.max_held_bytes}",
                 hint=hint,
             )
 
     def expire(self, *, before_s: float) -> int:
-        """Forget results that nobody acknowledged; how many."""
-        old = [record for record in self._records.values() if record.has_ended and record.ended_s < before_s]
+        """Forget results that nobody acknowledged; return their number."""
+        old = [record for record in self._records.values() if record.has_ended and record.end_s < before_s]
         for record in old:
             self.forget(record)
         return len(old)
@@ -179,7 +179,7 @@ class Results:
         return f"{self.instance_id}.{sequence}"
 
     def sequence_of(self, cursor: str | None) -> int:
-        """Return the number in a cursor; 0 without a cursor."""
+        """The number in a cursor; 0 without a cursor."""
         if not cursor:
             return 0
         instance_id, _, number = cursor.rpartition(".")
@@ -200,7 +200,7 @@ def rollout_json(
     trajectory: Trajectory | None = None,
     failure: RolloutFailure | None = None,
 ) -> bytes:
-    """The `Rollout` as it goes over the wire."""
+    """A `Rollout` as JSON."""
     rollout = Rollout(
         rollout_id=record.rollout_id,
         run_id=record.run_id,
@@ -217,23 +217,20 @@ def rollout_json(
 
 
 def page_json(records: Iterable[Record], *, cursor: str, unfinished: int, instance_id: str) -> bytes:
-    """A `RolloutPage` around results that are JSON already. Cursor and instance id need no escaping."""
-    body = b",".join(record.ended_json for record in records)
+    """A `RolloutPage` around results that are JSON already; cursor and instance id need no escaping."""
+    body = b",".join(record.result_json for record in records)
     tail = f'],"cursor":"{cursor}","unfinished":{unfinished},"instance_id":"{instance_id}"}}'
     return b'{"rollouts":[' + body + tail.encode()
 
 
-New = tuple[int, RolloutRequest, Fingerprint]
+NewRequest = tuple[int, RolloutRequest, Fingerprint]
 
 
-def new_and_known(batch: RolloutBatch, find: Callable[[str], Record | None]) -> tuple[list[New], list[str]]:
-    """New requests with their place in the batch and their fingerprint, and the ids of those seen before.
-
-    Args:
-        batch: as it came.
-        find: the record of a rollout that is held.
-    """
-    new: dict[str, New] = {}
+def split_batch(
+    batch: RolloutBatch, find: Callable[[str], Record | None]
+) -> tuple[list[NewRequest], list[str]]:
+    """The new requests with their place in the batch and fingerprint, and the ids of known requests."""
+    new: dict[str, NewRequest] = {}
     known: list[str] = []
     for index, request in enumerate(batch.rollouts):
         fingerprint, rollout_id = fingerprint_of(request), request.rollout_id
@@ -253,7 +250,7 @@ def new_and_known(batch: RolloutBatch, find: Callable[[str], Record | None]) -> 
 
 
 def fingerprint_of(request: RolloutRequest) -> Fingerprint:
-    """Of the whole request but the key, which pydantic masks: a retry may carry a fresh one."""
+    """The fingerprint of the request without its key, since a retry may carry a new key."""
     text = request.model_dump_json().encode()
     return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))
 
@@ -261,7 +258,7 @@ def fingerprint_of(request: RolloutRequest) -> Fingerprint:
 log = structlog.get_logger("task_app")
 
 
-def finished(record: Record, trajectory: Trajectory, instance_id: str) -> bytes:
+def finished_json(record: Record, trajectory: Trajectory, instance_id: str) -> bytes:
     record.reason = trajectory.stop_reason.value
     record.decisions, record.env_steps = len(trajectory.steps), trajectory.env_steps
     log.info(
@@ -273,20 +270,20 @@ def finished(record: Record, trajectory: Trajectory, instance_id: str) -> bytes:
     return rollout_json(record, instance_id, "finished", trajectory=trajectory)
 
 
-def failed(record: Record, exc: TaskAppError, instance_id: str) -> bytes:
-    done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
-    log.warning("rollout_failed", code=exc.code, detail=exc.detail, decisions=done)
-    failure = RolloutFailure(code=exc.code, detail=encodable(exc.detail), decisions_done=done)
+def failure_json(record: Record, exc: TaskAppError, instance_id: str) -> bytes:
+    decisions_done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
+    log.warning("rollout_failed", code=exc.code, detail=exc.detail, decisions=decisions_done)
+    failure = RolloutFailure(code=exc.code, detail=encodable(exc.detail), decisions_done=decisions_done)
     return _failure(record, "failed", failure, instance_id)
 
 
-def broken(record: Record, instance_id: str) -> bytes:
-    """A fault of this service, whose log says which."""
+def internal_error_json(record: Record, instance_id: str) -> bytes:
+    """An error inside this service, which its log describes."""
     failure = RolloutFailure(code="internal_error", detail="an error inside the task app; see its log")
     return _failure(record, "failed", failure, instance_id)
 
 
-def cancelled(record: Record, detail: str, instance_id: str, *, decisions_done: int = 0) -> bytes:
+def cancelled_json(record: Record, detail: str, instance_id: str, *, decisions_done: int = 0) -> bytes:
     failure = RolloutFailure(code="cancelled", detail=detail, decisions_done=decisions_done)
     return _failure(record, "cancelled", failure, instance_id)
 

@@ -1,6 +1,6 @@
-"""Rollouts as a service: accept, run with bounded concurrency, poll, acknowledge, cancel.
+"""Accepts rollouts, plays them with bounded concurrency, and serves their results.
 
-One misbehaving rollout ends as a recorded failure of its own; the runner goes on.
+A rollout that goes wrong becomes a recorded failure; the runner goes on.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from task_app.rollouts.results import (
     Fingerprint,
     Record,
     Results,
-    broken,
-    cancelled,
-    failed,
+    cancelled_json,
+    failure_json,
     fingerprint_of,
-    finished,
-    new_and_known,
+    finished_json,
+    internal_error_json,
     page_json,
     page_of,
     rollout_json,
+    split_batch,
 )
 from task_app.rollouts.runs import RunLife, Runs
 from task_app.settings import Settings
@@ -43,16 +43,14 @@ MakeContext = Callable[[RolloutRequest], PolicyContext]
 
 
 class RolloutRunner:
-    """Runs at most `settings.max_concurrent_rollouts` at once, in order of acceptance.
+    """Plays at most `settings.max_concurrent_rollouts` at once, in order of acceptance.
 
     Args:
-        settings: bounds.
-        boards: what requests may name.
-        make_context: what a policy of a request gets beside its config.
-        interactions: who may answer in its conversations.
-        instance_id: names this process in every answer; a restart has another.
-        clock: seconds that only grow.
-        on_end: told of every rollout that ended.
+        make_context: makes the context of a request's policy.
+        interactions: answer in the requests' conversations.
+        instance_id: identifies this process in every reply; a restart has another one.
+        clock: a monotonic clock in seconds.
+        on_end: called with every rollout that ended.
     """
 
     def __init__(
@@ -74,14 +72,14 @@ class RolloutRunner:
         self.worlds = Worlds()
         self._assembly = Assembly(boards, self.worlds, interactions)
         self.runs = Runs(at_most=settings.max_rollouts_held, idle_s=settings.finished_expiry_s, clock=clock)
-        self._played: dict[str, asyncio.Future[None]] = {}
+        self._waiters: dict[str, asyncio.Future[None]] = {}
         self._queue: OrderedDict[str, tuple[Record, RLRolloutWorker, Context]] = OrderedDict()
         self._running: dict[str, asyncio.Task[tuple[RolloutStatus, bytes]]] = {}
         self.rewards = RewardFunctions(boards, settings)
-        self._draining = False
+        self._is_draining = False
 
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
-        """Queue the new requests of a batch; the whole batch is checked first."""
+        """Check the whole batch, then queue its new requests."""
         self._check_open()
         if len(batch.rollouts) > self._settings.max_rollouts_per_request:
             raise InvalidRequest(
@@ -89,7 +87,7 @@ class RolloutRunner:
                 f"at most {self._settings.max_rollouts_per_request}",
                 where="rollouts",
             )
-        new, known = new_and_known(batch, self.results.find)
+        new, known = split_batch(batch, self.results.find)
         for index, request, _ in new:
             self.runs.check_not_aborted(request.run_id, where=f"rollouts.{index}.run_id")
         if new:
@@ -100,7 +98,7 @@ class RolloutRunner:
         ]
         for (_, request, fingerprint), worker in zip(new, workers, strict=True):
             self._enqueue(request, fingerprint, worker)
-        self._start_queued()
+        self._start_next()
         return RolloutsAccepted(
             accepted=tuple(request.rollout_id for _, request, _ in new),
             known=tuple(known),
@@ -108,7 +106,7 @@ class RolloutRunner:
         )
 
     async def poll(self, run_id: str, cursor: str | None, wait_s: float) -> bytes:
-        """A `RolloutPage` as JSON: what ended since the cursor, waiting for the first of it."""
+        """A `RolloutPage` as JSON: the results since the cursor, after waiting for the first one."""
         after = self.results.sequence_of(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.runs.find(run_id)
@@ -127,93 +125,93 @@ class RolloutRunner:
     def state(self, rollout_id: str) -> bytes:
         """A `Rollout` as JSON."""
         record = self.results.get(rollout_id)
-        return record.ended_json or rollout_json(record, self.results.instance_id, record.status)
+        return record.result_json or rollout_json(record, self.results.instance_id, record.status)
 
     async def cancel(self, rollout_id: str) -> bytes:
-        """End a rollout that has not ended; one that has stays as it is. The state afterwards, as JSON."""
+        """End a rollout that still runs or waits; its state afterwards as JSON."""
         record = self.results.get(rollout_id)
         await self._stop([record])
-        return record.ended_json or rollout_json(record, self.results.instance_id, record.status)
+        return record.result_json or rollout_json(record, self.results.instance_id, record.status)
 
     async def play(self, request: RolloutRequest, worker: RLRolloutWorker) -> None:
-        """Run one rollout in its turn, with a worker that the caller built and reads; return when it ended.
+        """Play one rollout in its turn with a worker that the caller built, and return when it has ended.
 
-        It is listed and cancelled like every other while it lives, and forgotten when it has ended. A call
-        that is itself cancelled (its client is gone) cancels the rollout.
+        Until then it is listed and can be cancelled like any other; afterwards it is forgotten. Cancelling
+        this call, because its client is gone, cancels the rollout.
         """
         self._check_open()
         self.runs.check_not_aborted(request.run_id, where="run_id")
         self.results.check_room(1, self._settings)
         record = self._enqueue(request, fingerprint_of(request), worker)
-        played = self._played[record.rollout_id] = asyncio.get_running_loop().create_future()
-        self._start_queued()
+        end = self._waiters[record.rollout_id] = asyncio.get_running_loop().create_future()
+        self._start_next()
         try:
-            await played
+            await end
         finally:
-            del self._played[record.rollout_id]
+            del self._waiters[record.rollout_id]
             await self._stop([record])
             if record.has_ended:
                 self.results.forget(record)
 
     async def abort(self, run_id: str) -> tuple[RunLife, int]:
-        """End what the run has unfinished, and start nothing more of it; how many ended by this."""
+        """End the unfinished rollouts of a run and accept no more; return the run and their number."""
         run = self.runs.abort(run_id)
         running = [self.results.get(rollout_id) for rollout_id in self._running]
-        queued = [record for record, *_ in self._queue.values()]
-        stopped = [record for record in (*running, *queued) if record.run_id == run_id]
-        run.stopped += len(stopped)
-        await self._stop(stopped)
-        return run, len(stopped)
+        queue = [record for record, *_ in self._queue.values()]
+        records = [record for record in (*running, *queue) if record.run_id == run_id]
+        run.stopped += len(records)
+        await self._stop(records)
+        return run, len(records)
 
     def is_cut_short(self, run_id: str) -> bool:
-        """Whether what ends unfinished of the run does so because the service stops, and by no abort."""
-        return self._draining and self.runs.get(run_id).aborted_at is None
+        """Whether unfinished rollouts of the run end because the service stops, and not by an abort."""
+        return self._is_draining and self.runs.get(run_id).aborted_at is None
 
     def unfinished(self) -> dict[str, int]:
         return {"queued": len(self._queue), "running": len(self._running)}
 
     def expire(self) -> None:
-        """Forget results that nobody fetched for long."""
-        forgotten = self.results.expire(before_s=self._clock() - self._settings.finished_expiry_s)
-        if forgotten:
-            log.warning("results_expired", count=forgotten)
+        """Forget old results that nobody fetched."""
+        count = self.results.expire(before_s=self._clock() - self._settings.finished_expiry_s)
+        if count:
+            log.warning("results_expired", count=count)
         self.runs.expire()
 
     def begin_drain(self) -> None:
-        """Take no more rollouts and start none; those that run go on."""
-        self._draining = True
+        """Start no more rollouts; those that run go on."""
+        self._is_draining = True
         for record, *_ in self._queue.values():
-            self._end_cancelled(record, "the task app stopped before it started")
+            self._cancel_record(record, "the task app stopped before it started")
         self._queue.clear()
 
-    async def settled(self, within_s: float) -> int:
-        """Wait until nothing runs, or the time is over; how many ran."""
-        running = set(self._running.values())
-        if running:
-            await asyncio.wait(running, timeout=within_s)
-        return len(running)
+    async def wait_until_idle(self, within_s: float) -> int:
+        """Wait until nothing runs or the time is over; return the number of rollouts that ran."""
+        tasks = set(self._running.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=within_s)
+        return len(tasks)
 
     async def drain(self) -> None:
-        """Cancel what has not ended and wait for it, within `settings.drain_s`."""
+        """Cancel all unfinished rollouts and wait for their end, within `settings.drain_s`."""
         self.begin_drain()
         for task in self._running.values():
             task.cancel()
-        await self.settled(self._settings.drain_s)
+        await self.wait_until_idle(self._settings.drain_s)
 
     async def _wait_for_news(self, run_id: str, after: int, wait_s: float) -> None:
-        """Until something ended since `after`, nothing is left to wait for, or the time is over."""
+        """Wait until the run has a result after `after`, has nothing unfinished, or the time is over."""
         try:
             async with asyncio.timeout(wait_s):
                 while not any(self.results.since(run_id, after)):
                     run = self.runs.find(run_id)
                     if run is None or not run.unfinished:
                         return
-                    await run.changed.wait()
+                    await run.change.wait()
         except TimeoutError:
             return
 
     async def _stop(self, records: Iterable[Record]) -> None:
-        """End these, as far as they have not; those that run get `settings.drain_s` for it."""
+        """Cancel those that have not ended; running ones get `settings.drain_s` for it."""
         tasks = set()
         for record in records:
             task = self._running.get(record.rollout_id)
@@ -222,31 +220,31 @@ class RolloutRunner:
                 tasks.add(task)
             elif not record.has_ended:
                 del self._queue[record.rollout_id]
-                self._end_cancelled(record, "cancelled before it started")
+                self._cancel_record(record, "cancelled before it started")
         if tasks:
             await asyncio.wait(tasks, timeout=self._settings.drain_s)
 
     def _check_open(self) -> None:
-        if self._draining:
+        if self._is_draining:
             raise ShuttingDown("this task app is stopping and takes no more rollouts")
 
     def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: RLRolloutWorker) -> Record:
         record = self.results.add(request, fingerprint)
-        self.runs.started(request.run_id)
-        # The context too: what it does to sessions is due to its own request, whoever makes room for it.
+        self.runs.add_rollout(request.run_id)
+        # With the context of its own request, which decides about its sessions, whatever task starts it.
         self._queue[request.rollout_id] = (record, worker, copy_context())
         return record
 
-    def _start_queued(self) -> None:
+    def _start_next(self) -> None:
         while self._queue and len(self._running) < self._settings.max_concurrent_rollouts:
             _, (record, worker, context) = self._queue.popitem(last=False)
             record.status = "running"
             task = asyncio.get_running_loop().create_task(self._run(record, worker), context=context)
             self._running[record.rollout_id] = task
-            task.add_done_callback(partial(self._ended, record, worker))
+            task.add_done_callback(partial(self._finish_task, record, worker))
 
     async def _run(self, record: Record, worker: RLRolloutWorker) -> tuple[RolloutStatus, bytes]:
-        # Not the ids of whichever request, or rollout before it, happened to start this task.
+        # Drop the log ids of the request, or the rollout, that happened to start this task.
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(run_id=record.run_id, rollout_id=record.rollout_id)
         try:
@@ -254,27 +252,27 @@ class RolloutRunner:
                 _, messages, ground_truth = await worker.run_episode()
                 trajectory, judge = worker.trajectory(), record.reward_function
                 if judge is not None:
-                    trajectory = await self.rewards.judged(
+                    trajectory = await self.rewards.judge(
                         judge, trajectory, messages, ground_truth, rollout_id=record.rollout_id
                     )
-                told = finished(record, trajectory, self.results.instance_id)
-                return "finished", told
+                result = finished_json(record, trajectory, self.results.instance_id)
+                return "finished", result
         except TaskAppError as exc:
-            return "failed", failed(record, exc, self.results.instance_id)
+            return "failed", failure_json(record, exc, self.results.instance_id)
 
-    def _ended(
+    def _finish_task(
         self, record: Record, worker: RLRolloutWorker, task: asyncio.Task[tuple[RolloutStatus, bytes]]
     ) -> None:
-        """Called once for every started rollout, however it ended; gives its place to the next."""
+        """Called once for every started rollout, however it ended; starts the next one."""
         del self._running[record.rollout_id]
-        if not self._draining:
-            self._start_queued()
+        if not self._is_draining:
+            self._start_next()
         if task.cancelled():
-            self._end_cancelled(record, "cancelled while it ran", decisions_done=worker.decisions_done)
+            self._cancel_record(record, "cancelled while it ran", decisions_done=worker.decisions_done)
         elif task.exception() is not None:
-            # Even a fault of this file must end the rollout: the trainer waits for every one that it sent.
-            self._file(record, "failed", broken(record, self.results.instance_id))
-            # Last: a log that cannot be written (stderr is closed) is such a fault too.
+            # Even an error of this file ends the rollout, because the trainer waits for every one it sent.
+            self._file(record, "failed", internal_error_json(record, self.results.instance_id))
+            # Logged last, because writing to a closed stderr raises too.
             log.error(
                 "rollout_broken",
                 run_id=record.run_id,
@@ -284,14 +282,14 @@ class RolloutRunner:
         else:
             self._file(record, *task.result())
 
-    def _file(self, record: Record, status: RolloutStatus, ended_json: bytes) -> None:
-        """The one place where a rollout ends."""
-        self.results.end(record, status, ended_json, now_s=self._clock())
-        self.runs.ended(record.run_id, status)
+    def _file(self, record: Record, status: RolloutStatus, result_json: bytes) -> None:
+        """End a rollout; every rollout ends here."""
+        self.results.end(record, status, result_json, now_s=self._clock())
+        self.runs.end_rollout(record.run_id, status)
         self._on_end(record)
-        if (played := self._played.get(record.rollout_id)) is not None and not played.done():
-            played.set_result(None)
+        if (end := self._waiters.get(record.rollout_id)) is not None and not end.done():
+            end.set_result(None)
 
-    def _end_cancelled(self, record: Record, detail: str, *, decisions_done: int = 0) -> None:
-        told = cancelled(record, detail, self.results.instance_id, decisions_done=decisions_done)
-        self._file(record, "cancelled", told)
+    def _cancel_record(self, record: Record, detail: str, *, decisions_done: int = 0) -> None:
+        result = cancelled_json(record, detail, self.results.instance_id, decisions_done=decisions_done)
+        self._file(record, "cancelled", result)

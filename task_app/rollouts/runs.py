@@ -1,7 +1,7 @@
-"""What the service remembers of runs (the rollouts of one run_id): their state, and the aborted. No I/O.
+"""The state of runs (all rollouts of one run_id), and which of them are aborted; no I/O.
 
-A run is known from its first rollout, or from an abort that came before it. An aborted run stays aborted:
-what is unfinished ends, and nothing starts under its id until it is forgotten, `idle_s` after its last event.
+A run begins with its first rollout, or with an earlier abort. An aborted run stays aborted: its unfinished
+rollouts end, and none starts under its id until it is forgotten, `idle_s` after its last event.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ class RunAborted(Conflict):
 
 @dataclass(slots=True)
 class RunLife:
-    """One run: `unfinished` are queued or running, `ended` counts the others, an abort ended `stopped`.
+    """One run. `ended_counts` counts its ended rollouts by status, `stopped` those that an abort ended.
 
-    `changed` is set, and replaced, whenever one ends: waiters never poll.
+    `change` is set, and replaced, whenever a rollout ends, so waiters need not poll.
     """
 
     started_at: datetime | None = None
@@ -34,24 +34,24 @@ class RunLife:
     aborted_at: datetime | None = None
     unfinished: int = 0
     stopped: int = 0
-    ended: Counter[RolloutStatus] = field(default_factory=Counter)
-    touched_s: float = 0.0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended_counts: Counter[RolloutStatus] = field(default_factory=Counter)
+    last_use_s: float = 0.0
+    change: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def status(self) -> RunState:
-        """`aborted` only if the abort prevented something: a run that was complete stays so."""
+        """The state; `aborted` only if the abort ended or prevented a rollout."""
         if self.unfinished:
             return "running"
         if self.aborted_at is not None and (self.started_at is None or self.stopped):
             return "aborted"
-        return "completed" if self.ended["finished"] or not self.ended["failed"] else "failed"
+        return "completed" if self.ended_counts["finished"] or not self.ended_counts["failed"] else "failed"
 
     def to_json(self) -> dict[str, Any]:
-        """`started_at`, `finished_at`, `aborted_at` are UTC, null where it has not happened."""
+        """The run as JSON; times are UTC, or null for an event that has not happened."""
         finished_at = None if self.unfinished else self.last_end_at
         times = {"started_at": self.started_at, "finished_at": finished_at, "aborted_at": self.aborted_at}
-        counts = {status: self.ended[status] for status in ("finished", "failed", "cancelled")}
+        counts = {status: self.ended_counts[status] for status in ("finished", "failed", "cancelled")}
         return {
             "status": self.status,
             **{name: at.isoformat() if at else None for name, at in times.items()},
@@ -63,10 +63,10 @@ class Runs:
     """All runs of this instance, by id.
 
     Args:
-        at_most: runs remembered; beyond it the one that was untouched for longest, and is not running, goes.
-        idle_s: an ended run is forgotten after this long.
-        clock: seconds that only grow.
-        now: the time of day, for people; nothing depends on it.
+        at_most: number of runs that are stored; one more drops the least recently used run that has ended.
+        idle_s: how long an ended run is stored.
+        clock: a monotonic clock in seconds.
+        now: the time of day; only people read it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Runs:
         run = self._runs.get(run_id)
         if run is None:
             raise UnknownId(
-                "run", run_id, where="run_id", hint="nothing was started or aborted under it, or long ago"
+                "run", run_id, where="run_id", hint="no rollout of it was started, or it was long ago"
             )
         return run
 
@@ -98,7 +98,7 @@ class Runs:
         return self._runs.get(run_id)
 
     def check_not_aborted(self, run_id: str, *, where: str) -> None:
-        """Raises RunAborted when nothing may start under this id."""
+        """Raise RunAborted if nothing may start under this id."""
         run = self._runs.get(run_id)
         if run is not None and run.aborted_at is not None:
             raise RunAborted(
@@ -107,39 +107,39 @@ class Runs:
                 hint="a new run needs a new run_id",
             )
 
-    def started(self, run_id: str) -> None:
-        """A rollout of the run was accepted."""
+    def add_rollout(self, run_id: str) -> None:
+        """Count an accepted rollout of the run."""
         run = self._touch(run_id)
         run.started_at = run.started_at or self._now()
         run.unfinished += 1
 
-    def ended(self, run_id: str, status: RolloutStatus) -> None:
-        """Note how a rollout of the run ended, and wake the callers that wait for it."""
+    def end_rollout(self, run_id: str, status: RolloutStatus) -> None:
+        """Count an ended rollout of the run, and wake the callers that wait for it."""
         run = self._touch(run_id)
         run.unfinished -= 1
-        run.ended[status] += 1
+        run.ended_counts[status] += 1
         run.last_end_at = self._now()
-        run.changed.set()
-        run.changed = asyncio.Event()
+        run.change.set()
+        run.change = asyncio.Event()
 
     def abort(self, run_id: str) -> RunLife:
-        """Mark the run, also one that is not known yet; marking it again changes nothing."""
+        """Mark the run as aborted, even if it is not known yet; doing so again changes nothing."""
         run = self._touch(run_id)
         run.aborted_at = run.aborted_at or self._now()
         return run
 
     def expire(self) -> int:
-        """Forget what ended long ago; how many."""
+        """Forget runs that ended long ago; return their number."""
         before_s = self._clock() - self._idle_s
-        old = [name for name, run in self._runs.items() if not run.unfinished and run.touched_s < before_s]
+        old = [name for name, run in self._runs.items() if not run.unfinished and run.last_use_s < before_s]
         for name in old:
             del self._runs[name]
         return len(old)
 
     def _touch(self, run_id: str) -> RunLife:
-        """The run, made when it is new; the last in order of use."""
+        """The run, new or existing, moved to the end of the order of use."""
         run = self._runs.pop(run_id, None) or RunLife()
-        run.touched_s = self._clock()
+        run.last_use_s = self._clock()
         if len(self._runs) >= self._at_most:
             idle = next((name for name, other in self._runs.items() if not other.unfinished), None)
             if idle is not None:

@@ -1,4 +1,4 @@
-"""/env: an environment that the caller steps itself. The bodies are open: others made their shape."""
+"""/env: environments that the caller steps. The bodies are open, because their shape is given."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from task_app.protocols import ConversationalEnvironment, takes_answers
 from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON, observation_json
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
-from task_app.sessions.switches import agreed_step_rewards, take_step_rewards
+from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 
 router = APIRouter(prefix="/env", tags=["env"])
 
@@ -25,7 +25,7 @@ class EnvCreate(CreateBody):
 
 
 class EnvWorld(ForeignBody):
-    seed: Seed | None = Field(default=None, description="the seed of before when absent")
+    seed: Seed | None = Field(default=None, description="by default the seed of the last reset")
 
 
 class EnvReset(EnvWorld):
@@ -39,12 +39,12 @@ class EnvTerminate(ForeignBody):
 @router.post("/create")
 async def create(request: Request, body: EnvCreate) -> Response:
     """Make an environment and start the world of the seed."""
-    return ReplyJSON(await created(services_of(request), body))
+    return ReplyJSON(await create_session(services_of(request), body))
 
 
-async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
-    """The environment as a session; the answer of /env/create."""
-    env_id, session = await opened(
+async def create_session(services: Services, body: EnvCreate) -> dict[str, Any]:
+    """Create an environment session, and return the reply of /env/create."""
+    env_id, session = await open_session(
         services,
         body.env_name,
         body.config,
@@ -69,7 +69,7 @@ async def created(services: Services, body: EnvCreate) -> dict[str, Any]:
     }
 
 
-async def opened(
+async def open_session(
     services: Services,
     env_name: str,
     config: Mapping[str, Any],
@@ -82,15 +82,15 @@ async def opened(
     """A new session in the world of the seed, and its id.
 
     Raises:
-        CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: it cannot be had.
+        CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: no session was made.
     """
     services.environments.check_capacity()
     config, switches = take_step_rewards(config, where="config", training=training, rollout=rollout)
-    agreed_step_rewards(switches)
+    agree_on_step_rewards(switches)
     session = EnvironmentSession(
         environment=services.boards.environment(env_name, config),
         spec=EnvSpec(env_name=services.boards.environment_name(env_name), config=config),
-        switches={f"the environment's {place}": found for place, found in switches.items()},
+        switches={f"the environment's {place}": one for place, one in switches.items()},
         rl_run_id=rl_run_id,
         threads=services.threads,
     )
@@ -100,7 +100,7 @@ async def opened(
 
 @router.post("/reset")
 async def reset(request: Request, body: EnvReset) -> Response:
-    """Start anew, in the same world or in another."""
+    """Start again, in the same world or in another one."""
     session = services_of(request).environments.get(body.env_id, where="env_id")
     observation = await session.reset(session.seed if body.seed is None else body.seed)
     return ReplyJSON(
@@ -110,6 +110,6 @@ async def reset(request: Request, body: EnvReset) -> Response:
 
 @router.post("/terminate")
 async def terminate(request: Request, body: EnvTerminate) -> dict[str, bool]:
-    """Forget the environment."""
+    """Forget the environment session."""
     services_of(request).environments.remove(body.env_id, where="env_id")
     return {"ok": True}

@@ -1,4 +1,4 @@
-"""/interaction: one of the operator's interactions, for a caller that has an episode loop of its own."""
+"""/interaction: the operator's interactions, for callers that have an episode loop of their own."""
 
 from typing import Any
 
@@ -21,16 +21,16 @@ class InteractionStart(ForeignBody):
         default=None, description="may be absent where there is one interaction alone"
     )
     kwargs: InteractionKwargs = Field(
-        default_factory=dict, repr=False, description="of the data row: interaction_kwargs without its name"
+        default_factory=dict, repr=False, description="interaction_kwargs of the data row, without the name"
     )
-    ground_truth: GroundTruth = Field(default=None, repr=False, description="where kwargs hold none")
+    ground_truth: GroundTruth = Field(default=None, repr=False, description="used if kwargs hold none")
 
 
-class InteractionNamed(ForeignBody):
+class InteractionRequest(ForeignBody):
     interaction_id: str = Field(min_length=1, max_length=LONGEST_ID)
 
 
-class InteractionRespond(InteractionNamed):
+class InteractionRespond(InteractionRequest):
     messages: tuple[Message, ...] = Field(min_length=1, max_length=100_000, description="all so far")
 
     @field_validator("messages", mode="before")
@@ -42,7 +42,7 @@ class InteractionRespond(InteractionNamed):
 
 @router.post("/start")
 async def start(request: Request, body: InteractionStart) -> dict[str, str]:
-    """Begin an episode with an interaction; it is finalised when it is idle for too long."""
+    """Begin an episode with an interaction; after too long without use it is finalised."""
     services = services_of(request)
     sessions = services.interaction_sessions
     sessions.check_capacity()
@@ -64,7 +64,7 @@ async def respond(request: Request, body: InteractionRespond) -> Response:
     async with session.lock:
         if session.live.terminated:
             raise EpisodeOver(
-                "the interaction has ended the episode; it answers no more",
+                "the interaction has ended the episode; it gives no more answers",
                 where="interaction_id",
                 hint="finalize it, and start another one",
             )
@@ -82,16 +82,16 @@ async def respond(request: Request, body: InteractionRespond) -> Response:
 
 
 @router.post("/score")
-async def score(request: Request, body: InteractionNamed) -> dict[str, float]:
-    """What calculate_score says now; the score of an answer is that of /interaction/respond."""
+async def score(request: Request, body: InteractionRequest) -> dict[str, float]:
+    """The score that calculate_score returns now; /interaction/respond returns the score of an answer."""
     session = services_of(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
         return {"score": await session.live.score()}
 
 
 @router.post("/finalize")
-async def finalize(request: Request, body: InteractionNamed) -> dict[str, Any]:
-    """Release it, after the answer that it is working on."""
+async def finalize(request: Request, body: InteractionRequest) -> dict[str, Any]:
+    """Release the interaction, after the answer that it is working on."""
     session = services_of(request).interaction_sessions.remove(body.interaction_id, where="interaction_id")
     await session.live.close()
     return {"ok": True}

@@ -1,4 +1,4 @@
-"""/policy: a policy that the caller asks itself, bound to an environment or fed with observations."""
+"""/policy: policies that the caller asks for decisions, bound to an environment or given observations."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from shared_schemas.messages import Message
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec
 from shared_schemas.trajectory import StepMetadata
 from task_app.complaints import invalid
-from task_app.episode.actions import Choice, ReadAction, read_action
+from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.decisions import NO_METADATA
 from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
 from task_app.protocols import (
@@ -29,8 +29,8 @@ from task_app.protocols import (
 from task_app.routes.wire import CreateBody, ForeignBody, ReplyJSON, messages_json, tool_calls_json
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import PolicySession
-from task_app.sessions.snapshots import policy_session, take_policy
-from task_app.sessions.switches import agreed_step_rewards, take_step_rewards
+from task_app.sessions.snapshots import PolicySnapshot
+from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 
 router = APIRouter(prefix="/policy", tags=["policy"])
 
@@ -41,7 +41,7 @@ class PolicyCreate(CreateBody):
     policy_name: Name
     inference_key: InferenceKey | None = Field(default=None, description="for config.inference_url alone")
     bound_env_id: str | None = Field(default=None, max_length=200)
-    env: EnvSpec | None = Field(default=None, description="words the prompts of an unbound policy")
+    env: EnvSpec | None = Field(default=None, description="writes the prompts of an unbound policy")
     rl_run_id: str | None = Field(default=None, max_length=200)
 
 
@@ -50,10 +50,10 @@ class PolicyQuestion(ForeignBody):
         default=None,
         description="for an unbound policy: {messages} or {text, data}; a bound one reads its environment",
     )
-    dry_run: bool = Field(default=False, description="build the prompt, ask nobody")
+    dry_run: bool = Field(default=False, description="build the prompt without asking the policy")
     inference_key: InferenceKey | None = Field(
         default=None,
-        description="another one from now on; or again, after a restart of the task app: none is on disk",
+        description="replaces the key; needed again after a restart, since no key is on disk",
     )
 
 
@@ -67,9 +67,9 @@ class PolicyTerminate(ForeignBody):
 
 @router.post("/create")
 async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
-    """Make a policy. Bound to an environment, its training switches reach that environment too.
+    """Make a policy; if it is bound to an environment, its training switches apply there too.
 
-    They stand in `config` or in `env.config`, as in a rollout request, or in `training` or `rollout`.
+    The switches stand in `config` or in `env.config`, as in a rollout request, or in `training` or `rollout`.
     """
     services = services_of(request)
     services.policies.check_capacity()
@@ -87,13 +87,13 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
     )
     if body.bound_env_id is not None:
         environment = services.environments.get(body.bound_env_id, where="bound_env_id")
-        agreed = agreed_step_rewards(environment.switches | switches)
-        session.switches = agreed if switches else None
+        switches_in_force = agree_on_step_rewards(environment.switches | switches)
+        session.switches = switches_in_force if switches else None
         policy_id = services.policies.add(session)
         if switches:
-            environment.switches[policy_id] = agreed
+            environment.switches[policy_id] = switches_in_force
         return {"policy_id": policy_id, "bound_env_id": body.bound_env_id}
-    agreed_step_rewards(switches)
+    agree_on_step_rewards(switches)
     if body.env is not None:
         session.environment = services.boards.environment(body.env.env_name, env_config, where="env.")
         name = services.boards.environment_name(body.env.env_name, where="env.")
@@ -103,23 +103,23 @@ async def create(request: Request, body: PolicyCreate) -> dict[str, str | None]:
 
 @router.post("/step")
 async def step(request: Request, body: PolicyStep) -> Response:
-    """Choose tool calls; `meta.decision_rewards` is what the last decision in the bound env earned."""
+    """Choose tool calls; `meta.decision_rewards` tells what the last decision in the bound env earned."""
     services = services_of(request)
     session = services.policies.get(body.policy_id, where="policy_id")
-    async with session.lock, _answering_for(session):
-        seen, environment, metadata = await _observe(services, session, body)
+    async with session.lock, _blame_caller(session):
+        observation, environment, metadata = await _observe(services, session, body)
         tools = [tool.model_dump(mode="json") for tool in environment.tools()] if environment else []
         meta: dict[str, Any] = {"policy_name": policy_name(session.policy)}
         meta |= metadata.model_dump(mode="json", exclude_none=True)
         if body.dry_run:
-            meta |= {"dry_run": True, "messages": messages_json(seen), "tools": tools}
+            meta |= {"dry_run": True, "messages": messages_json(observation), "tools": tools}
             return ReplyJSON({"tool_calls": [], "meta": meta})
-        policy = living_policy(services, session, inference_key=body.inference_key, where="inference_key")
-        started_s = time.perf_counter()
-        choice, read = await _decided(policy, seen, tools, services.settings.policy_deadline_s)
-        meta |= _choice_meta(choice, read)
-        meta |= {"turn": session.turn, "policy_s": time.perf_counter() - started_s}
-        return ReplyJSON({"tool_calls": tool_calls_json(read), "meta": meta})
+        policy = session_policy(services, session, inference_key=body.inference_key, where="inference_key")
+        start_s = time.perf_counter()
+        choice, action = await _decide(policy, observation, tools, services.settings.policy_deadline_s)
+        meta |= _choice_meta(choice, action)
+        meta |= {"turn": session.turn, "policy_s": time.perf_counter() - start_s}
+        return ReplyJSON({"tool_calls": tool_calls_json(action), "meta": meta})
 
 
 @router.post("/terminate")
@@ -131,29 +131,28 @@ async def terminate(request: Request, body: PolicyTerminate) -> dict[str, bool]:
 
 
 @asynccontextmanager
-async def _answering_for(session: PolicySession) -> AsyncIterator[None]:
-    """What an environment or a policy cannot read of an observation is its author's mistake: of an unbound
-    policy's, the caller's. The log has the traceback in either case."""
+async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
+    """Report an unreadable observation as the caller's mistake, if the caller gave it; the log has both."""
     try:
         yield
     except CriticalError as exc:
         if session.bound_env_id is not None or not isinstance(exc.__cause__, _UNREADABLE):
             raise
         raise InvalidRequest(
-            "the policy, or the environment that words its prompts, cannot read this observation",
+            "the policy, or the environment that writes its prompts, cannot read this observation",
             where="observation",
             hint="give text and data as the environment's observations have them; the log has the reason",
         ) from exc
 
 
-async def _decided(
-    policy: AgentPolicy, seen: PolicyObservation, tools: list[dict[str, Any]], at_most_s: float
-) -> tuple[Choice, ReadAction]:
+async def _decide(
+    policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], at_most_s: float
+) -> tuple[Choice, Action]:
     try:
         async with asyncio.timeout(at_most_s):
             with boundary(f"policy {policy_name(policy)}"):
-                choice = Choice(*_named(await policy.get_action(seen, tools)))
-                return choice, read_action(choice.action)
+                action, raw, log_probs, value = await policy.get_action(observation, tools)
+                return Choice(action, raw, log_probs or {}, value), read_action(action)
     except TimeoutError as exc:
         raise DeadlineExceeded(
             f"policy {policy_name(policy)!r} did not decide within {at_most_s:g} s"
@@ -163,21 +162,21 @@ async def _decided(
 async def _observe(
     services: Services, session: PolicySession, body: PolicyStep
 ) -> tuple[PolicyObservation, Environment | None, StepMetadata]:
-    """What the policy sees, whose tools it has, and what the decision before this one earned."""
+    """The policy's observation, the environment whose tools it has, and the last decision's metadata."""
     if session.bound_env_id is not None:
         bound = services.environments.get(session.bound_env_id, where="bound_env_id")
-        # The lock: a step that runs in a thread changes what is read here.
+        # Locked, because a step in a thread changes what is read here.
         async with bound.lock:
-            seen = PolicyObservation(bound.prompt(), bound.observation.data)
-            return seen, bound.environment, bound.metadata
+            observation = PolicyObservation(bound.prompt(), bound.observation.data)
+            return observation, bound.environment, bound.metadata
     if body.observation is None:
         raise InvalidRequest(
             "an unbound policy needs an observation: {messages} or {text, data}", where="observation"
         )
-    return _brought(body.observation, session.environment), session.environment, NO_METADATA
+    return _observation(body.observation, session.environment), session.environment, NO_METADATA
 
 
-def _brought(observation: dict[str, Any], environment: Environment | None) -> PolicyObservation:
+def _observation(observation: dict[str, Any], environment: Environment | None) -> PolicyObservation:
     data = observation.get("data")
     data = data if isinstance(data, dict) else {}
     if "messages" in observation:
@@ -200,26 +199,21 @@ def _messages(value: Any) -> tuple[Message, ...]:
         raise invalid(exc.errors(include_url=False)[0], where="observation.messages") from exc
 
 
-def _named(answer: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-    action, raw, log_probs, value = answer
-    return action, raw, log_probs or {}, value
-
-
-def _choice_meta(choice: Choice, read: ReadAction) -> dict[str, Any]:
-    """Return the data of a choice: its text, its exact tokens, and how they were drawn."""
-    known = {name: value for name, value in choice.log_probs.items() if value is not None}
-    sampling = known.pop("sampling", None)
-    return known | {
+def _choice_meta(choice: Choice, action: Action) -> dict[str, Any]:
+    """The facts of a choice: its text, its exact tokens, and how they were sampled."""
+    facts = {name: value for name, value in choice.log_probs.items() if value is not None}
+    sampling = facts.pop("sampling", None)
+    return facts | {
         "action_type": choice.action["type"],
         "raw_policy_output": choice.raw_output,
-        "invalid_reason": read.invalid_reason,
+        "invalid_reason": action.invalid_reason,
         "value_estimate": choice.value,
         "sampling": sampling.model_dump(mode="json") if sampling is not None else None,
     }
 
 
 class SessionPolicy:
-    """What it decides is counted, and written down. The caller holds the session's lock."""
+    """A policy whose decisions are counted and stored; the caller holds the session's lock."""
 
     def __init__(self, session: PolicySession) -> None:
         self._session = session
@@ -227,7 +221,7 @@ class SessionPolicy:
 
     @property
     def pending_failure(self) -> str | None:
-        """As in protocols.RetryingPolicy."""
+        """The failure that the policy is retrying (protocols.RetryingPolicy)."""
         policy = self._session.policy
         return policy.pending_failure if isinstance(policy, RetryingPolicy) else None
 
@@ -240,30 +234,28 @@ class SessionPolicy:
         answer = await self._session.policy.get_action(observation, available_tools_specs)
         self._session.turn += 1
         if journal is not None:
-            journal.decided(self._session)
+            journal.add_decision(self._session)
         return answer
 
 
-def living_policy(
+def session_policy(
     services: Services, session: PolicySession, *, inference_key: SecretStr | None, where: str
 ) -> SessionPolicy:
-    """The session, ready to decide: with the `inference_key` of this request where it brings another one.
+    """The session's policy, ready to decide, with the `inference_key` of this request if it has one.
 
     Args:
-        services: what the policy was made with.
-        session: held by the caller.
-        inference_key: from now on; None keeps the one of before.
+        inference_key: replaces the current one; None keeps it.
         where: body path of the key.
 
     Raises:
-        InferenceKeyNeeded: the key went with the process before, and the request brings none.
-        InvalidRequest: the policy cannot take another one.
+        InferenceKeyNeeded: a restart lost the key, and the request has none.
+        InvalidRequest: the policy cannot change its key.
     """
     if inference_key is not None and inference_key != session.spec.inference_key:
         _give_key(services, session, inference_key, where=where)
-    elif session.key_lost:
+    elif session.has_lost_key:
         raise InferenceKeyNeeded(
-            "this policy's inference_key went with the process that was restarted",
+            "this policy's inference_key was lost when the process was restarted",
             where=where,
             hint=f"send {where} with this request",
         )
@@ -271,7 +263,7 @@ def living_policy(
 
 
 def _give_key(services: Services, session: PolicySession, inference_key: SecretStr, *, where: str) -> None:
-    """Build the policy anew around the key, in the state that it is in."""
+    """Build the policy again around the key, in its current state."""
     if not isinstance(session.policy, RestorablePolicy):
         raise InvalidRequest(
             f"policy {policy_name(session.policy)!r} cannot take another inference_key: "
@@ -279,7 +271,6 @@ def _give_key(services: Services, session: PolicySession, inference_key: SecretS
             where=where,
             hint="make another policy with the key",
         )
-    facts = take_policy(session, where=where)
     context = services.policy_context(inference_key=inference_key)
-    again = policy_session(facts, services.boards, context)
-    session.policy, session.spec, session.key_lost = again.policy, again.spec, False
+    successor = PolicySnapshot.take(session, where=where).session(services.boards, context)
+    session.policy, session.spec, session.has_lost_key = successor.policy, successor.spec, False

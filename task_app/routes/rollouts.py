@@ -26,7 +26,7 @@ JSON = "application/json"
 
 @router.post("", status_code=202)
 async def accept(request: Request, batch: RolloutBatch) -> RolloutsAccepted:
-    """Queue rollouts; the same id with the same body again is harmless."""
+    """Queue rollouts; posting the same id with the same body again changes nothing."""
     return services_of(request).runner.accept(batch)
 
 
@@ -37,7 +37,7 @@ async def poll(
     cursor: Annotated[str | None, Query(max_length=200)] = None,
     wait_s: Annotated[float, Query(ge=0.0, allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """Everything of a run that ended since the cursor; waits up to `wait_s` for the first of it."""
+    """The rollouts of a run that ended since the cursor; waits up to `wait_s` seconds for the first one."""
     services = services_of(request)
     if wait_s > services.settings.max_wait_s:
         raise InvalidRequest(
@@ -48,19 +48,19 @@ async def poll(
 
 @router.post("/ack")
 async def ack(request: Request, body: RolloutAck) -> RolloutAcked:
-    """The caller has stored these; forget them."""
+    """Forget rollouts that the caller has stored."""
     return services_of(request).runner.results.ack(body)
 
 
 @router.get("/{rollout_id:path}", response_model=Rollout)
 async def state(request: Request, rollout_id: str) -> Response:
-    """One rollout, with its trajectory when it has finished."""
+    """One rollout; a finished one has its trajectory."""
     return Response(services_of(request).runner.state(rollout_id), media_type=JSON)
 
 
 @router.delete("/{rollout_id:path}", response_model=Rollout)
 async def cancel(request: Request, rollout_id: str) -> Response:
-    """End a rollout that has not ended; its state afterwards. Repeating it changes nothing."""
+    """End an unfinished rollout and return its state; repeating this changes nothing."""
     return Response(await services_of(request).runner.cancel(rollout_id), media_type=JSON)
 
 
@@ -68,18 +68,20 @@ runs_router = APIRouter(prefix="/run", tags=["rollouts"])
 
 
 class RunAbort(ForeignBody):
-    run_id: Id = Field(description="known or not: an abort before the start is kept")
+    run_id: Id = Field(description="known or not; a run may be aborted before it starts")
 
 
 @runs_router.post("/abort")
 async def abort(request: Request, body: RunAbort) -> dict[str, Any]:
-    """End what the run has unfinished, and start nothing more under its id. Repeating it changes nothing;
-    what had finished stays finished."""
+    """End the unfinished rollouts of a run, and start nothing more under its id.
+
+    Repeating this changes nothing, and finished rollouts stay finished.
+    """
     run, stopped = await services_of(request).runner.abort(body.run_id)
     return {"ok": True, "run_id": body.run_id, "stopped": stopped, **run.to_json()}
 
 
 @runs_router.get("/status/{run_id:path}")
 async def status(request: Request, run_id: str = Path(min_length=1, max_length=200)) -> dict[str, Any]:
-    """`running`, `completed`, `failed` (nothing finished) or `aborted`, and the counts behind it."""
+    """The state of a run (running, completed, failed if nothing finished, or aborted) with its counts."""
     return {"run_id": run_id, **services_of(request).runner.runs.get(run_id).to_json()}

@@ -37,13 +37,13 @@ async def root() -> dict[str, str]:
 
 @router.get("/health")
 async def health(request: Request) -> dict[str, Any]:
-    """Open to all; a request that presents a key also learns whether it is good."""
+    """Whether the service is healthy; a request with an API key also learns whether the key is valid."""
     keys = services_of(request).keys
     if not keys.configured:
         raise NoKeyConfigured(keys.variable)
     if services_of(request).draining:
         raise ShuttingDown(
-            "draining: what runs may end and be fetched, nothing new is taken", code="draining"
+            "draining: running work may end and be fetched, nothing new is taken", code="draining"
         )
     answer: dict[str, Any] = {"healthy": True, "status": "healthy", "auth": {"required": True}}
     answer["service"] = {"base_url": str(request.base_url).rstrip("/")}
@@ -55,9 +55,7 @@ async def health(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Counts, latencies and what is held, in Prometheus' text format (docs/operations.md)."""
-    # Here, because most task apps are never scraped, and a trainer's embedded one should start fast.
-
+    """Counts, latencies and current state in Prometheus' text format (docs/operations.md)."""
     services, sockets = services_of(request), request.app.state.openenv_sockets.open
     return metrics_response(
         lambda: families(services, version=request.app.version, sockets=sockets),
@@ -65,18 +63,16 @@ async def metrics(request: Request) -> Response:
     )
 
 
-# /info has both published shapes at once: service.task with limits, and service.endpoints.
-
 info_router = APIRouter(tags=["info"])
 
 SEED_RANGE = [0, 2**31 - 2]
-# Of a query, where every number is text; in bodies a seed is a strict integer (shared_schemas.rollouts.Seed).
+# For a query, in which every number is text; bodies use shared_schemas.rollouts.Seed.
 QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 
 
 @info_router.get("/info")
 async def info(request: Request) -> dict[str, Any]:
-    """The service: what it offers, and its bounds."""
+    """What the service offers, and its limits, in both published shapes."""
     services = services_of(request)
     return {
         "service": {
@@ -114,32 +110,32 @@ async def task_info(
     seeds: Annotated[tuple[QuerySeed, ...], Query()] = (),
     env_name: Annotated[str | None, Query(max_length=200)] = None,
 ) -> Any:
-    """The set of tasks; with one `seed` that task, with several (also as `seeds`) a list of them."""
+    """The set of tasks; with one `seed` its task, with several (also as `seeds`) a list of tasks."""
     services = services_of(request)
-    wanted = (*seed, *seeds)
-    if len(wanted) > services.settings.max_seeds_per_request:
+    seeds_in_order = (*seed, *seeds)
+    if len(seeds_in_order) > services.settings.max_seeds_per_request:
         raise InvalidRequest(
-            f"{len(wanted)} seeds; at most {services.settings.max_seeds_per_request}", where="seed"
+            f"{len(seeds_in_order)} seeds; at most {services.settings.max_seeds_per_request}", where="seed"
         )
     boards = services.boards
     name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
     environment = services.boards.environment(name, {})
-    if not wanted:
+    if not seeds_in_order:
         return {
             **_about(services, environment),
             "taskset": _taskset(name, environment, services.boards.environments[name].config()),
             "environments": sorted(services.boards.environments),
         }
-    found = [await _task(services, environment, number) for number in wanted]
-    return found[0] if len(found) == 1 else found
+    tasks = [await _task(services, environment, number) for number in seeds_in_order]
+    return tasks[0] if len(tasks) == 1 else tasks
 
 
 def _endpoints(paths: Iterable[str]) -> dict[str, list[str]]:
     """All routes by their first word: `env`, `policy`, `rollout`, `run`, `branch` and so on."""
-    found: dict[str, list[str]] = {}
+    endpoints: dict[str, list[str]] = {}
     for path in paths:
-        found.setdefault(path.split("/")[1] or "root", []).append(path)
-    return found
+        endpoints.setdefault(path.split("/")[1] or "root", []).append(path)
+    return endpoints
 
 
 def _capabilities(services: Services) -> dict[str, Any]:
@@ -170,7 +166,7 @@ def _taskset(env_name: str, environment: Environment, config: Body) -> dict[str,
 
 
 def _about(services: Services, environment: Environment) -> dict[str, Any]:
-    """What every task of an environment has in common."""
+    """The facts that all tasks of an environment share."""
     return {
         "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
         "environment": environment.name,
@@ -180,7 +176,7 @@ def _about(services: Services, environment: Environment) -> dict[str, Any]:
             "tools": [tool.model_dump(mode="json") for tool in environment.tools()],
         },
         "dataset": {"seed_range": SEED_RANGE},
-        "rubric": {},  # an object in the contract; nobody judges here
+        "rubric": {},  # the contract wants an object; there is no judge here
         "inference": {
             "model": services.settings.inference_model,
             "inference_url": services.settings.inference_url,
@@ -192,7 +188,7 @@ def _about(services: Services, environment: Environment) -> dict[str, Any]:
 
 
 async def _task(services: Services, environment: Environment, seed: int) -> dict[str, Any]:
-    """One seed, with what its world shows at the start."""
+    """The task of one seed, with the first observation of its world."""
     with boundary("environment.reset"):
         observation = await services.threads.run("environment.reset", environment.reset, seed)
     return {
@@ -215,7 +211,7 @@ def families(services: Services, *, version: str, sockets: int) -> Iterator[Metr
 
 
 def _now(services: Services, sockets: int) -> Iterator[Metric]:
-    """What there is at this moment."""
+    """Gauges of the current state."""
     runner = services.runner
     sessions = GaugeMetricFamily("turnwise_sessions", "Live sessions.", labels=["kind"])
     sessions.add_metric(["env"], len(services.environments))
@@ -237,13 +233,13 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "turnwise_held_bytes",
         "Bytes of rollout requests and results that are not acknowledged.",
-        runner.results.held_bytes,
+        runner.results.total_bytes,
     )
     yield GaugeMetricFamily("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
 
 
 def _so_far(metrics: Metrics) -> Iterator[Metric]:
-    """What has happened since the start."""
+    """Counters since the start."""
     yield metrics.requests.answered_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
@@ -251,14 +247,14 @@ def _so_far(metrics: Metrics) -> Iterator[Metric]:
     for route, histogram in metrics.requests.latency.items():
         latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
     yield latency
-    ended = CounterMetricFamily(
+    rollouts = CounterMetricFamily(
         "turnwise_rollouts_ended",
         "Rollouts that ended, by stop reason or failure.",
         labels=["status", "reason"],
     )
     for (state, reason), count in metrics.rollouts_ended.items():
-        ended.add_metric([state, reason], count)
-    yield ended
+        rollouts.add_metric([state, reason], count)
+    yield rollouts
     yield _by_source("turnwise_decisions", "Decisions taken.", metrics.decisions)
     yield _by_source("turnwise_env_steps", "Env steps that ran.", metrics.env_steps)
     yield CounterMetricFamily(

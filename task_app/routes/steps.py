@@ -1,4 +1,4 @@
-"""POST /env/step and /env/step_many: decisions of environments that callers step, with a short way."""
+"""POST /env/step and /env/step_many: decisions in environments that callers step, with a fast path."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from task_app.sessions.sessions import EnvironmentSession
 
 router = APIRouter(prefix="/env", tags=["env"])
 
-# Env steps between two looks at the other requests: about three milliseconds of Crafter.
+# Env steps before other requests get their turn: about three milliseconds of Crafter.
 SLICE_ENV_STEPS = 50
 
 
@@ -45,7 +45,7 @@ class EnvStepMany(Body):
 
 @router.post("/step")
 async def step(request: Request, body: EnvStep) -> Response:
-    """Carry out the calls of one decision. A refused call runs one noop and says why in `info`."""
+    """Carry out the calls of one decision; a refused call runs one noop, and `info` says why."""
     services = services_of(request)
     session = services.environments.get(body.env_id, where="env_id")
     return ReplyJSON(await decide(services, session, body.tool_calls))
@@ -53,12 +53,15 @@ async def step(request: Request, body: EnvStep) -> Response:
 
 @router.post("/step_many")
 async def step_many(request: Request, body: EnvStepMany) -> Response:
-    """Carry out many decisions. Each answers for itself: `{"status": 200, ...}` as /env/step does, or
-    `{"status": 4xx, "problem": ...}`; a refused one takes no step and stops none of the others."""
+    """Carry out many decisions in order.
+
+    Each has its own result: `{"status": 200, ...}` as from /env/step, or `{"status": 4xx, "problem": ...}`; a
+    refused decision takes no step and stops none of the others.
+    """
     services = services_of(request)
-    found, most = len(body.steps), services.settings.max_steps_per_request
-    if found > most:
-        raise InvalidRequest(f"{found} steps in one request; at most {most}", where="steps")
+    count, most = len(body.steps), services.settings.max_steps_per_request
+    if count > most:
+        raise InvalidRequest(f"{count} steps in one request; at most {most}", where="steps")
     results: list[bytes] = []
     since_yield = 0
     for index, one in enumerate(body.steps):
@@ -78,38 +81,38 @@ async def decide(
     *,
     where: str = "",
 ) -> dict[str, Any]:
-    """One decision of a session; the answer of /env/step.
+    """Carry out one decision of a session, and return the reply of /env/step.
 
     Raises:
-        InvalidRequest: too many calls, or one that names no tool; `where` is put before the body path.
+        InvalidRequest: too many calls, or one that names no tool; `where` begins the body path.
         EpisodeOver: the episode has ended.
     """
     requests = _requests(tool_calls, at_most=services.settings.max_calls_per_step, where=where)
-    return _told(session, *await session.step(requests))
+    return _reply(session, *await session.step(requests))
 
 
 def decide_at_once(
     services: Services, session: EnvironmentSession, tool_calls: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The same of a session that `steps_at_once`; raises the same."""
+    """`decide` for a session that `steps_at_once`."""
     requests = _requests(tool_calls, at_most=services.settings.max_calls_per_step, where="")
-    return _told(session, *session.take(requests))
+    return _reply(session, *session.take(requests))
 
 
-def _told(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
+def _reply(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
     return step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
 
 
 async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, int]:
-    """The answer of one decision, whatever becomes of it, as JSON; and its env steps."""
+    """One decision's result as JSON, whether it succeeds or fails, and its number of env steps."""
     where = f"steps.{index}."
     try:
-        # Around all of it: what one decision breaks must not take the answers of the others along.
+        # One boundary around everything, so that an error in one decision keeps the results of the others.
         with boundary(f"step {index} of a batch"):
             session = services.environments.get(one.env_id, where=where + "env_id")
             answer = await decide(services, session, one.tool_calls, where=where)
-            told = {"env_id": one.env_id, "status": 200, **answer}
-            return reply_body(told), len(answer["env_rewards"])
+            reply = {"env_id": one.env_id, "status": 200, **answer}
+            return reply_body(reply), len(answer["env_rewards"])
     except TaskAppError as exc:
         exc.where = exc.where or where.rstrip(".")
         problem = exc.problem().model_dump(mode="json", exclude_none=True)
@@ -129,7 +132,7 @@ def _requests(
         raise InvalidRequest(str(exc), where=where + "tool_calls") from exc
 
 
-# Where the long way ends; metrics count both ways under its path.
+# The route of the slow path; metrics count both paths under it.
 ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.name == "step")
 KEYS = EnvStep.model_fields.keys()
 JSON = b"application/json"
@@ -138,14 +141,10 @@ JSON = b"application/json"
 class ShortWay:
     """ASGI middleware that answers a plain POST /env/step at once, without FastAPI.
 
-    FastAPI costs as much as a step. A request is plain if its body is whole, without Idempotency-Key, nobody
-    holds its session, and the environment promises quick steps: then it needs no deadline, lock, thread or
-    memory of answers. All other requests, and faulty bodies, go the long way by the route. This stands behind
+    FastAPI costs as much as a step. A request is plain if its body is complete, it has no Idempotency-Key,
+    its session is free, and the environment promises quick steps: then it needs no deadline, lock, thread or
+    stored answer. All other requests, and faulty bodies, go to the route. This middleware stands behind
     service_kit.gate, which has read the body.
-
-    Args:
-        app: the long way.
-        services: with the sessions.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
@@ -160,7 +159,7 @@ class ShortWay:
             await problem_response(error)(scope, receive, send)
             return
         if body is None:
-            # The route reads the body for itself: a large one need not be there twice.
+            # The route reads the body again; dropping this copy saves memory.
             scope.pop(JSON_BODY, None)
             await self._app(scope, receive, send)
             return
@@ -170,15 +169,15 @@ class ShortWay:
         await send({"type": "http.response.body", "body": body})
 
     def _answer(self, body: Any) -> bytes | None:
-        """The answer, or None when the long way has to find it: then nothing has been done yet.
+        """The reply, or None if the route must answer; nothing has been done then.
 
         Raises:
-            TaskAppError: there is no such session, or the decision was refused, or failed.
+            TaskAppError: there is no such session, or the decision was refused or failed.
         """
-        asked = _plain_body(body)
-        if asked is None:
+        decision = _plain_body(body)
+        if decision is None:
             return None
-        env_id, tool_calls = asked
+        env_id, tool_calls = decision
         session = self._services.environments.get(env_id, where="env_id")
         if not session.steps_at_once:
             return None
@@ -186,7 +185,7 @@ class ShortWay:
 
 
 def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
-    """What a `steps.EnvStep` of two keys says; None for whatever its validation may have to look at."""
+    """Both keys of a plain `EnvStep`; None if the body needs validation."""
     if type(body) is not dict or body.keys() != KEYS:
         return None
     env_id, calls = body["env_id"], body["tool_calls"]
@@ -195,7 +194,7 @@ def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
 
 
 def _may_be_plain(scope: Scope) -> bool:
-    """As far as its head tells."""
+    """Whether the head allows a plain request."""
     if scope["type"] != "http" or scope["path"] != ROUTE.path or scope["method"] != "POST":
         return False
     headers = dict(scope["headers"])

@@ -1,4 +1,4 @@
-"""A body, query or path that is not what its route declares, as a problem that names the place."""
+"""The reply to a body, query or path that does not fit its route: a problem that names the place."""
 
 from collections.abc import Iterable
 from types import GenericAlias
@@ -16,7 +16,7 @@ from task_app.routes.wire import MISSPELT
 
 
 async def validation_response(request: Request, exc: Exception) -> Response:
-    """FastAPI's handler for it."""
+    """FastAPI's handler for requests that fail validation."""
     assert isinstance(exc, RequestValidationError)
     error = dict(most_telling(exc.errors()))
     place = error["loc"]
@@ -30,7 +30,7 @@ async def validation_response(request: Request, exc: Exception) -> Response:
 
 
 def _known_fields(request: Request, place: tuple[Any, ...]) -> Iterable[str]:
-    """The keys allowed next to the one at `place`, found by walking the body's model along the path."""
+    """The keys that are allowed next to the one at `place`, from the body's model."""
     route = request.scope.get("route")
     body = route.body_field if isinstance(route, APIRoute) else None
     model = _model_in(body.field_info.annotation) if body is not None else None

@@ -1,7 +1,7 @@
 """Pictures for people: an environment now (GET /env/{env_id}/view), and a rollout that is played again.
 
-The page is one file without scripts or styles from elsewhere. It asks for itself every second and gets 304
-if nothing has happened. Watching does not count as use of the environment: it expires as if nobody looked.
+The page is one file without foreign scripts or styles. It fetches itself every second, and gets 304 if
+nothing has happened. Watching does not count as use of the environment.
 """
 
 import base64
@@ -31,14 +31,14 @@ _PAGE = files("task_app.routes").joinpath("view.html").read_text(encoding="utf-8
 
 def _policy(page: str) -> str:
     """A Content-Security-Policy that lets the page's own script and style run, and nothing else."""
-    allowed = {}
+    sources = {}
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-        allowed[tag] = f"'sha256-{digest}'"
+        sources[tag] = f"'sha256-{digest}'"
     return (
-        f"default-src 'none'; img-src data:; connect-src 'self'; script-src {allowed['script']}; "
-        f"style-src {allowed['style']}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; img-src data:; connect-src 'self'; script-src {sources['script']}; "
+        f"style-src {sources['style']}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
@@ -52,7 +52,7 @@ HEADERS = {
 
 @router.get("/{env_id}/view", response_class=HTMLResponse)
 async def view(request: Request, env_id: Annotated[str, Path(min_length=1, max_length=200)]) -> Response:
-    """A page with its picture, text, facts and last decisions; a browser sends the key as a password."""
+    """A page with picture, text, facts and last decisions; a browser sends the API key as a password."""
     services = services_of(request)
     session = services.environments.find(env_id)
     if session is None:
@@ -69,11 +69,11 @@ async def view(request: Request, env_id: Annotated[str, Path(min_length=1, max_l
 
 
 def _tag(env_id: str, session: EnvironmentSession) -> str:
-    """Another one whenever the page would be another."""
-    shown = (
+    """A tag that changes whenever the page changes."""
+    content = (
         f"{env_id}/{session.seed}/{session.turn}/{session.step_idx}/{session.over}/{session.observation.text}"
     )
-    return f'"{hashlib.blake2b(shown.encode("utf-8", "replace"), digest_size=12).hexdigest()}"'
+    return f'"{hashlib.blake2b(content.encode("utf-8", "replace"), digest_size=12).hexdigest()}"'
 
 
 async def _frame(threads: Threads, session: EnvironmentSession) -> bytes | None:
@@ -97,7 +97,7 @@ def _main(session: EnvironmentSession, frame: bytes | None) -> Iterator[str]:
 
 
 def _facts(session: EnvironmentSession) -> Iterator[str]:
-    """Counts of the session, and the plain numbers and words that the environment's data holds."""
+    """The session's counts, and the plain numbers and texts in the environment's data."""
     counts = session.observation.achievements_counts
     yield _fact("decisions", session.turn)
     yield _fact("env steps", session.step_idx)
@@ -135,7 +135,7 @@ def _row(decision: RecentDecision) -> str:
         executed += f' <span class="refused">{escape(decision.invalid_reason)}</span>'
     marks = "".join(
         f'<span class="{"first" if first else "again"}">{escape(name)}</span>'
-        for name, first in decision.achieved()
+        for name, first in decision.achievements()
     )
     reward = sum(decision.env_rewards)
     return (

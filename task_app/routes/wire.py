@@ -1,4 +1,5 @@
-"""Pure: observations, outcomes and actions as routes show them, and the base of bodies in others' shapes."""
+"""Pure: observations, outcomes and actions as routes return them, and the base of bodies with a given
+shape."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,23 +15,23 @@ from shared_schemas.base import OpenBody
 from shared_schemas.messages import Message
 from shared_schemas.rewards import TrainingSwitches
 from shared_schemas.trajectory import StepMetadata
-from task_app.episode.actions import ReadAction
+from task_app.episode.actions import Action
 from task_app.episode.decisions import NO_METADATA, achievements_added, achievements_status
 from task_app.protocols import DecisionOutcome, Observation
 from task_app.sessions.switches import KEY
 
 
 class ReplyJSON(JSONResponse):
-    """JSON that half a character in a plug-in's text cannot break, and that a NaN does break."""
+    """JSON that replaces lone surrogates in a plug-in's text, and refuses NaN."""
 
     def render(self, content: Any) -> bytes:
         return reply_body(content)
 
 
 def reply_body(content: Any) -> bytes:
-    """What a ReplyJSON sends; raises ValueError for a NaN."""
-    # A quarter of the cost of json.dumps. It writes a NaN as NaN, which is no JSON, and refuses half a
-    # character: both are left to the slow way below, which refuses the one and replaces the other.
+    """The bytes of a ReplyJSON; raises ValueError for a NaN."""
+    # pydantic needs a quarter of json.dumps's time. It writes NaN as it is, and fails on a lone surrogate; in
+    # both cases json.dumps follows, which refuses the NaN and lets the surrogate be replaced.
     with suppress(PydanticSerializationError):
         body = to_json(content, inf_nan_mode="constants")
         if b"NaN" not in body and b"Infinity" not in body:
@@ -40,7 +41,7 @@ def reply_body(content: Any) -> bytes:
 
 
 def observation_json(observation: Observation) -> dict[str, Any]:
-    """What every observation carries in every mode (DESIGN.md 4.2), the text, and the data behind it."""
+    """The fields that an observation has in every mode (DESIGN.md 4.2), with its text and data."""
     counts = dict(observation.achievements_counts)
     return {
         "text": observation.text,
@@ -54,7 +55,7 @@ def observation_json(observation: Observation) -> dict[str, Any]:
 def step_json(
     before: Observation, outcome: DecisionOutcome, *, turn: int, step_idx: int, metadata: StepMetadata
 ) -> dict[str, Any]:
-    """Answer of POST /env/step; `reward` is the sum of `env_rewards`."""
+    """The reply of POST /env/step; `reward` is the sum of `env_rewards`."""
     after = outcome.observation
     return {
         "observation": observation_json(after),
@@ -76,9 +77,9 @@ def step_json(
     }
 
 
-def tool_calls_json(read: ReadAction) -> list[dict[str, Any]]:
-    """In OpenAI's form, as POST /env/step takes them."""
-    return [call.model_dump(mode="json", exclude_none=True) for call in read.tool_calls]
+def tool_calls_json(action: Action) -> list[dict[str, Any]]:
+    """Tool calls in OpenAI's form, as POST /env/step accepts them."""
+    return [call.model_dump(mode="json", exclude_none=True) for call in action.tool_calls]
 
 
 def messages_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -86,24 +87,24 @@ def messages_json(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 
 MISSPELT = "misspelt_key"
-# High enough to let real keys of other task apps pass: `run_id` beside our `rl_run_id`, `parent_env_id`.
+# High enough to accept real keys of other task apps: `run_id` beside our `rl_run_id`, `parent_env_id`.
 _CUTOFF = 0.85
 _LONGEST = 40
-# Each is compared with all that are known.
+# Each unknown key is compared with all known ones.
 MOST_UNKNOWN = 100
 
 LONGEST_ID = 200
 
-# Switches beside the config, where nobody reads them: they would be dropped in silence as other keys are.
-MISPLACED = frozenset({KEY, *TrainingSwitches.model_fields})
+# Names of switches, which would have no effect beside the config.
+SWITCHES = frozenset({KEY, *TrainingSwitches.model_fields})
 
 EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
 
 class ForeignBody(OpenBody):
-    """An open body, whose shape others made, that keeps unknown keys but refuses a misspelling of our keys.
+    """An open body of a given shape; it keeps unknown keys, but refuses misspellings of known ones.
 
-    Otherwise `{"sed": 7}` would be dropped in silence and start the world of seed 0.
+    Otherwise `{"sed": 7}` would be ignored, and start the world of seed 0.
     """
 
     @model_validator(mode="before")
@@ -132,7 +133,8 @@ class ForeignBody(OpenBody):
 
 
 class CreateBody(ForeignBody):
-    """Of requests that create something: the switches of decision rewards stand in `config` or a table."""
+    """The body of a request that creates something; switches of decision rewards stand in `config` or a
+    table."""
 
     config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     training: TrainingSwitches | None = Field(
@@ -143,7 +145,7 @@ class CreateBody(ForeignBody):
     @model_validator(mode="before")
     @classmethod
     def _refuse_misplaced_switches(cls, body: Any) -> Any:
-        for name in sorted(MISPLACED & body.keys()) if isinstance(body, dict) else ():
+        for name in sorted(SWITCHES & body.keys()) if isinstance(body, dict) else ():
             home = "config" if name == KEY else "training"
             raise PydanticCustomError(
                 MISSPELT, "'{name}' has no effect here; it stands in '{home}'", {"name": name, "home": home}
@@ -151,8 +153,8 @@ class CreateBody(ForeignBody):
         return body
 
 
-def legacy_observation(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """An observation whose `inventory` and `player_position` stand at its top, for older clients."""
-    data = shown["data"]
-    found = {"inventory": data.get("inventory"), "player_position": data.get("position")}
-    return {**shown, **{name: value for name, value in found.items() if value is not None}}
+def legacy_observation(observation: Mapping[str, Any]) -> dict[str, Any]:
+    """An observation with `inventory` and `player_position` at the top level, for older clients."""
+    data = observation["data"]
+    values = {"inventory": data.get("inventory"), "player_position": data.get("position")}
+    return {**observation, **{name: value for name, value in values.items() if value is not None}}

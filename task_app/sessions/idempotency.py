@@ -1,6 +1,6 @@
-"""`Idempotency-Key` as ASGI middleware: a POST with a key is carried out once, answered as often as asked.
+"""`Idempotency-Key` as ASGI middleware: a POST with a key is carried out once, and retries get its answer.
 
-It stands inside the gate, so that only holders of a key reach it, and outside all that answers such a POST.
+It stands inside the gate, so that only clients with an API key reach it, and outside all routes.
 """
 
 import hashlib
@@ -17,20 +17,15 @@ from task_app.sessions.journal import WORK, Answer, Database, RawHeaders, Work
 
 HEADER = b"idempotency-key"
 LONGEST_KEY = 200
-REPLAYED = (b"idempotency-replayed", b"true")
-# The request was not carried out, and may well be the next time: nothing to remember.
-NOT_TAKEN = frozenset({408, 413, 428, 429, 502, 503, 504, 507})
-# Their answers speak of what this process holds, and are not kept for the next one: retries do no harm there.
+REPLAY_HEADER = (b"idempotency-replayed", b"true")
+# Statuses of requests that were not carried out and may succeed later; nothing is stored.
+REJECTIONS = frozenset({408, 413, 428, 429, 502, 503, 504, 507})
+# Answers of these paths are about this process and are not stored for the next one; a retry does no harm.
 OF_THIS_PROCESS = ("/rollouts", "/run/")
 
 
 class Once:
-    """Wraps the app; a request without the header passes as it is.
-
-    Args:
-        app: what carries requests out.
-        database: keeps the answers.
-    """
+    """Wraps the app; a request without the header passes unchanged."""
 
     def __init__(self, app: ASGIApp, *, database: Database) -> None:
         self._app = app
@@ -41,12 +36,12 @@ class Once:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        found = [value for name, value in scope["headers"] if name == HEADER]
-        if not found:
+        headers = [value for name, value in scope["headers"] if name == HEADER]
+        if not headers:
             await self._app(scope, receive, send)
             return
         try:
-            key, body = _key(found), await whole_body(receive)
+            key, body = _key(headers), await whole_body(receive)
             digest = request_digest(scope["method"], scope["raw_path"], scope["query_string"], body)
             earlier = await self._earlier(key, digest)
             if earlier is None:
@@ -57,26 +52,26 @@ class Once:
         except ClientDisconnect:
             return
         if earlier is not None:
-            await _send(earlier, send, extra=(REPLAYED,))
+            await _send(earlier, send, extra=(REPLAY_HEADER,))
         else:
             await self._carry_out(work, scope, given(body, receive), send)
 
     async def _earlier(self, key: str, digest: str) -> Answer | None:
-        """The answer of this request if it came before, waited for if that is still carried out."""
+        """The stored answer of this request; waits if the first one is still being carried out."""
         while (work := self._requests.get(key)) is not None:
             _check_same(work.digest, digest)
             if work.is_open:
-                await work.settled.wait()
+                await work.done_event.wait()
             else:
                 self._database.write(work)
-        stored = self._database.answer(key)
-        if stored is None:
+        row = self._database.answer(key)
+        if row is None:
             return None
-        _check_same(stored[0], digest)
-        return stored[1] or _lost_answer("the task app was killed before it answered")
+        _check_same(row[0], digest)
+        return row[1] or _answer_lost("the task app was killed before it answered")
 
     def _begin(self, key: str, digest: str, *, path: str) -> Work:
-        """A new key, whose request is carried out now; raises CapacityReached."""
+        """Register a new key, whose request is carried out now; raises CapacityReached."""
         most = self._database.most
         if len(self._requests) >= most:
             raise CapacityReached(f"{most} requests with an Idempotency-Key are being carried out")
@@ -90,38 +85,38 @@ class Once:
         try:
             await self._app(scope, receive, recorder)
         except BaseException:
-            # How far it came is not known: to do it again would be the worse mistake.
+            # Nobody knows how far it got, and a second attempt would be the worse mistake.
             with suppress(JournalFailed):
-                self._settle(work, _lost_answer("it failed inside the task app"))
+                self._finish(work, _answer_lost("it failed inside the task app"))
             raise
         finally:
             WORK.reset(token)
         answer = recorder.answer()
-        if answer.status in NOT_TAKEN and not work.has_effects:
+        if answer.status in REJECTIONS and not work.has_effects:
             del self._requests[work.key]
-            work.settled.set()
+            work.done_event.set()
             await _send(answer, send)
             return
-        kept_answer = answer
-        if answer.status in NOT_TAKEN:
-            kept_answer = _lost_answer(f"it was cut short with {answer.status}")
+        answer_to_keep = answer
+        if answer.status in REJECTIONS:
+            answer_to_keep = _answer_lost(f"it was cut short with {answer.status}")
         elif answer.size > self._database.most_bytes:
-            kept_answer = _lost_answer("its answer was too large to keep")
+            answer_to_keep = _answer_lost("its answer was too large to keep")
         try:
-            self._settle(work, kept_answer)
+            self._finish(work, answer_to_keep)
         except JournalFailed as error:
             answer = _answer_of(error)
         await _send(answer, send)
 
-    def _settle(self, work: Work, answer: Answer) -> None:
-        """Keep the answer, and let those who wait for it go on; raises JournalFailed."""
+    def _finish(self, work: Work, answer: Answer) -> None:
+        """Store the answer, and wake the retries that wait for it; raises JournalFailed."""
         work.answer = answer
-        work.settled.set()
+        work.done_event.set()
         self._database.write(work)
 
 
 class _Recorder:
-    """A send channel that keeps the response: nothing leaves before it is remembered."""
+    """A send channel that holds the response back until it is stored."""
 
     def __init__(self) -> None:
         self._status = 500
@@ -140,15 +135,15 @@ class _Recorder:
 
 
 def request_digest(method: str, raw_path: bytes, query: bytes, body: bytes) -> str:
-    """Of all that makes two requests the same; the lengths keep the parts apart."""
+    """A digest of everything that makes two requests equal; lengths separate the parts."""
     parts = (method.encode(), raw_path, query, body)
-    framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-    return hashlib.blake2b(framed, digest_size=16).hexdigest()
+    data = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _key(found: list[bytes]) -> str:
-    key = found[0].decode("latin-1").strip()
-    if len(found) > 1 or not 0 < len(key) <= LONGEST_KEY or not (key.isascii() and key.isprintable()):
+def _key(headers: list[bytes]) -> str:
+    key = headers[0].decode("latin-1").strip()
+    if len(headers) > 1 or not 0 < len(key) <= LONGEST_KEY or not (key.isascii() and key.isprintable()):
         raise InvalidRequest(
             f"Idempotency-Key must be one header of 1 to {LONGEST_KEY} printable ASCII characters",
             where="header Idempotency-Key",
@@ -166,8 +161,8 @@ def _check_same(earlier: str, digest: str) -> None:
         )
 
 
-def _lost_answer(reason: str) -> Answer:
-    """Answer a retry whose request may have been carried out, although its answer is lost."""
+def _answer_lost(reason: str) -> Answer:
+    """The reply to a retry whose request may have been carried out, but whose answer is lost."""
     return _answer_of(
         AnswerLost(
             f"the first request with this Idempotency-Key may have been carried out, but {reason}",

@@ -1,18 +1,18 @@
 """Sessions, and the answers that retries get, in one SQLite database; --state-dir keeps it on disk.
 
     sessions   id | facts: JSON | snapshot: the whole session, or NULL: an environment, reset to facts.seed
-    steps      session, number | calls: [[tool, arguments as text]] | seen: digest of what the decision showed
+    steps      session, number | calls: [[tool, arguments as text]] | seen: digest of the decision's outcome
     answers    key | digest of the request | state: open, kept, process | at_s | size | status, headers, body:
                NULL if they are lost
 
-A session is its row and its steps, which are played again at the start. A policy has no steps.
+A session is its row and its steps, which are replayed at the start. A policy has no steps.
 
-What a request with an Idempotency-Key does is written with its answer, in one transaction: a kill before that
-undoes all of it, and its retry does it. When another request comes to one of its sessions first, what it has
-done so far is written before anything else happens there, and its key in the state `open`. It is not undone
-any more, and after a kill its retry is told that the answer is lost (409 answer_lost).
+The effects of a request with an Idempotency-Key are written with its answer in one transaction, so a kill
+before that undoes all of them and a retry carries them out. If another request needs one of the sessions
+earlier, the effects so far are written first, with the key in the state `open`; they are not undone any more,
+and after a kill a retry gets 409 answer_lost.
 
-If a write fails, its statements stay in memory and are written before anything else happens to the session.
+If a write fails, its statements stay in memory and are written before the session is used again.
 """
 
 import asyncio
@@ -40,21 +40,12 @@ from task_app.errors import JournalDamaged, JournalFailed, TaskAppError
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.protocols import DecisionOutcome, RestorableEnvironment, RestorablePolicy, ToolRequest
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
-from task_app.sessions.snapshots import (
-    environment_session,
-    open_environment,
-    open_policy,
-    policy_session,
-    seal_environment,
-    seal_policy,
-    take_environment,
-    take_policy,
-)
+from task_app.sessions.snapshots import EnvironmentSnapshot, PolicySnapshot
 from task_app.threads import Threads
 
 FILE = "sessions.sqlite3"
 FORMAT = 3
-# "TWSN": what `file` and the next start know the database by.
+# "TWSN", by which `file` and the next start recognise the database.
 APPLICATION_ID = 0x5457534E
 SCHEMA = f"""
 BEGIN;
@@ -75,16 +66,16 @@ RawHeaders = tuple[tuple[bytes, bytes], ...]
 Session = EnvironmentSession | PolicySession
 
 
-class Wording(NamedTuple):
-    """What a request did that cannot be written; "the journal cannot be written" follows these words."""
+class Failure(NamedTuple):
+    """How to report a failed write: `what` stands before "the journal cannot be written"."""
 
     what: str
     hint: str
 
 
 FREE_SPACE = "free space under the task app's --state-dir"
-NOTHING_DONE = Wording("nothing was done:", f"{FREE_SPACE}, then send it again")
-CARRIED_OUT = Wording(
+NOT_CARRIED_OUT = Failure("nothing was done:", f"{FREE_SPACE}, then send it again")
+CARRIED_OUT = Failure(
     "this request was carried out, but",
     f"{FREE_SPACE}, then send it again with this Idempotency-Key: it is not carried out twice",
 )
@@ -92,7 +83,7 @@ CARRIED_OUT = Wording(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response, as it was sent."""
+    """A response as it was sent."""
 
     status: int
     headers: RawHeaders
@@ -107,26 +98,25 @@ class Answer:
 class Work:
     """The statements of one request that the database does not hold yet, by session.
 
-    The work of a keyed request is written together with its answer, or partly before, when another request
-    needs a session: then it `is_begun`. `survives`: the next process can use the answer.
+    A keyed request's work is written with its answer, or partly before, if another request needs one of its
+    sessions; then it `is_partly_written`. `survives`: the next process can use the answer.
     """
 
     key: str = ""
     digest: str = ""
     survives: bool = True
     answer: Answer | None = None
-    is_begun: bool = False
+    is_partly_written: bool = False
     changes: dict[str, list[Statement]] = field(default_factory=dict)
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    done_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_open(self) -> bool:
-        """Its answer is yet to come."""
         return bool(self.key) and self.answer is None
 
     @property
     def has_effects(self) -> bool:
-        return bool(self.changes) or self.is_begun
+        return bool(self.changes) or self.is_partly_written
 
 
 # The work of the current request; None without an Idempotency-Key.
@@ -134,13 +124,13 @@ WORK: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 class Database:
-    """The one connection to the database, which no other process may open meanwhile.
+    """The connection to the database, which no other process can open at the same time.
 
     Args:
-        folder: made if it is not there; None: in memory, for this process.
-        most, most_bytes: answers that are kept, and their bytes together; the oldest goes first.
-        most_s: an answer is kept for so long.
-        clock: seconds that only grow. What the process before kept, is kept from the start of this one on.
+        folder: created if missing; None: the database is in memory.
+        most, most_bytes: number and total bytes of the stored answers; the oldest goes first.
+        most_s: how long an answer is stored; answers of an earlier process count from this start on.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -155,16 +145,16 @@ class Database:
         self.folder = folder
         self.most, self.most_bytes, self._most_s = most, most_bytes, most_s
         self._clock = clock
-        # Requests that are carried out, or whose answer could not be written, by key.
+        # Requests without an answer, and those whose answer could not be written, by key.
         self.requests: dict[str, Work] = {}
         self._connection: sqlite3.Connection | None = None
-        # What is not written of a session: all of it is of one request.
+        # Unwritten work of each session; all of it belongs to one request.
         self._unwritten: dict[str, Work] = {}
-        # What could not be written.
+        # Work whose write failed.
         self._backlog: list[Work] = []
         # Keys in the database, and the bytes of their answers.
         self.totals = (0, 0)
-        # Slow steps end in threads, requests on the event loop.
+        # Slow steps end in threads, requests in the event loop.
         self._lock = threading.RLock()
 
     @property
@@ -173,18 +163,18 @@ class Database:
         return self._connection
 
     def open(self) -> None:
-        """Open it, if that is still to be done."""
+        """Open the database; a second call does nothing."""
         if self._connection is not None:
             return
         if self.folder is None:
-            self._connection = _connected(":memory:")
+            self._connection = _connect(":memory:")
             self._connection.executescript(SCHEMA)
         else:
-            self._connection = _opened(self.folder)
+            self._connection = _open(self.folder)
         self.connection.execute("DELETE FROM answers WHERE state = 'process'")
         self.connection.execute("UPDATE answers SET state = 'kept', at_s = ?", (self._clock(),))
-        held = "SELECT count(*), coalesce(sum(size), 0) FROM answers"
-        self.totals = self.connection.execute(held).fetchone()
+        totals_query = "SELECT count(*), coalesce(sum(size), 0) FROM answers"
+        self.totals = self.connection.execute(totals_query).fetchone()
 
     def close(self) -> None:
         """Let another process use the folder."""
@@ -193,13 +183,13 @@ class Database:
             self._connection = None
 
     def answer(self, key: str) -> tuple[str, Answer | None] | None:
-        """The digest of the request that a key came with, and its answer, or None for a lost one."""
-        asked = "SELECT digest, status, headers, body FROM answers WHERE key = ? AND at_s >= ?"
+        """The digest of the request that came with the key, and its answer, or None if that is lost."""
+        query = "SELECT digest, status, headers, body FROM answers WHERE key = ? AND at_s >= ?"
         try:
             with self._lock:
-                row = self.connection.execute(asked, (key, self._clock() - self._most_s)).fetchone()
+                row = self.connection.execute(query, (key, self._clock() - self._most_s)).fetchone()
         except sqlite3.Error as exc:
-            raise _error(NOTHING_DONE, exc) from exc
+            raise _error(NOT_CARRIED_OUT, exc) from exc
         if row is None or row[1] is None:
             return row and (row[0], None)
         digest, status, headers, body = row
@@ -207,20 +197,18 @@ class Database:
         return digest, Answer(status, tuple((name, value) for name, _, value in lines), body)
 
     def ready(self, session_id: str) -> None:
-        """Write what another request did to the session, before anything happens; raises JournalFailed."""
+        """Write another request's effects on the session before it is used; raises JournalFailed."""
         with self._lock:
             work = self._unwritten.get(session_id)
             if work is not None and work is not _open_work():
-                self.write(work, NOTHING_DONE)
+                self.write(work, NOT_CARRIED_OUT)
 
-    def record(self, session_id: str, statements: list[Statement], wording: Wording, *, whole: bool) -> None:
-        """Keep a session's statements until its keyed request is answered; without a key, write them now.
+    def record(self, session_id: str, statements: list[Statement], failure: Failure, *, whole: bool) -> None:
+        """Store a session's statements until its keyed request is answered; without a key, write them now.
 
         Args:
-            session_id: whose it is.
-            statements: what was done.
-            wording: the same in words, for an error.
-            whole: they say all of the session, so what was not written yet need not be.
+            failure: how to report a failed write.
+            whole: the statements write the whole session, so its unwritten ones are dropped.
         """
         with self._lock:
             own = _open_work()
@@ -229,28 +217,28 @@ class Database:
                 work.changes.pop(session_id, None)
             work.changes.setdefault(session_id, []).extend(statements)
             if work is not own:
-                self.write(work, wording)
+                self.write(work, failure)
 
     def discard(self, session_id: str) -> None:
-        """What could not be written of the session need not be."""
+        """Drop the unwritten statements of the session."""
         with self._lock:
             del self._unwritten.pop(session_id).changes[session_id]
 
-    def write(self, work: Work, wording: Wording = CARRIED_OUT) -> None:
-        """Write in one transaction what a request did, its answer, and what could not be written before."""
+    def write(self, work: Work, failure: Failure = CARRIED_OUT) -> None:
+        """Write a request's effects, its answer and the backlog in one transaction."""
         with self._lock:
             works = list(dict.fromkeys([*self._backlog, work]))
             try:
                 self._commit(works)
             except sqlite3.Error as exc:
                 self._backlog = [each for each in works if not each.is_open]
-                raise _error(wording, exc) from exc
+                raise _error(failure, exc) from exc
             self._backlog = []
             for each in works:
                 for session_id in each.changes:
                     del self._unwritten[session_id]
                 each.changes.clear()
-                each.is_begun = True
+                each.is_partly_written = True
                 if not each.is_open:
                     self.requests.pop(each.key, None)
 
@@ -271,7 +259,7 @@ class Database:
             raise
 
     def _put(self, work: Work) -> None:
-        """Write the row of a key as it is now; the oldest answers make room for it."""
+        """Write the row of a key; the oldest answers make room for it."""
         answer, at_s = work.answer, self._clock()
         self._forget("key = ?", work.key)
         row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
@@ -286,7 +274,7 @@ class Database:
         self.totals = (self.totals[0] + 1, self.totals[1] + row[2])
 
     def _make_room(self, size: int, at_s: float) -> None:
-        """Forget the oldest answers until one more is within the bounds."""
+        """Forget the oldest answers until one more fits."""
         oldest = "SELECT rowid, at_s FROM answers WHERE state != 'open' ORDER BY rowid LIMIT 1"
         while (row := self.connection.execute(oldest).fetchone()) is not None:
             fits = self.totals[0] < self.most and self.totals[1] + size <= self.most_bytes
@@ -302,13 +290,12 @@ class Database:
 
 
 class SessionStore:
-    """Writes sessions down while they live, and brings them back.
+    """Stores sessions while they live, and restores them.
 
     Args:
-        database: one in memory is left as it is: nobody would read it.
-        boards: what sessions were built from.
+        database: if it is in memory, nothing is written, because nobody would read it.
         snapshot_every: decisions between two snapshots of a session.
-        max_snapshot_bytes: of one.
+        max_snapshot_bytes: size limit of a snapshot.
     """
 
     def __init__(
@@ -319,16 +306,16 @@ class SessionStore:
         self.snapshot_every = snapshot_every
         self.max_snapshot_bytes = max_snapshot_bytes
 
-    def opened(self, session_id: str, session: Session) -> None:
-        """Write a new session down, if it can be brought back at all; raises JournalFailed."""
+    def add(self, session_id: str, session: Session) -> None:
+        """Write a new session, if it can be restored at all; raises JournalFailed."""
         for_good = isinstance(session, EnvironmentSession) or isinstance(session.policy, RestorablePolicy)
         if for_good and self.database.folder is not None:
             journal = SessionJournal(self, session_id)
             journal.begin(session)
             session.journal = journal
 
-    def closed(self, session_id: str, session: Session) -> None:
-        """The session was terminated, or has expired."""
+    def remove(self, session_id: str, session: Session) -> None:
+        """Remove a session that was terminated or has expired."""
         journal, session.journal = session.journal, None
         if journal is not None:
             journal.remove()
@@ -336,8 +323,7 @@ class SessionStore:
     async def recover(
         self, threads: Threads, make_context: Callable[[], PolicyContext]
     ) -> tuple[dict[str, EnvironmentSession], dict[str, PolicySession]]:
-        """The sessions of the process before. One that cannot be brought back is named in the log, and stays
-        in the database."""
+        """The sessions of the earlier process; one that cannot be restored is logged, and stays stored."""
         policies: dict[str, PolicySession] = {}
         environments: dict[str, EnvironmentSession] = {}
         for session_id, facts, snapshot in self._rows("policy"):
@@ -352,31 +338,31 @@ class SessionStore:
                         session.switches[policy_id] = policy.switches
                 if snapshot is None:
                     await session.reset(session.seed)
-                since = await self._played(session_id, session)
+                since = await self._replay(session_id, session)
                 session.journal = SessionJournal(self, session_id, since=since)
                 environments[session_id] = session
         return environments, policies
 
     def _rows(self, kind: str) -> list[tuple[str, str, bytes | None]]:
-        asked = "SELECT id, facts, snapshot FROM sessions WHERE substr(id, 1, ?) = ?"
-        return self.database.connection.execute(asked, (len(kind) + 1, f"{kind}_")).fetchall()
+        query = "SELECT id, facts, snapshot FROM sessions WHERE substr(id, 1, ?) = ?"
+        return self.database.connection.execute(query, (len(kind) + 1, f"{kind}_")).fetchall()
 
     def _policy(
         self, session_id: str, facts: dict[str, Any], snapshot: bytes | None, context: PolicyContext
     ) -> PolicySession:
-        found = open_policy(snapshot or b"", at_most_bytes=self.max_snapshot_bytes)
-        session = policy_session(found, self.boards, context)
-        session.bound_env_id, session.switches = found.bound_env_id, found.step_rewards
-        # The key is gone with the process that knew it.
-        session.key_lost = facts["had_key"]
+        policy = PolicySnapshot.open(snapshot or b"", at_most_bytes=self.max_snapshot_bytes)
+        session = policy.session(self.boards, context)
+        session.bound_env_id, session.switches = policy.bound_env_id, policy.step_rewards
+        # Only the earlier process knew the key.
+        session.has_lost_key = facts["had_key"]
         session.journal = SessionJournal(self, session_id)
         return session
 
     def _environment(self, facts: dict[str, Any], snapshot: bytes | None) -> EnvironmentSession:
-        """The session before its steps; one without a snapshot is yet to be reset."""
+        """The session before its steps; one without a snapshot must still be reset."""
         if snapshot is not None:
-            taken = open_environment(snapshot, at_most_bytes=self.max_snapshot_bytes)
-            session = environment_session(taken, self.boards)
+            environment_snapshot = EnvironmentSnapshot.open(snapshot, at_most_bytes=self.max_snapshot_bytes)
+            session = environment_snapshot.session(self.boards)
         else:
             spec = EnvSpec.model_validate(facts["env"])
             environment = self.boards.environment(spec.env_name, spec.config)
@@ -385,111 +371,110 @@ class SessionStore:
         session.switches = {name: StepRewards.model_validate(one) for name, one in facts["switches"].items()}
         return session
 
-    async def _played(self, session_id: str, session: EnvironmentSession) -> int:
-        """Take the steps of the session again; how many there are."""
-        asked = "SELECT calls, seen FROM steps WHERE session = ? ORDER BY number"
-        steps = self.database.connection.execute(asked, (session_id,)).fetchall()
+    async def _replay(self, session_id: str, session: EnvironmentSession) -> int:
+        """Replay the steps of the session; return their number."""
+        query = "SELECT calls, seen FROM steps WHERE session = ? ORDER BY number"
+        steps = self.database.connection.execute(query, (session_id,)).fetchall()
         for calls, digest in steps:
             requests = tuple(ToolRequest(name, json_object(raw), raw) for name, raw in json.loads(calls))
             _, outcome = await session.step(requests)
-            if seen(outcome) != digest:
+            if outcome_digest(outcome) != digest:
                 raise JournalDamaged(
-                    f"decision {session.turn} played again shows something else: environment "
-                    f"{session.environment.name!r} is not reproducible, or not the same code any more"
+                    f"decision {session.turn} had another outcome when it was replayed: environment "
+                    f"{session.environment.name!r} is not reproducible, or its code has changed"
                 )
         return len(steps)
 
 
 class SessionJournal:
-    """Writes one session down while it lives (task_app.sessions.sessions.Journal).
+    """Writes one session while it lives (task_app.sessions.sessions.Journal).
 
-    Work without an Idempotency-Key is in the database when these return, or they raise JournalFailed.
+    Without an Idempotency-Key the work is in the database when these methods return, or they raise
+    JournalFailed.
 
     Args:
-        store: where it is written.
-        session_id: whose journal it is.
-        since: decisions since the session was last written as a whole.
+        since: decisions since the last write of the whole session.
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
         self._store, self._database = store, store.database
         self._id = session_id
         self._since = since
-        self._removed = False
+        self._is_removed = False
 
     def begin(self, session: Session) -> None:
-        """Write a new session, as it is now."""
+        """Write a new session."""
         try:
-            self._database.record(self._id, self._whole(session), NOTHING_DONE, whole=True)
+            self._database.record(self._id, self._whole(session), NOT_CARRIED_OUT, whole=True)
         except JournalFailed:
             self._database.discard(self._id)
             raise
 
     def ready(self, session: Session) -> None:
-        """Before anything happens: what others did to the session is written."""
+        """Write what others did to the session, before it is used."""
         self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:
-        """Note a reset of the environment; earlier steps no longer count."""
+        """Write a reset of the environment; earlier steps no longer count."""
         self._since = 0
-        self._write(self._row(_facts(session), None), whole=True, done="the reset was done, but")
+        self._write(self._row(_facts(session), None), whole=True, what="the reset was done, but")
 
-    def stepped(self, session: EnvironmentSession, requests: Sequence[ToolRequest]) -> None:
-        """The environment has taken a decision. Without snapshots it is played again from its last reset."""
-        done = f"decision {session.turn} was taken, but"
+    def add_step(self, session: EnvironmentSession, requests: Sequence[ToolRequest]) -> None:
+        """Write a decision; an environment without snapshots is replayed from its last reset."""
+        what = f"decision {session.turn} was taken, but"
         self._since += 1
         restorable = isinstance(session.environment, RestorableEnvironment)
         if (
             restorable
             and self._since >= self._store.snapshot_every
-            and (everything := self._snapshot(session))
+            and (statements := self._snapshot(session))
         ):
-            self._write(everything, whole=True, done=done)
+            self._write(statements, whole=True, what=what)
             return
-        # The text alone: it can be written whatever it says, and the arguments follow from it.
+        # The arguments follow from their text, which can always be written.
         calls = json.dumps([[call.name, call.raw_arguments] for call in requests])
-        row = (self._id, session.turn, calls, seen(session.past[-1].outcome))
-        self._write([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, done=done)
+        row = (self._id, session.turn, calls, outcome_digest(session.past[-1].outcome))
+        self._write([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, what=what)
 
-    def decided(self, session: PolicySession) -> None:
-        """The policy has decided."""
-        self._write(self._whole(session), whole=True, done=f"decision {session.turn} was made, but")
+    def add_decision(self, session: PolicySession) -> None:
+        """Write the policy after its decision."""
+        self._write(self._whole(session), whole=True, what=f"decision {session.turn} was made, but")
 
     def remove(self) -> None:
-        """The session has ended. If that cannot be written now, the next write takes it along."""
-        ended = [
+        """Delete an ended session; if this fails, the next write does it."""
+        statements = [
             ("DELETE FROM steps WHERE session = ?", (self._id,)),
             ("DELETE FROM sessions WHERE id = ?", (self._id,)),
         ]
         with suppress(JournalFailed):
-            self._write(ended, whole=True, done="a session has ended, but")
-        self._removed = True
+            self._write(statements, whole=True, what="a session has ended, but")
+        self._is_removed = True
 
-    def _write(self, statements: list[Statement], *, whole: bool, done: str) -> None:
-        if not self._removed:
-            words = Wording(done, "do not send it again; the next request writes it first")
-            self._database.record(self._id, statements, words, whole=whole)
+    def _write(self, statements: list[Statement], *, whole: bool, what: str) -> None:
+        if not self._is_removed:
+            failure = Failure(what, "do not send it again; the next request writes it first")
+            self._database.record(self._id, statements, failure, whole=whole)
 
     def _snapshot(self, session: EnvironmentSession) -> list[Statement] | None:
         self._since = 0
         try:
             return self._whole(session)
         except TaskAppError as exc:
-            # Its steps are enough to play it again; only longer.
+            # The steps are enough to restore the session; it only takes longer.
             log.error("journal_not_compacted", session=self._id, reason=exc.detail)
             return None
 
     def _whole(self, session: Session) -> list[Statement]:
-        """All of the session, as it is now."""
+        """Statements that write the whole session."""
         at_most = self._store.max_snapshot_bytes
         if isinstance(session, PolicySession):
-            had_key = session.key_lost or session.spec.inference_key is not None
-            policy = take_policy(session, where="policy_id")
-            return self._row({"had_key": had_key}, seal_policy(policy, at_most_bytes=at_most))
+            had_key = session.has_lost_key or session.spec.inference_key is not None
+            policy = PolicySnapshot.take(session, where="policy_id")
+            return self._row({"had_key": had_key}, policy.seal(at_most_bytes=at_most))
         if not isinstance(session.environment, RestorableEnvironment):
             return self._row(_facts(session), None)
-        taken = take_environment(session, self._store.boards, where="env_id")
-        return self._row(_facts(session), seal_environment(taken, at_most_bytes=at_most))
+        snapshot = EnvironmentSnapshot.take(session, self._store.boards, where="env_id")
+        return self._row(_facts(session), snapshot.seal(at_most_bytes=at_most))
 
     def _row(self, facts: dict[str, Any], snapshot: bytes | None) -> list[Statement]:
         return [
@@ -499,37 +484,37 @@ class SessionJournal:
 
 
 def _facts(session: EnvironmentSession) -> dict[str, Any]:
-    # What policies brought is in their own rows.
-    own = {name: found for name, found in session.switches.items() if not name.startswith("policy_")}
+    # Switches that policies set are in the policies' rows.
+    own = {name: one for name, one in session.switches.items() if not name.startswith("policy_")}
     return {
         "env": session.spec.model_dump(mode="json"),
         "seed": session.seed,
-        "switches": {name: found.model_dump(mode="json") for name, found in own.items()},
+        "switches": {name: one.model_dump(mode="json") for name, one in own.items()},
         "rl_run_id": session.rl_run_id,
     }
 
 
-def seen(outcome: DecisionOutcome) -> str:
-    """A digest of what a decision showed: playing it again must show the same."""
-    shown = [outcome.observation.text, list(outcome.env_rewards), outcome.terminated, outcome.truncated]
-    return hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).hexdigest()
+def outcome_digest(outcome: DecisionOutcome) -> str:
+    """A digest of a decision's outcome, which a replay must reproduce."""
+    fields = [outcome.observation.text, list(outcome.env_rewards), outcome.terminated, outcome.truncated]
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=8).hexdigest()
 
 
-def _error(wording: Wording, exc: sqlite3.Error) -> JournalFailed:
+def _error(failure: Failure, exc: sqlite3.Error) -> JournalFailed:
     log.error("journal_failed", reason=str(exc))
-    return JournalFailed(f"{wording.what} the journal cannot be written: {exc}", hint=wording.hint)
+    return JournalFailed(f"{failure.what} the journal cannot be written: {exc}", hint=failure.hint)
 
 
 def _open_work() -> Work | None:
     """The work of the current request, if it has an Idempotency-Key and no answer yet."""
     work = WORK.get()
-    # What still runs after its answer does not belong to it.
+    # Work that still runs after the request's answer does not belong to it.
     return work if work is not None and work.is_open else None
 
 
 @contextmanager
 def _one_session(session_id: str) -> Iterator[None]:
-    """A session that cannot be brought back costs no other one."""
+    """Log a session that cannot be restored, and go on with the next one."""
     try:
         yield
     except TaskAppError as exc:
@@ -539,13 +524,13 @@ def _one_session(session_id: str) -> Iterator[None]:
         log.error("journal_refused", session=session_id, reason=reason)
 
 
-def _opened(folder: Path) -> sqlite3.Connection:
-    """The database of a folder, which nobody else can open until this process ends, however it ends."""
+def _open(folder: Path) -> sqlite3.Connection:
+    """Open the database of a folder; no other process can open it until this one ends."""
     path = folder / FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = _connected(str(path))
+        connection = _connect(str(path))
     except (OSError, sqlite3.Error) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else str(exc)
         raise SettingsError(f"{folder} cannot be used: {reason}", where="--state-dir") from exc
@@ -566,16 +551,16 @@ def _opened(folder: Path) -> sqlite3.Connection:
     return connection
 
 
-def _connected(path: str) -> sqlite3.Connection:
+def _connect(path: str) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """See that the database is whole and of this format; a new one gets its tables."""
+    """Check that the database is whole and of this format; create the tables of a new one."""
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     (application_id,), (version,), (tables,) = (
-        connection.execute(asked).fetchone()
-        for asked in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
+        connection.execute(query).fetchone()
+        for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
     )
     if tables and application_id != APPLICATION_ID:
         raise SettingsError(f"{path} is a database, but not of a task app", where="--state-dir")
@@ -585,8 +570,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             where="--state-dir",
             hint="name another folder; the sessions in this one need the version that wrote them",
         )
-    if (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise sqlite3.DatabaseError(found)
+    if (verdict := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        raise sqlite3.DatabaseError(verdict)
     connection.execute("PRAGMA journal_mode = WAL")
     # A kill loses nothing that was committed; a power cut may lose the last seconds, and never the file.
     connection.execute("PRAGMA synchronous = NORMAL")

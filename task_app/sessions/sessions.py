@@ -1,4 +1,4 @@
-"""Live environments and policies behind ids: bounded in number, forgotten when idle, one caller at a time."""
+"""Environments and policies that clients drive over HTTP, each used by one caller at a time."""
 
 import asyncio
 from collections import deque
@@ -23,16 +23,15 @@ from task_app.protocols import (
     steps_quickly,
 )
 from task_app.sessions.registry import SessionLock
-from task_app.sessions.switches import agreed_step_rewards
+from task_app.sessions.switches import agree_on_step_rewards
 from task_app.threads import Threads, in_thread
 
-# The last decisions of a session, for people who watch it; nothing else reads them.
-
-SHOWN = 12
+# Number of last decisions that a session shows to people who watch it.
+MAX_RECENT = 12
 
 
 class RecentDecision(NamedTuple):
-    """One decision's calls and rewards. To stay small it keeps only the counters of the observations."""
+    """Calls and rewards of a decision; of the observations only the counters, to stay small."""
 
     turn: int
     before: Mapping[str, int]
@@ -41,8 +40,8 @@ class RecentDecision(NamedTuple):
     executed: tuple[str, ...]
     invalid_reason: str | None
 
-    def achieved(self) -> tuple[tuple[str, bool], ...]:
-        """(achievement, whether for the first time in the episode) of each whose counter rose."""
+    def achievements(self) -> tuple[tuple[str, bool], ...]:
+        """Each achievement whose counter rose, and whether it was for the first time in the episode."""
         delta = decision_rewards(self.before, self.after, turn=self.turn)
         return tuple((name, name in delta.unique) for name in delta.all)
 
@@ -51,7 +50,7 @@ Recent = deque[RecentDecision]
 
 
 def no_decisions() -> Recent:
-    return deque(maxlen=SHOWN)
+    return deque(maxlen=MAX_RECENT)
 
 
 def decision(turn: int, before: Observation, outcome: DecisionOutcome) -> RecentDecision:
@@ -69,37 +68,37 @@ T = TypeVar("T")
 
 
 class Journal(Protocol):
-    """Writes a session down; called with the session's lock held (task_app.sessions.journal).
+    """Writes a session while its lock is held (task_app.sessions.journal).
 
     After a return the change survives the process. If a write fails, a request without an Idempotency-Key
-    gets JournalFailed; one with a key gets its error from task_app.sessions.idempotency.
+    gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency.
     """
 
     def ready(self, session: "EnvironmentSession | PolicySession") -> None:
-        """Before anything happens: what happened before is written; raises JournalFailed."""
+        """Write what is not written yet, before the session is used; raises JournalFailed."""
 
     def reset(self, session: "EnvironmentSession") -> None:
-        """The environment has been reset."""
+        """Write a reset of the environment."""
 
-    def stepped(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None:
-        """The environment has taken a decision."""
+    def add_step(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None:
+        """Write a decision in the environment."""
 
-    def decided(self, session: "PolicySession") -> None:
-        """The policy has decided."""
+    def add_decision(self, session: "PolicySession") -> None:
+        """Write a decision of the policy."""
 
     def remove(self) -> None:
-        """The session has ended."""
+        """Delete the session, which has ended."""
 
 
 @dataclass(slots=True, eq=False)
 class EnvironmentSession:
-    """One environment that a client steps itself.
+    """An environment that a client steps.
 
-    `lock` is held for a whole reset or step, and a cancelled request cuts neither short. Resets run in a
-    thread, and so do steps unless the environment promises that they are quick.
-    `switches` are those found so far, by who named them: the environment's request, then the ids of the
-    policies bound to it. They agree, or the later request was refused. `spec` is what the environment was
-    built from, without the switches: a snapshot names it, and an equal environment is built from it.
+    `lock` is held for a whole reset or step, and a cancelled request interrupts neither. Resets run in a
+    thread, and so do steps unless the environment promises quick ones. `switches` are the training switches
+    by
+    source: the environment's request, or the id of a bound policy; they agree. `spec` is what the environment
+    was built from, without the switches, so that a snapshot can build an equal one.
     """
 
     environment: Environment
@@ -115,45 +114,45 @@ class EnvironmentSession:
     lock: SessionLock = field(default_factory=SessionLock)
     threads: Threads | None = None
     journal: Journal | None = None
-    # The event loop alone would let a task be collected.
-    _under_way: set[asyncio.Task[Any]] = field(default_factory=set)
+    # Keeps the tasks alive, because the event loop holds only weak references.
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
     recent: Recent = field(default_factory=no_decisions)
     observation: Observation = field(init=False)
 
     @property
     def step_rewards(self) -> StepRewards:
-        return agreed_step_rewards(self.switches)
+        return agree_on_step_rewards(self.switches)
 
     @property
     def steps_at_once(self) -> bool:
-        """Nobody holds it, and a step takes microseconds: `take` needs no lock before the next await."""
+        """Whether a step is quick and the lock is free, so `take` needs no lock before the next await."""
         return steps_quickly(self.environment) and not self.lock.locked()
 
     async def reset(self, seed: int) -> Observation:
-        """Start the world of `seed`; counters and history begin anew."""
-        return await self._whole(self._reset(seed))
+        """Start the world of `seed`, with fresh counters and history."""
+        return await self._finish(self._reset(seed))
 
     async def step(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
-        """Carry out one decision; the observation before it, and what came of it."""
+        """Carry out one decision; return the observation before it, and its outcome."""
         if not steps_quickly(self.environment):
-            return await self._whole(self._step_in_thread(requests))
+            return await self._finish(self._step_in_thread(requests))
         async with self.lock:
             return self.take(requests)
 
     def take(
         self, requests: Sequence[ToolRequest], *, invalid_reason: str | None = None
     ) -> tuple[Observation, DecisionOutcome]:
-        """A decision, for a caller that holds the lock, or that saw `steps_at_once` and awaits nothing."""
-        self._write_ready()
+        """Decide at once; the caller holds the lock, or has checked `steps_at_once` and awaits nothing."""
+        self._write_backlog()
         before = self.observation
         with boundary("environment.step"):
             outcome = self.environment.step(requests, invalid_reason=invalid_reason)
-        return self._stepped(before, requests, outcome)
+        return self._finish_step(before, requests, outcome)
 
     async def _reset(self, seed: int) -> Observation:
         async with self.lock:
-            self._write_ready()
+            self._write_backlog()
             with boundary("environment.reset"):
                 self.observation = await in_thread(
                     self.threads, "environment.reset", self.environment.reset, seed
@@ -168,13 +167,13 @@ class EnvironmentSession:
 
     async def _step_in_thread(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
         async with self.lock:
-            self._write_ready()
+            self._write_backlog()
             before = self.observation
             with boundary("environment.step"):
                 outcome = await in_thread(self.threads, "environment.step", self.environment.step, requests)
-            return self._stepped(before, requests, outcome)
+            return self._finish_step(before, requests, outcome)
 
-    def _stepped(
+    def _finish_step(
         self, before: Observation, requests: Sequence[ToolRequest], outcome: DecisionOutcome
     ) -> tuple[Observation, DecisionOutcome]:
         self.turn += 1
@@ -191,22 +190,22 @@ class EnvironmentSession:
         self.on_decision(len(outcome.env_rewards))
         self.recent.append(decision(self.turn, before, outcome))
         if self.journal is not None:
-            self.journal.stepped(self, requests)
+            self.journal.add_step(self, requests)
         return before, outcome
 
-    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it to the end, also when the caller is cancelled: a thread cannot be."""
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Finish the work even if the caller is cancelled, because a thread cannot be."""
         task = asyncio.get_running_loop().create_task(work)
-        self._under_way.add(task)
-        task.add_done_callback(self._done)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget_task)
         return await asyncio.shield(task)
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._under_way.discard(task)
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at, also when nobody waits for it any more
+            task.exception()  # read even if nobody waits, or asyncio logs it as never retrieved
 
-    def _write_ready(self) -> None:
+    def _write_backlog(self) -> None:
         if self.journal is not None:
             self.journal.ready(self)
 
@@ -237,4 +236,4 @@ class PolicySession:
     switches: StepRewards | None = None
     lock: SessionLock = field(default_factory=SessionLock)
     journal: Journal | None = None
-    key_lost: bool = False
+    has_lost_key: bool = False

@@ -1,13 +1,13 @@
-"""Sessions as snapshots, and back: the environment or policy, and what the session knows beside it.
+"""Snapshots of sessions: the environment or policy, with the session's own facts.
 
 Restored in any process, an environment session gives the same observations, rewards, metadata and prompts for
-the same tool calls, and a policy session the same decisions. Nothing of a key is in either.
+the same tool calls, and a policy session the same decisions. A snapshot holds no key.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -28,15 +28,15 @@ from task_app.protocols import (
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.snapshots.envelope import Contents, open_envelope, seal
-from task_app.snapshots.starts import Begun, EpisodeStart, impossible, restored, resumed
+from task_app.snapshots.starts import EpisodeStart, StartView, refusal_of, restore, restore_in_thread
 from task_app.threads import Threads
 
-# Who named the switches of a restored session: `EnvironmentSession.switches` names everybody who did.
+# Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
 FROM_SNAPSHOT = "the snapshot"
 
 
 class EnvironmentFacts(Body):
-    """What a session knows beside the state of its environment; `step_rewards` when anybody named them."""
+    """An environment session beside its environment's state; `step_rewards` if a request named any."""
 
     env: EnvSpec
     seed: Seed
@@ -49,8 +49,88 @@ class EnvironmentFacts(Body):
     rl_run_id: str | None
 
 
-class PolicyFacts(Body):
-    """A policy session; `policy` without its key, `state` as the policy tells it."""
+F = TypeVar("F", bound=Body)
+
+
+def _facts(model: type[F], head: Mapping[str, Any]) -> F:
+    try:
+        return model.model_validate(head)
+    except ValidationError as exc:
+        error = most_telling(exc.errors(include_url=False))
+        refusal = invalid(error, where="snapshot", known=model.model_fields)
+        raise SnapshotRefused(refusal.detail, where=refusal.where) from exc
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSnapshot:
+    """An environment session at one moment."""
+
+    facts: EnvironmentFacts
+    state: bytes
+
+    @classmethod
+    def take(cls, session: EnvironmentSession, boards: PlugBoards, *, where: str) -> Self:
+        """Take a snapshot of the session; the caller holds its lock."""
+        environment = session.environment
+        if not isinstance(environment, RestorableEnvironment):
+            raise NotRestorable("environment", environment.name, where=where)
+        with boundary("environment.snapshot"):
+            state = environment.snapshot()
+        facts = EnvironmentFacts(
+            env=boards.resolved(session.spec),
+            seed=session.seed,
+            step_idx=session.step_idx,
+            turn=session.turn,
+            over=session.over,
+            step_rewards=session.step_rewards if session.switches else None,
+            metadata=session.metadata,
+            past=tuple(session.past),
+            rl_run_id=session.rl_run_id,
+        )
+        return cls(facts, state)
+
+    @classmethod
+    def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
+        """Read what `seal` made."""
+        contents = open_envelope("environment", data, at_most_bytes=at_most_bytes)
+        return cls(_facts(EnvironmentFacts, contents.head), contents.state)
+
+    def seal(self, *, at_most_bytes: int) -> bytes:
+        """The snapshot in its envelope."""
+        with boundary("environment.snapshot"):
+            contents = Contents(self.facts.model_dump(mode="json"), self.state)
+            return seal("environment", contents, at_most_bytes=at_most_bytes)
+
+    def session(self, boards: PlugBoards) -> EnvironmentSession:
+        """A new session that continues from the snapshot."""
+        facts = self.facts
+        environment = boards.environment(facts.env.env_name, facts.env.config, where="snapshot.env.")
+        session = EnvironmentSession(
+            environment=environment,
+            spec=facts.env,
+            switches={FROM_SNAPSHOT: facts.step_rewards} if facts.step_rewards else {},
+            seed=facts.seed,
+            step_idx=facts.step_idx,
+            turn=facts.turn,
+            over=facts.over,
+            metadata=facts.metadata,
+            past=deque(facts.past, maxlen=PAST_DECISIONS_SHOWN),
+            rl_run_id=facts.rl_run_id,
+        )
+        session.observation = restore(environment, self.state)
+        return session
+
+    def start(self, start: Start, threads: Threads | None = None) -> EpisodeStart:
+        """The start of an episode that continues from the snapshot."""
+
+        async def begin(environment: Environment) -> StartView:
+            return StartView(await restore_in_thread(environment, self.state, threads), self.facts.past)
+
+        return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn)
+
+
+class PolicySnapshot(Body):
+    """A policy session at one moment: `policy` without its key, and the `state` that the policy gives."""
 
     policy: PolicySpec
     env: EnvSpec | None
@@ -60,137 +140,49 @@ class PolicyFacts(Body):
     rl_run_id: str | None
     state: dict[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentSnapshot:
-    """A session at one moment, independent of what happens to it later."""
-
-    facts: EnvironmentFacts
-    state: bytes
-
-
-F = TypeVar("F", bound=Body)
-
-
-def take_environment(session: EnvironmentSession, boards: PlugBoards, *, where: str) -> EnvironmentSnapshot:
-    """The session now; the caller holds its lock."""
-    environment = session.environment
-    if not isinstance(environment, RestorableEnvironment):
-        raise NotRestorable("environment", environment.name, where=where)
-    with boundary("environment.snapshot"):
-        state = environment.snapshot()
-    facts = EnvironmentFacts(
-        env=boards.resolved(session.spec),
-        seed=session.seed,
-        step_idx=session.step_idx,
-        turn=session.turn,
-        over=session.over,
-        step_rewards=session.step_rewards if session.switches else None,
-        metadata=session.metadata,
-        past=tuple(session.past),
-        rl_run_id=session.rl_run_id,
-    )
-    return EnvironmentSnapshot(facts, state)
-
-
-def environment_session(snapshot: EnvironmentSnapshot, boards: PlugBoards) -> EnvironmentSession:
-    """A session that goes on exactly like the one that the snapshot was taken of."""
-    facts = snapshot.facts
-    environment = boards.environment(facts.env.env_name, facts.env.config, where="snapshot.env.")
-    session = EnvironmentSession(
-        environment=environment,
-        spec=facts.env,
-        switches={FROM_SNAPSHOT: facts.step_rewards} if facts.step_rewards else {},
-        seed=facts.seed,
-        step_idx=facts.step_idx,
-        turn=facts.turn,
-        over=facts.over,
-        metadata=facts.metadata,
-        past=deque(facts.past, maxlen=PAST_DECISIONS_SHOWN),
-        rl_run_id=facts.rl_run_id,
-    )
-    session.observation = restored(environment, snapshot.state)
-    return session
-
-
-def episode_start(
-    snapshot: EnvironmentSnapshot, asked: Start, threads: Threads | None = None
-) -> EpisodeStart:
-    """Return the start of an episode that continues from a snapshot, which the request sent by value."""
-
-    async def begin(environment: Environment) -> Begun:
-        return Begun(await resumed(environment, snapshot.state, threads), snapshot.facts.past)
-
-    return EpisodeStart(begin, asked.parent_rollout_id, asked.parent_turn)
-
-
-def seal_environment(snapshot: EnvironmentSnapshot, *, at_most_bytes: int) -> bytes:
-    """Seal a snapshot for the wire; errors as in `snapshots.envelope.seal`."""
-    with boundary("environment.snapshot"):
-        head = snapshot.facts.model_dump(mode="json")
-        return seal("environment", Contents(head, snapshot.state), at_most_bytes=at_most_bytes)
-
-
-def open_environment(data: bytes, *, at_most_bytes: int) -> EnvironmentSnapshot:
-    """Return the snapshot that `seal_environment` sealed."""
-    contents = open_envelope("environment", data, at_most_bytes=at_most_bytes)
-    return EnvironmentSnapshot(_facts(EnvironmentFacts, contents.head), contents.state)
-
-
-def take_policy(session: PolicySession, *, where: str) -> PolicyFacts:
-    """The session now; the caller holds its lock."""
-    if not isinstance(session.policy, RestorablePolicy):
-        raise NotRestorable("policy", policy_name(session.policy), where=where)
-    with boundary(f"policy {policy_name(session.policy)}"):
-        state = session.policy.snapshot()
-    return PolicyFacts(
-        policy=session.spec.model_copy(update={"inference_key": None}),
-        env=session.env,
-        bound_env_id=session.bound_env_id,
-        step_rewards=session.switches,
-        turn=session.turn,
-        rl_run_id=session.rl_run_id,
-        state=state,
-    )
-
-
-def policy_session(facts: PolicyFacts, boards: PlugBoards, context: PolicyContext) -> PolicySession:
-    """A session that decides on like the one that the facts are of; it is bound to no environment yet."""
-    spec, env = facts.policy, facts.env
-    policy = boards.policy(spec.policy_name, spec.config, context, where="snapshot.policy.")
-    if not isinstance(policy, RestorablePolicy):
-        raise NotRestorable("policy", policy_name(policy), where="snapshot")
-    with boundary(f"policy {policy_name(policy)}"):
-        try:
-            policy.restore(facts.state)
-        except ValueError as exc:
-            raise impossible(policy_name(policy), exc) from exc
-    return PolicySession(
-        policy=policy,
-        spec=spec.model_copy(update={"inference_key": context.inference_key}),
-        environment=boards.environment(env.env_name, env.config, where="snapshot.env.") if env else None,
-        env=env,
-        turn=facts.turn,
-        rl_run_id=facts.rl_run_id,
-    )
-
-
-def seal_policy(facts: PolicyFacts, *, at_most_bytes: int) -> bytes:
-    """The policy as it travels; errors as in `snapshots.seal`."""
-    with boundary("policy.snapshot"):
-        return seal("policy", Contents(facts.model_dump(mode="json"), b""), at_most_bytes=at_most_bytes)
-
-
-def open_policy(data: bytes, *, at_most_bytes: int) -> PolicyFacts:
-    """What `seal_policy` was given; errors as in `open_environment`."""
-    return _facts(PolicyFacts, open_envelope("policy", data, at_most_bytes=at_most_bytes).head)
-
-
-def _facts(model: type[F], head: Mapping[str, Any]) -> F:
-    try:
-        return model.model_validate(head)
-    except ValidationError as exc:
-        told = invalid(
-            most_telling(exc.errors(include_url=False)), where="snapshot", known=model.model_fields
+    @classmethod
+    def take(cls, session: PolicySession, *, where: str) -> Self:
+        """Take a snapshot of the session; the caller holds its lock."""
+        if not isinstance(session.policy, RestorablePolicy):
+            raise NotRestorable("policy", policy_name(session.policy), where=where)
+        with boundary(f"policy {policy_name(session.policy)}"):
+            state = session.policy.snapshot()
+        return cls(
+            policy=session.spec.model_copy(update={"inference_key": None}),
+            env=session.env,
+            bound_env_id=session.bound_env_id,
+            step_rewards=session.switches,
+            turn=session.turn,
+            rl_run_id=session.rl_run_id,
+            state=state,
         )
-        raise SnapshotRefused(told.detail, where=told.where) from exc
+
+    @classmethod
+    def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
+        """Read what `seal` made."""
+        return _facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes).head)
+
+    def seal(self, *, at_most_bytes: int) -> bytes:
+        """The snapshot in its envelope."""
+        with boundary("policy.snapshot"):
+            return seal("policy", Contents(self.model_dump(mode="json"), b""), at_most_bytes=at_most_bytes)
+
+    def session(self, boards: PlugBoards, context: PolicyContext) -> PolicySession:
+        """A new session that continues from the snapshot; it is bound to no environment yet."""
+        spec, env = self.policy, self.env
+        policy = boards.policy(spec.policy_name, spec.config, context, where="snapshot.policy.")
+        if not isinstance(policy, RestorablePolicy):
+            raise NotRestorable("policy", policy_name(policy), where="snapshot")
+        with boundary(f"policy {policy_name(policy)}"):
+            try:
+                policy.restore(self.state)
+            except ValueError as exc:
+                raise refusal_of(policy_name(policy), exc) from exc
+        return PolicySession(
+            policy=policy,
+            spec=spec.model_copy(update={"inference_key": context.inference_key}),
+            environment=boards.environment(env.env_name, env.config, where="snapshot.env.") if env else None,
+            env=env,
+            turn=self.turn,
+            rl_run_id=self.rl_run_id,
+        )

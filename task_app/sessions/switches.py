@@ -1,8 +1,8 @@
-"""Pure: where the training switches stand in a request, and that they agree.
+"""Pure: find the training switches in a request, and check that they agree.
 
 A config holds them as `step_rewards`, or as a table `training` with the names of a job's [training]; requests
-that create something take that table beside the config too. Source 1 lets the same names stand in `rollout`,
-where others may stand beside them.
+that create something also accept that table beside the config. As in source 1, a table `rollout` may hold
+the same names among others.
 """
 
 from collections.abc import Mapping
@@ -23,32 +23,32 @@ def take_step_rewards(
     training: TrainingSwitches | None = None,
     rollout: Any = None,
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
-    """Split `config` into what the plug-in reads and the switches, by their body path.
+    """Split `config` into the plug-in's part and the switches by their body path.
 
     Args:
         where: the body path of `config`.
-        training: the table that stood beside it.
-        rollout: what stood there under that name.
+        training: the request's table of that name.
+        rollout: the request's table of that name.
     """
-    taken = {KEY, TABLE} | ({ROLLOUT} if _published(config.get(ROLLOUT)) else set())
-    rest = {name: value for name, value in config.items() if name not in taken}
-    found: dict[str, StepRewards] = {}
+    own_keys = {KEY, TABLE} | ({ROLLOUT} if _switches_in(config.get(ROLLOUT)) else set())
+    rest = {name: value for name, value in config.items() if name not in own_keys}
+    by_place: dict[str, StepRewards] = {}
     if KEY in config:
-        found[f"{where}.{KEY}"] = validated(StepRewards, config[KEY], where=f"{where}.{KEY}")
+        by_place[f"{where}.{KEY}"] = validated(StepRewards, config[KEY], where=f"{where}.{KEY}")
     if TABLE in config:
-        found[f"{where}.{TABLE}"] = training_table(config[TABLE], where=f"{where}.{TABLE}")
-    if ROLLOUT in taken:
+        by_place[f"{where}.{TABLE}"] = training_table(config[TABLE], where=f"{where}.{TABLE}")
+    if ROLLOUT in own_keys:
         place = f"{where}.{ROLLOUT}"
-        found[place] = training_table(_published(config[ROLLOUT]), where=place)
+        by_place[place] = training_table(_switches_in(config[ROLLOUT]), where=place)
     if training is not None:
-        found[TABLE] = training.step_rewards
-    if of_rollout := _published(rollout):
-        found[ROLLOUT] = training_table(of_rollout, where=ROLLOUT)
-    return rest, found
+        by_place[TABLE] = training.step_rewards
+    if switches := _switches_in(rollout):
+        by_place[ROLLOUT] = training_table(switches, where=ROLLOUT)
+    return rest, by_place
 
 
-def _published(rollout: Any) -> dict[str, Any]:
-    """The switches in a `rollout` table; whatever else stands there is not ours."""
+def _switches_in(rollout: Any) -> dict[str, Any]:
+    """The switches in a `rollout` table, which may hold other names too."""
     table = rollout if isinstance(rollout, dict) else {}
     return {name: table[name] for name in TrainingSwitches.model_fields if name in table}
 
@@ -58,12 +58,12 @@ def training_table(table: Any, *, where: str) -> StepRewards:
     return validated(TrainingSwitches, table, where=where).step_rewards
 
 
-def agreed_step_rewards(found: Mapping[str, StepRewards]) -> StepRewards:
-    """The one value of all places; none given means off."""
-    places = list(found)
+def agree_on_step_rewards(by_place: Mapping[str, StepRewards]) -> StepRewards:
+    """The switches that all places agree on; off if no place names any."""
+    places = list(by_place)
     for place in places[1:]:
-        if found[place] != found[places[0]]:
+        if by_place[place] != by_place[places[0]]:
             raise InvalidRequest(
                 f"{place} differs from {places[0]}; give one of them, or the same", where=place
             )
-    return found[places[0]] if places else OFF
+    return by_place[places[0]] if places else OFF

@@ -1,9 +1,9 @@
-"""The envelope of every snapshot: what it is of, in which version, whole and unchanged, within bounds.
+"""The envelope of every snapshot tells its kind and version, and shows that it is whole and unchanged.
 
     TWSN | format: 2 bytes | length of the rest: 4 | SHA-256 of all else: 32 | zlib of (head, state)
 
-`head` is JSON, `state` the bytes of the environment. The checksum tells of accidents; it is no signature, so
-whoever reads head and state checks them as anything that comes from outside. Never pickle.
+`head` is JSON, `state` the environment's bytes. The checksum detects accidents and is no signature, so the
+reader checks head and state like any other input. Never pickle.
 """
 
 import base64
@@ -22,17 +22,15 @@ Kind = Literal["environment", "policy"]
 
 FORMAT = 1
 MAGIC = b"TWSN"
-_FIXED = struct.Struct("<4sHI32s")
+_PREFIX = struct.Struct("<4sHI32s")
 _HEAD_LENGTH = struct.Struct("<I")
-# Fast, and the generator's words do not compress at any level.
+# The fastest level: the random generator's words do not compress at any level.
 _LEVEL = 1
-_RESTORED_BY: dict[Kind, str] = {"environment": "/env/restore", "policy": "/policy/restore"}
+_ROUTES: dict[Kind, str] = {"environment": "/env/restore", "policy": "/policy/restore"}
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an envelope holds."""
-
     head: dict[str, Any]
     state: bytes
 
@@ -41,10 +39,10 @@ def seal(kind: Kind, contents: Contents, *, at_most_bytes: int) -> bytes:
     """The envelope around a snapshot.
 
     Raises:
-        SnapshotRefused: it holds more than `at_most_bytes`, so that it could never be opened again.
+        SnapshotRefused: it holds more than `at_most_bytes`, so `open_envelope` would refuse it.
     """
     text = json.dumps({"kind": kind, **contents.head}, ensure_ascii=False, allow_nan=False)
-    # Half a character of a plug-in's becomes "?", as in every answer.
+    # A lone surrogate from a plug-in becomes "?", as in every answer.
     head = text.encode("utf-8", "replace")
     inside = _HEAD_LENGTH.pack(len(head)) + head + contents.state
     if len(inside) > at_most_bytes:
@@ -52,35 +50,36 @@ def seal(kind: Kind, contents: Contents, *, at_most_bytes: int) -> bytes:
             f"this snapshot holds {len(inside)} bytes; at most {at_most_bytes} are taken back"
         )
     body = zlib.compress(inside, _LEVEL)
-    return _FIXED.pack(MAGIC, FORMAT, len(body), _checksum(len(body), body)) + body
+    return _PREFIX.pack(MAGIC, FORMAT, len(body), _checksum(len(body), body)) + body
 
 
 def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> Contents:
-    """What `seal` was given.
+    """The contents that `seal` put into the envelope.
 
     Raises:
-        SnapshotRefused: no snapshot, of another version or kind, cut short, changed, or too large inside.
+        SnapshotRefused: the bytes are no snapshot, of another version or kind, cut short, changed, or too
+            large once decompressed.
     """
-    inside = _inflated(_checked(data), at_most_bytes=at_most_bytes)
+    inside = _decompress(_body_of(data), at_most_bytes=at_most_bytes)
     (length,) = _HEAD_LENGTH.unpack_from(inside.ljust(_HEAD_LENGTH.size, b"\0"))
     start = _HEAD_LENGTH.size + length
     try:
         head = json.loads(inside[_HEAD_LENGTH.size : start])
     except (ValueError, RecursionError) as exc:
         raise SnapshotRefused("the snapshot's head is no JSON") from exc
-    if not isinstance(head, dict) or head.get("kind") not in _RESTORED_BY:
-        raise SnapshotRefused("the snapshot's head does not say what it is of")
-    found: Kind = head.pop("kind")
-    if found != kind:
+    if not isinstance(head, dict) or head.get("kind") not in _ROUTES:
+        raise SnapshotRefused("the snapshot's head does not name its kind")
+    head_kind: Kind = head.pop("kind")
+    if head_kind != kind:
         raise SnapshotRefused(
-            f"this is a snapshot of the kind {found!r}, expected {kind!r}",
-            hint=f"{_RESTORED_BY[found]} takes it",
+            f"this is a snapshot of the kind {head_kind!r}, expected {kind!r}",
+            hint=f"{_ROUTES[head_kind]} takes it",
         )
     return Contents(head, inside[start:])
 
 
 def to_text(data: bytes) -> str:
-    """A snapshot as it travels in JSON."""
+    """A snapshot as text for JSON."""
     return base64.b64encode(data).decode()
 
 
@@ -88,30 +87,31 @@ def from_text(text: str, *, where: str) -> bytes:
     """The bytes of a snapshot in JSON.
 
     Raises:
-        SnapshotRefused: not base64, or not as `to_text` writes it: a changed last letter may decode alike.
+        SnapshotRefused: not base64, or not in the form that `to_text` writes.
     """
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as exc:
         raise SnapshotRefused(f"the snapshot is not base64: {exc}", where=where) from exc
+    # A changed last letter may decode to the same bytes.
     if to_text(data) != text:
         raise SnapshotRefused("the snapshot is not the base64 that this service writes", where=where)
     return data
 
 
-def _checked(data: bytes) -> bytes:
-    """The compressed body, whole and unchanged."""
-    if len(data) < _FIXED.size or not data.startswith(MAGIC):
+def _body_of(data: bytes) -> bytes:
+    """The compressed body, after its length and checksum were checked."""
+    if len(data) < _PREFIX.size or not data.startswith(MAGIC):
         raise SnapshotRefused(
             f"{len(data)} bytes that are no snapshot of a task app", hint="cut at its start?"
         )
-    _, version, length, checksum = _FIXED.unpack_from(data)
+    _, version, length, checksum = _PREFIX.unpack_from(data)
     if version != FORMAT:
         raise SnapshotRefused(f"the snapshot has format {version}; this task app reads {FORMAT}")
-    body = data[_FIXED.size :]
+    body = data[_PREFIX.size :]
     if len(body) != length:
-        told = "cut short" if len(body) < length else "followed by something else"
-        raise SnapshotRefused(f"the snapshot is {told}: {len(body)} of {length} bytes after its start")
+        fault = "cut short" if len(body) < length else "followed by something else"
+        raise SnapshotRefused(f"the snapshot is {fault}: {len(body)} of {length} bytes after its start")
     if _checksum(length, body) != checksum:
         raise SnapshotRefused("the snapshot's checksum does not match: a part of it was changed on the way")
     return body
@@ -123,8 +123,8 @@ def _checksum(length: int, body: bytes) -> bytes:
     return digest.digest()
 
 
-def _inflated(body: bytes, *, at_most_bytes: int) -> bytes:
-    """Decompress no more than the bound: a small body must not become gigabytes."""
+def _decompress(body: bytes, *, at_most_bytes: int) -> bytes:
+    """Decompress up to the bound, so that a small body cannot become gigabytes."""
     inflater = zlib.decompressobj()
     try:
         inside = inflater.decompress(body, at_most_bytes + 1)
@@ -137,12 +137,12 @@ def _inflated(body: bytes, *, at_most_bytes: int) -> bytes:
     return inside
 
 
-class Held:
-    """Byte strings by name.
+class ByteCache:
+    """A least-recently-used cache of byte strings.
 
     Args:
-        at_most: how many.
-        at_most_bytes: of all together; a larger one alone is not kept.
+        at_most: number of strings.
+        at_most_bytes: size of all together; a larger string is not stored.
     """
 
     def __init__(self, *, at_most: int, at_most_bytes: int) -> None:
@@ -155,18 +155,18 @@ class Held:
         return len(self._items)
 
     def get(self, name: str) -> bytes | None:
-        """The bytes, which count as used now."""
+        """The bytes; reading them counts as use."""
         if name in self._items:
             self._items.move_to_end(name)
         return self._items.get(name)
 
     def put(self, name: str, data: bytes) -> bool:
-        """Keep byte strings and drop the least recently used; False if these alone exceed the bound."""
+        """Store the bytes and drop the least recently used; False if they alone exceed the bound."""
         if len(data) > self._at_most_bytes:
             return False
         self._bytes += len(data) - len(self._items.pop(name, b""))
         self._items[name] = data
         while len(self._items) > self._at_most or self._bytes > self._at_most_bytes:
-            _, dropped = self._items.popitem(last=False)
-            self._bytes -= len(dropped)
+            _, oldest = self._items.popitem(last=False)
+            self._bytes -= len(oldest)
         return True

@@ -1,4 +1,4 @@
-"""A Python function as a `Tool`: its signature is the schema, its docstring tells the model what it does."""
+"""A Python function as a `Tool`: its signature gives the schema, its docstring the description."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,17 +13,17 @@ from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.errors import clipped
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-# Of an argument's schema: with these keys alone, every value would do.
+# An argument's schema with these keys alone would accept every value.
 _SAYS_NO_TYPE = frozenset({"description", "default"})
 
 
 class ToolRefused(ValueError):
-    """A call that is not carried out; its message tells the model what to do instead."""
+    """A call that the tool refuses; the message tells the model what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """A `Tool` (task_app.protocols): a function, bound to the state of its environment as a method is."""
+    """A `Tool` (task_app.protocols) made of a function; a bound method carries the environment's state."""
 
     spec: ToolSpec
     _arguments: type[BaseModel]
@@ -31,13 +31,13 @@ class FunctionTool:
 
     def call(self, arguments: Mapping[str, Any]) -> str:
         try:
-            read = self._arguments.model_validate(dict(arguments))
+            parsed = self._arguments.model_validate(dict(arguments))
         except ValidationError as exc:
             raise ToolRefused(self._complaint(exc)) from exc
-        return self._function(**{name: getattr(read, name) for name in self._arguments.model_fields})
+        return self._function(**{name: getattr(parsed, name) for name in self._arguments.model_fields})
 
     def _complaint(self, exc: ValidationError) -> str:
-        """The first of pydantic's errors, in words for a model."""
+        """The first of pydantic's errors, worded for a model."""
         errors = exc.errors(include_url=False, include_context=False)
         error = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
         name = self.spec.function.name
@@ -54,21 +54,21 @@ class FunctionTool:
 def function_tool(function: Callable[..., str]) -> FunctionTool:
     """`function` as a tool of the same name.
 
-    Every parameter needs a type, which may be `Annotated[..., Field(description=..., ge=...)]`; the first
-    paragraph of the docstring describes the tool. It returns text, at once. Give a bound method where the
-    tool works on state.
+    Every parameter needs a type, which may be `Annotated[..., Field(description=..., ge=...)]`. The first
+    paragraph of the docstring describes the tool. The function returns text, at once. Pass a bound method if
+    the tool works on state.
 
     Raises:
-        TypeError: a parameter has no type or one that allows anything, or cannot be given by name; the
-            function is async, returns something else than str, or has no docstring. Faults of the plug-in.
+        TypeError: a parameter has no type, or one that allows anything, or cannot be given by name; or the
+            function is async, returns something else than str, or has no docstring.
     """
-    spec, arguments = _described(getattr(function, "__func__", function))
+    spec, arguments = _spec_of(getattr(function, "__func__", function))
     return FunctionTool(spec, arguments, function)
 
 
-# Cached by function, since every episode binds its own method, and a schema costs a millisecond.
+# Cached by function, because every episode binds its own method and a schema costs a millisecond.
 @lru_cache(maxsize=256)
-def _described(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
+def _spec_of(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
     name = function.__name__
     _refuse_no_text(function)
     hints = get_type_hints(function, include_extras=True)
@@ -82,8 +82,8 @@ def _described(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]
             raise TypeError(
                 f"tool {name}: the parameter {parameter.name!r} has no type; its schema needs one"
             )
-        given = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (hints[parameter.name], given)
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], default)
     arguments = create_model(name, __config__=_CONFIG, **fields)
     schema = _schema(arguments)
     for parameter_name, part in schema["properties"].items():
@@ -91,31 +91,32 @@ def _described(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]
             raise TypeError(
                 f"tool {name}: the type of {parameter_name!r} allows anything; name what is meant"
             )
-    described = FunctionSpec(name=name, description=_first_paragraph(function), parameters=schema)
-    return ToolSpec(function=described), arguments
+    function_spec = FunctionSpec(name=name, description=_first_paragraph(function), parameters=schema)
+    return ToolSpec(function=function_spec), arguments
 
 
 def _refuse_no_text(function: Callable[..., Any]) -> None:
-    """Told when the plug-in is loaded: else the first model that calls it would break its episode."""
+    """Check the return type when the plug-in is loaded, so that no episode breaks on it."""
     name = function.__name__
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"tool {name} is async; a tool answers at once: make it a plain def")
-    returned = get_type_hints(function).get("return", str)
-    if returned is not str:
-        told = getattr(returned, "__name__", returned)
-        raise TypeError(f"tool {name} is said to return {told}; a model reads text: make it -> str")
+    return_type = get_type_hints(function).get("return", str)
+    if return_type is not str:
+        kind = getattr(return_type, "__name__", return_type)
+        raise TypeError(f"tool {name} is said to return {kind}; a model reads text: make it -> str")
 
 
 def _first_paragraph(function: Callable[..., str]) -> str:
     paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
     if not paragraph:
-        told = f"tool {function.__name__} has no docstring; its first paragraph tells a model what it does"
-        raise TypeError(told)
+        raise TypeError(
+            f"tool {function.__name__} has no docstring; its first paragraph tells a model what it does"
+        )
     return paragraph
 
 
 def _schema(arguments: type[BaseModel]) -> dict[str, Any]:
-    """The JSON Schema without what a model need not read: titles that repeat names, and null as a value."""
+    """The JSON Schema without parts that a model need not read: titles that repeat names, and null values."""
     schema = arguments.model_json_schema()
     schema.pop("title")
     schema["properties"] = {name: _plain(part) for name, part in schema["properties"].items()}
@@ -125,12 +126,12 @@ def _schema(arguments: type[BaseModel]) -> dict[str, Any]:
 
 
 def _plain(part: dict[str, Any]) -> dict[str, Any]:
-    """One argument's schema; `X | None` reads as an X that may be left out."""
-    kept = {key: value for key, value in part.items() if key != "title"}
-    if kept.get("default", ...) is None:
-        del kept["default"]
-    others = [one for one in kept.get("anyOf", ()) if one != {"type": "null"}]
+    """One argument's schema; `X | None` becomes an X that may be left out."""
+    rest = {key: value for key, value in part.items() if key != "title"}
+    if rest.get("default", ...) is None:
+        del rest["default"]
+    others = [one for one in rest.get("anyOf", ()) if one != {"type": "null"}]
     if len(others) == 1:
-        del kept["anyOf"]
-        return {**others[0], **kept}
-    return kept
+        del rest["anyOf"]
+        return {**others[0], **rest}
+    return rest

@@ -1,4 +1,4 @@
-"""The tools of one environment: which one a call names, and what it answers, within bounds."""
+"""The tools of one environment: it finds the tool of a call, and returns its answer within bounds."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ MAX_RESULT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call came to.
+    """The answer to a tool call.
 
     Attributes:
-        text: for the model; of a refused call it begins with "error: ".
-        refused: why the call was not carried out; None when it was.
+        text: shown to the model; for a refused call it begins with "error: ".
+        refused: why the call was not carried out; None if it was.
     """
 
     text: str
@@ -33,11 +33,10 @@ class Answer:
 
 
 class Toolbox:
-    """Tools by name.
+    """Tools by name; no two may share one.
 
     Args:
-        tools: no two with one name.
-        max_result_chars: a longer result is cut, and says so.
+        max_result_chars: a longer result is cut, and ends with a note about it.
     """
 
     def __init__(self, tools: Iterable[Tool], *, max_result_chars: int = MAX_RESULT_CHARS) -> None:
@@ -53,30 +52,26 @@ class Toolbox:
         return tuple(tool.spec for tool in self._tools.values())
 
     def answer(self, call: ToolRequest) -> Answer:
-        """Carry out one call, or say why not. What the tool's own code raises beside ToolRefused passes.
-
-        Raises:
-            TypeError: the tool returned no text; a fault of the plug-in.
-        """
+        """Carry out one call, or say why not; errors of the tool's own code other than ToolRefused pass."""
         tool = self._tools.get(call.name)
         if tool is None:
             name = clipped(call.name)
             return Answer.of_refusal(f"there is no tool {name!r}{did_you_mean(name, self._tools)}")
         if call.arguments is None:
-            found = clipped(call.raw_arguments)
-            return Answer.of_refusal(f"the arguments of {call.name} are no JSON object: {found!r}")
+            excerpt = clipped(call.raw_arguments)
+            return Answer.of_refusal(f"the arguments of {call.name} are no JSON object: {excerpt!r}")
         try:
             text: object = tool.call(call.arguments)
         except ToolRefused as exc:
             return Answer.of_refusal(str(exc))
         if not isinstance(text, str):
-            found = f"{clipped(repr(text))} ({type(text).__name__})"
-            raise TypeError(f"tool {call.name} returned {found}; text is needed")
-        return Answer(bounded(encodable(text), self._max_result_chars))
+            excerpt = f"{clipped(repr(text))} ({type(text).__name__})"
+            raise TypeError(f"tool {call.name} returned {excerpt}; text is needed")
+        return Answer(truncate(encodable(text), self._max_result_chars))
 
 
-def bounded(text: str, max_chars: int) -> str:
-    """The beginning of a text that is too long, with a note that says so."""
+def truncate(text: str, max_chars: int) -> str:
+    """The text, or its beginning with a note about the cut if it is too long."""
     if len(text) <= max_chars:
         return text
     return f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters are shown]"

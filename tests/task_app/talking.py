@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from task_app.episode.context_tools import CONTEXT_TOOLS, Applied, apply
+from task_app.episode.context_tools import CONTEXT_TOOLS, EditResult, apply
 from task_app.episode.history import History
 from task_app.protocols import ToolRequest
 
@@ -16,7 +16,7 @@ OPENING = (
 
 def opened(*, shows_ids: bool = True) -> History:
     """System 0, task 1."""
-    return History.opened(OPENING, shows_ids=shows_ids)
+    return History.start(OPENING, shows_ids=shows_ids)
 
 
 def assistant(msg_id: int, *calls: tuple[str, Any], content: str = "") -> Message:
@@ -38,7 +38,7 @@ def read(history: History, *texts: str) -> History:
     return history
 
 
-def asked(history: History, tool: str, **arguments: Any) -> tuple[History, Applied]:
+def asked(history: History, tool: str, **arguments: Any) -> tuple[History, EditResult]:
     """After a turn that calls a context tool, its result appended; and what the tool did."""
     assert tool in CONTEXT_TOOLS
     message = assistant(len(history), (tool, arguments))
@@ -50,7 +50,7 @@ def asked(history: History, tool: str, **arguments: Any) -> tuple[History, Appli
 def edit(history: History, tool: str, **arguments: Any) -> History:
     """The same, for an edit that is expected to be made."""
     history, applied = asked(history, tool, **arguments)
-    assert applied.edited, applied.text
+    assert applied.changes_view, applied.text
     return history
 
 

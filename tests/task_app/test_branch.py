@@ -71,7 +71,7 @@ async def test_what_cannot_be_branched_is_told_and_nothing_is_made():
         for body, status, code, where, told in (
             ({"env_ids": [env_id, "env_x", "env_y"]}, 404, "unknown_id", "env_ids", "env_x, env_y"),
             ({"env_ids": [env_id], "policy_ids": ["p"]}, 404, "unknown_id", "policy_ids", "no session 'p'"),
-            ({"env_ids": [env_id, env_id]}, 422, "invalid_request", "env_ids", "stands there twice"),
+            ({"env_ids": [env_id, env_id]}, 422, "invalid_request", "env_ids", "is named twice"),
             (
                 {"env_ids": [env_id], "num_children": 11},
                 422, "invalid_request", "num_children", "num_children is 11, max_branches 10",
@@ -115,7 +115,7 @@ async def test_when_one_child_cannot_be_kept_none_is():
 
     async with running_app(default_plug_boards()) as client:
         services = client._transport.app.state.services
-        services.policies = Sessions("policy", capacity=9, idle_s=99.0, opened=opened)
+        services.policies = Sessions("policy", capacity=9, idle_s=99.0, on_new=opened)
         env_id = await new_env(client)
         policy_id = await new_policy(client, bound_env_id=env_id)
         body = {"env_ids": [env_id], "policy_ids": [policy_id], "num_children": 2}

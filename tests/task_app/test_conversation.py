@@ -226,7 +226,7 @@ def opening_with(*roles):
         ({"interaction": {"name": "gsm8"}}, "interaction.name", "Did you mean 'gsm8k'"),
         (CRAFTER, "interaction", "no effect in 'crafter'"),
         ({**CRAFTER, "interaction": None, "multi_turn": {"max_user_turns": 1}}, "multi_turn", "no effect"),
-        ({"snapshot_turns": [2]}, "snapshot_turns", "cannot be played on from"),
+        ({"snapshot_turns": [2]}, "snapshot_turns", "no episode can continue it"),
         (opening_with(), "env.config.prompt", "prompt is [] (list); it is a text or a list of messages"),
         (opening_with("robot"), "env.config.prompt", "prompt[0].role is 'robot' (str); known: system, user,"),
         (opening_with("user"), "env.config.prompt", "prompt[0].content is None (NoneType); it is a text"),

@@ -134,7 +134,7 @@ WORDS = {"type": "text", "content": "words", "invalid_reason": None}
 async def test_the_metadata_of_an_answer_is_kept_with_its_decision():
     reply = InteractionReply(False, "go on", None, {"mood": "patient"})
     conversation = talking(MultiTurn(), Told(reply))
-    async with conversation.opened():
+    async with conversation.open():
         carried = await decided(conversation, WORDS)
     assert (carried.answer.metadata, carried.answer.unshown) == ({"mood": "patient"}, None)
 

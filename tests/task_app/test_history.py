@@ -66,9 +66,9 @@ def test_every_edit_leaves_the_history_before_it_as_it_was():
     third = edit(second, "deleteContext", msg_id=2)
     assert [one.deleted_msg_ids for one in (first, second, third)] == [(), (3,), (2, 3)]
     assert [one.had_delete_operation for one in (first, second, third)] == [False, True, True]
-    assert third.undone().view()[: len(second)] == second.view()
-    assert third.undone().undone().view()[: len(first)] == first.view()
-    assert third.undone().undone().had_delete_operation
+    assert third.undo().view()[: len(second)] == second.view()
+    assert third.undo().undo().view()[: len(first)] == first.view()
+    assert third.undo().undo().had_delete_operation
 
 
 def test_histories_share_their_messages():
@@ -99,7 +99,7 @@ def test_half_a_character_in_a_result_becomes_a_question_mark():
 
 def test_a_conversation_needs_an_opening_and_a_result_needs_a_caller():
     with pytest.raises(ValueError, match="at least one message"):
-        History.opened((), shows_ids=True)
+        History.start((), shows_ids=True)
     (call,) = assistant(2, ("readChunk", {})).tool_calls
     with pytest.raises(ValueError, match="'readChunk' has no assistant message that called it"):
         opened().with_result(call, "red")

@@ -110,7 +110,7 @@ async def test_a_run_of_which_nothing_finished_has_failed():
 def test_only_so_many_runs_are_remembered_and_never_one_that_runs_is_forgotten():
     now_s = 0.0
     runs = Runs(at_most=2, idle_s=10.0, clock=lambda: now_s)
-    runs.started("lives")
+    runs.add_rollout("lives")
     for name in ("x", "y", "z"):
         runs.abort(name)
     assert len(runs) == 2

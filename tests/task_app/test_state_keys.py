@@ -16,8 +16,8 @@ from task_app.episode.state_keys import (
     STATE_KEYS,
     EpisodeStateKeys,
     StateKey,
-    chosen_keys,
     keys_by_name,
+    select_keys,
 )
 from task_app.errors import UnknownName
 from task_app.plugins import ENVIRONMENTS
@@ -30,7 +30,7 @@ def seen(text="tree", **data):
 
 def keys_of(name, observations, of_environment=CRAFTER_STATE_KEYS):
     known = keys_by_name(of_environment, conversation=False)
-    keys = EpisodeStateKeys(chosen_keys([name], known, where="state_keys"))
+    keys = EpisodeStateKeys(select_keys([name], known, where="state_keys"))
     return [keys.next(observation, Prompt(()))[name] for observation in observations]
 
 
@@ -149,7 +149,7 @@ def said(*texts, opening=("system: be brief", "user: 6 * 7?")):
 
 def keys_of_prompts(name, *prompts):
     """Of prompts that only grow; a Prompt stands as it is."""
-    keys = EpisodeStateKeys(chosen_keys([name], keys_by_name({}, conversation=True), where=""))
+    keys = EpisodeStateKeys(select_keys([name], keys_by_name({}, conversation=True), where=""))
     found, reused = [], 0
     for prompt in prompts:
         prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt, reused)
@@ -209,4 +209,4 @@ def test_every_key_that_an_environment_has_is_listed_for_jobs_and_pages(env_name
 
 def test_an_unknown_key_is_refused_with_the_known_ones():
     with pytest.raises(UnknownName, match=r"unknown state key 'nearst'; known: .* Did you mean 'nearest'"):
-        chosen_keys(["text", "nearst"], {**STATE_KEYS, **CRAFTER_STATE_KEYS}, where="state_keys")
+        select_keys(["text", "nearst"], {**STATE_KEYS, **CRAFTER_STATE_KEYS}, where="state_keys")

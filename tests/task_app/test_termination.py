@@ -16,7 +16,7 @@ ALONE = {
     StopReason.ENVIRONMENT_DONE: {"environment_done": True},
     StopReason.INTERACTION_DONE: {"interaction_done": True},
     StopReason.TERMINATE_ACTION: {"terminate_action": True},
-    StopReason.TERMINATION_REGEX: {"pattern_found": True},
+    StopReason.TERMINATION_REGEX: {"signal": True},
     StopReason.INVALID_ACTION: {"invalid_decisions": 2},
     StopReason.CONTEXT_LENGTH: {"context_exceeded": True},
     StopReason.DEADLINE: {"elapsed_s": 10.0},

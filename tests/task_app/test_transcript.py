@@ -1,9 +1,9 @@
 from datetime import UTC, datetime
 
 from shared_schemas.trajectory import StopReason, transcript
-from task_app.dialects.one_call.reply import Episode, Names, Stepwise, Wanted, reply
+from task_app.dialects.one_call.reply import Episode, Names, Options, Stepwise, reply
 from task_app.protocols import Observation
-from task_app.sessions.switches import agreed_step_rewards
+from task_app.sessions.switches import OFF
 from tests.trainer_backend.dialogues import AGAIN, TASK, dialogue, reader
 
 SAID = [("user", TASK.content), ("assistant", "answer 1"), ("user", AGAIN.content), ("assistant", "answer 2")]
@@ -19,10 +19,17 @@ def test_the_legacy_reply_holds_the_whole_prompt_of_each_decision():
     steps = dialogue(0.0, 1.0).steps
     seen = tuple(Observation("", {}, {}, 0.0) for _ in range(3))
     names = Names("r", "e", "p", "dialogue", "openai", 0, None, None, {})
-    wanted = Wanted(
-        True, False, False, None, Stepwise(agreed_step_rewards({})), (), {}, datetime(2025, 1, 1, tzinfo=UTC)
+    options = Options(
+        True,
+        False,
+        False,
+        None,
+        Stepwise(OFF),
+        (),
+        {},
+        datetime(2025, 1, 1, tzinfo=UTC),
     )
-    told = reply([Episode(steps, seen, 1.0, StopReason.INTERACTION_DONE)], names, wanted, aborted=False)
+    told = reply([Episode(steps, seen, 1.0, StopReason.INTERACTION_DONE)], names, options, aborted=False)
     prompts = [
         [(item["role"], item["content"]) for item in step["info"]["meta"]["inference_request"]["messages"]]
         for step in told["trajectories"][0]["steps"]

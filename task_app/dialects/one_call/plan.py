@@ -1,6 +1,6 @@
-"""Pure: the body of POST /rollout -> what is to be played, and all of it that is cut, changed or ignored.
+"""Pure: read the body of POST /rollout, with a warning for everything that is cut, changed or ignored.
 
-The ancestor did all of that in silence; here each is a sentence of the reply's `warnings`.
+The ancestor made such changes in silence; here the reply's `warnings` has a sentence for each.
 """
 
 import hashlib
@@ -19,15 +19,13 @@ from task_app.errors import InvalidRequest, clipped
 from task_app.plugins import PlugBoards
 from task_app.routes.wire import MOST_UNKNOWN
 from task_app.sessions.switches import KEY as STEP_REWARDS
-from task_app.sessions.switches import agreed_step_rewards, take_step_rewards
+from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 from task_app.settings import Settings
-
-# Pure: the policy of a legacy request in words of ours: config keys, the correlation id of its trace.
 
 Warn = Callable[[str], None]
 
 MODEL = "openai"
-# What such requests leave out means this there, and is shown in the reply's `pipeline_metadata`.
+# Defaults of this dialect, which the reply's `pipeline_metadata` shows.
 DEFAULTS = {"max_tokens": 512, "tool_choice": "required"}
 CORRELATION_KEYS = ("trace_correlation_id", "trace")
 CORRELATION_QUERY = ("cid", "trace_correlation_id", "trace")
@@ -36,11 +34,11 @@ _KEY: TypeAdapter[SecretStr] = TypeAdapter(InferenceKey)
 
 
 def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """Return the plug-in's config; the plug-in's own checks refuse wrong or missing keys."""
+    """The plug-in's config; the plug-in's own checks refuse wrong or missing keys."""
     config = {key: value for key, value in own.items() if key not in CORRELATION_KEYS}
     if not name:
         for key in config:
-            warn(f"policy.config.{key} is ignored; a policy that lives keeps its own config")
+            warn(f"policy.config.{key} is ignored; a living policy keeps its own config")
         return {}
     if name != MODEL:
         return config
@@ -51,13 +49,13 @@ def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: 
     if config.pop("use_tools", True) is False:
         warn("policy.config.use_tools is ignored; actions are read from tool calls alone")
     config.setdefault("ask_token_ids", body.record.logprobs)
-    return DEFAULTS | _correlated(config, body, warn)
+    return DEFAULTS | _with_correlation(config, body, warn)
 
 
 def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> SecretStr | None:
-    """The model server's key: `inference_key`, or `api_key` or the bearer of `extra_headers` in the config.
+    """The model server's key: `inference_key`, or in the config `api_key` or the bearer of `extra_headers`.
 
-    The latter two are taken out of `own`, which the reply shows.
+    The latter two are removed from `own`, which the reply shows.
     """
     keys = {"inference_key": body.policy.inference_key} if body.policy.inference_key is not None else {}
     if (key := own.pop("api_key", None)) is not None:
@@ -69,7 +67,7 @@ def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> 
         if name.lower() == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer ":
             keys["config.extra_headers"] = _key(value[7:].strip(), where=where)
         else:
-            warn(f"{where}.{clipped(name)} is ignored; Authorization: Bearer is the one that is sent")
+            warn(f"{where}.{clipped(name)} is ignored; only Authorization: Bearer is sent")
     if len(set(keys.values())) > 1:
         first, second, *_ = keys
         raise InvalidRequest(
@@ -81,12 +79,12 @@ def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> 
 def _key(value: Any, *, where: str) -> SecretStr:
     try:
         return _KEY.validate_python(value)
-    except ValidationError:  # chained to nothing: it shows what it read
+    except ValidationError:  # not chained, because it shows the key
         raise InvalidRequest(f"{where} holds no key that fits a header", where=where) from None
 
 
 def correlation_id(body: LegacyRollout) -> str | None:
-    """From policy.config, else from the query of its inference_url."""
+    """The correlation id in policy.config, or in the query of its inference_url."""
     for key in CORRELATION_KEYS:
         value = body.policy.config.get(key)
         if isinstance(value, str) and value:
@@ -96,17 +94,17 @@ def correlation_id(body: LegacyRollout) -> str | None:
     return next((query[key] for key in CORRELATION_QUERY if query.get(key)), None)
 
 
-def _correlated(config: dict[str, Any], body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """A training client finds its trace by `cid` in the address: it is added when it is known."""
-    found, url = correlation_id(body), config.get("inference_url")
+def _with_correlation(config: dict[str, Any], body: LegacyRollout, warn: Warn) -> dict[str, Any]:
+    """Add the correlation id as `cid` to the inference URL, by which a training client finds its trace."""
+    correlation, url = correlation_id(body), config.get("inference_url")
     if body.mode != "rl" or not isinstance(url, str):
         return config
-    if found is None:
+    if correlation is None:
         warn("mode is rl, but no trace_correlation_id is given; none was invented")
         return config
     if not set(CORRELATION_QUERY) & dict(parse_qsl(_query(url))).keys():
         parts = urlsplit(url)
-        query = "&".join(filter(None, [parts.query, urlencode({"cid": found})]))
+        query = "&".join(filter(None, [parts.query, urlencode({"cid": correlation})]))
         warn("cid was added to the query of policy.config.inference_url")
         return config | {"inference_url": urlunsplit(parts._replace(query=query))}
     return config
@@ -116,11 +114,11 @@ def _query(url: str) -> str:
     try:
         return urlsplit(url).query
     except ValueError:
-        return ""  # the policy's own check refuses the address, with its reason
+        return ""  # the policy's own check refuses the URL and says why
 
 
 def _tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """`max_completion_tokens` is the newer name of `max_tokens`; both may stand there if they agree."""
+    """Accept `max_completion_tokens`, the newer name of `max_tokens`; both must agree."""
     newer = config.pop("max_completion_tokens", None)
     if newer is None:
         return config
@@ -133,21 +131,21 @@ def _tokens(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _think(config: dict[str, Any], warn: Warn) -> dict[str, Any]:
-    """thinking_mode and thinking_budget go where vLLM's chat templates read them."""
+    """Move thinking_mode and thinking_budget to where vLLM's chat templates read them."""
     mode, budget = config.pop("thinking_mode", None), config.pop("thinking_budget", None)
     if mode not in (None, "think", "no_think"):
         raise InvalidRequest(
             "policy.config.thinking_mode is unknown; known: no_think, think",
             where="policy.config.thinking_mode",
         )
-    told = {"enable_thinking": None if mode is None else mode == "think", "thinking_budget": budget}
-    told = {name: value for name, value in told.items() if value is not None}
-    if not told:
+    values = {"enable_thinking": None if mode is None else mode == "think", "thinking_budget": budget}
+    values = {name: value for name, value in values.items() if value is not None}
+    if not values:
         return config
     extra = config.get("extra_body", {})
     if not isinstance(extra, dict) or not isinstance(extra.get("chat_template_kwargs", {}), dict):
         return config
-    kwargs = told | extra.get("chat_template_kwargs", {})
+    kwargs = values | extra.get("chat_template_kwargs", {})
     return config | {"extra_body": extra | {"chat_template_kwargs": kwargs}}
 
 
@@ -158,7 +156,7 @@ AGENT, ENV = frozenset({"agent", "policy", "model"}), frozenset({"env", "environ
 
 @dataclass(frozen=True, slots=True)
 class LegacyPlan:
-    """What `legacy_rollout` plays. A name is empty where the request names a living session."""
+    """What to play. A name is empty where the request names a living session."""
 
     env_name: str
     env_config: Mapping[str, Any]
@@ -173,11 +171,7 @@ class LegacyPlan:
 
 
 def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) -> LegacyPlan:
-    """Read the request as a whole.
-
-    Args:
-        settings: what the operator says of what the request leaves out.
-    """
+    """Read the request; `settings` hold the operator's defaults."""
     warnings: list[str] = []
     warn = warnings.append
     _warn_of_extras(body, warn)
@@ -204,30 +198,30 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
     config = policy_config(own_policy, plan.policy_name, body, warn)
     if plan.policy_name:
         fields = boards.policies[plan.policy_name].config.model_fields
-        config = known_only(config, fields, where="policy.config", warn=warn)
+        config = drop_unknown(config, fields, where="policy.config", warn=warn)
     return replace(plan, env_config=env_config, policy_config=config, warnings=tuple(warnings))
 
 
-def known_only(
+def drop_unknown(
     config: Mapping[str, Any], fields: Mapping[str, Any], *, where: str, warn: Warn
 ) -> dict[str, Any]:
-    """Leave out what the plug-in does not know, and say so; what looks like a misspelling is refused."""
+    """Remove keys that the plug-in does not know, with a warning; a likely misspelling is refused."""
     unknown = len(config.keys() - fields.keys())
     if unknown > MOST_UNKNOWN:
         raise InvalidRequest(
             f"{where} has {unknown} unknown keys; at most {MOST_UNKNOWN} are read over", where=where
         )
-    kept = {}
+    rest = {}
     for name, value in config.items():
         if name in fields:
-            kept[name] = value
+            rest[name] = value
             continue
         close = get_close_matches(name, fields, n=1, cutoff=0.85)
         place = f"{where}.{clipped(name)}"
         if close:
             raise InvalidRequest(f"{place}: unknown key. Did you mean {close[0]!r}?", where=place)
         warn(f"{place} is ignored; known: {', '.join(sorted(fields))}")
-    return kept
+    return rest
 
 
 def _warn_of_extras(body: LegacyRollout, warn: Warn) -> None:
@@ -246,7 +240,7 @@ def _warn_of_extras(body: LegacyRollout, warn: Warn) -> None:
 
 
 def _take_env_params(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The rest of env.config, and its most decisions."""
+    """The rest of env.config, and its limit of decisions."""
     rest = dict(config)
     params = rest.pop("env_params", None)
     where = "env.config.env_params"
@@ -264,9 +258,10 @@ def _count(value: Any, default: int, *, where: str) -> int:
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= MOST_DECISIONS:
-        found = clipped(repr(value))
+        correlation = clipped(repr(value))
         raise InvalidRequest(
-            f"{where} is {found}; allowed: a whole number of decisions, 1 to {MOST_DECISIONS}", where=where
+            f"{where} is {correlation}; allowed: a whole number of decisions, 1 to {MOST_DECISIONS}",
+            where=where,
         )
     return value
 
@@ -274,41 +269,41 @@ def _count(value: Any, default: int, *, where: str) -> int:
 def _stepwise(
     body: LegacyRollout, policy: dict[str, Any], env: dict[str, Any], warn: Warn
 ) -> Stepwise | None:
-    """The switches of the policy's config, else of the environment's, else beside both; all are taken out."""
+    """The switches of the policy's config, else the environment's, else beside them; all are removed."""
     homes = {
         "policy.config.step_rewards": _take_stepwise(policy, where="policy.config"),
         "env.config.step_rewards": _take_stepwise(env, where="env.config"),
         "training": _beside(body),
     }
-    given = {place: stepwise for place, stepwise in homes.items() if stepwise is not None}
-    first, *others = list(given) or [""]
+    by_place = {place: stepwise for place, stepwise in homes.items() if stepwise is not None}
+    first, *others = list(by_place) or [""]
     for place in others:
-        if given[place] != given[first]:
-            warn(f"{place} differs from {first}, which holds")
-    return given.get(first)
+        if by_place[place] != by_place[first]:
+            warn(f"{place} differs from {first}, which is used")
+    return by_place.get(first)
 
 
 def _take_stepwise(config: dict[str, Any], *, where: str) -> Stepwise | None:
-    """The switches of a config: its `step_rewards`, or a table with a job's names; given both, they agree."""
+    """The switches of a config: `step_rewards`, or a table with a job's names; both must agree."""
     raw = config.pop(STEP_REWARDS, None)
     stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
-    rest, published = take_step_rewards(config, where=where)
+    rest, switches = take_step_rewards(config, where=where)
     for name in config.keys() - rest.keys():
         del config[name]
     if stepwise is None:
-        return Stepwise(agreed_step_rewards(published)) if published else None
-    agreed_step_rewards({f"{where}.{STEP_REWARDS}": stepwise.switches, **published})
+        return Stepwise(agree_on_step_rewards(switches)) if switches else None
+    agree_on_step_rewards({f"{where}.{STEP_REWARDS}": stepwise.switches, **switches})
     return stepwise
 
 
 def _beside(body: LegacyRollout) -> Stepwise | None:
-    _, published = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
-    return Stepwise(agreed_step_rewards(published)) if published else None
+    _, switches = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
+    return Stepwise(agree_on_step_rewards(switches)) if switches else None
 
 
 def _environment(body: LegacyRollout, boards: PlugBoards) -> str:
     if (body.env.env_id is None) == (body.env.env_name is None):
-        raise InvalidRequest("env names one of env_id (it lives) and env_name (to make one)", where="env")
+        raise InvalidRequest("env names one of env_id (a living one) and env_name (a new one)", where="env")
     if body.env.env_name is None:
         return ""
     return boards.environment_name(body.env.env_name, where="env.")
@@ -317,7 +312,7 @@ def _environment(body: LegacyRollout, boards: PlugBoards) -> str:
 def _policy(body: LegacyRollout, boards: PlugBoards) -> str:
     if (body.policy.policy_id is None) == (body.policy.policy_name is None):
         raise InvalidRequest(
-            "policy names one of policy_id (it lives) and policy_name (to make one)", where="policy"
+            "policy names one of policy_id (a living one) and policy_name (a new one)", where="policy"
         )
     if body.policy.policy_name is None:
         return ""
@@ -327,20 +322,20 @@ def _policy(body: LegacyRollout, boards: PlugBoards) -> str:
 def _env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: Warn) -> dict[str, Any]:
     if not name:
         for key in own:
-            warn(f"env.config.{clipped(key)} is ignored; an environment that lives keeps its own config")
+            warn(f"env.config.{clipped(key)} is ignored; a living environment keeps its own config")
         return {}
     fields = boards.environments[name].config.model_fields
     if "difficulty" in own and "difficulty" not in fields:
         del own["difficulty"]
         warn("env.config.difficulty is ignored; worlds differ by their seed alone")
-    return known_only(own, fields, where="env.config", warn=warn)
+    return drop_unknown(own, fields, where="env.config", warn=warn)
 
 
 def _seed(body: LegacyRollout, warn: Warn) -> int:
-    """The world's seed; without one, derived from the run_id as the ancestor did, in our range."""
+    """The world's seed; a missing one is derived from the run_id like the ancestor's, in our range."""
     if body.env.env_id is not None:
         if body.env.seed is not None:
-            warn("env.seed is ignored; an environment that lives goes on where it stands (POST /env/reset)")
+            warn("env.seed is ignored; a living environment goes on from its state (POST /env/reset)")
         return 0
     if body.env.seed is not None:
         return body.env.seed
@@ -350,8 +345,8 @@ def _seed(body: LegacyRollout, warn: Warn) -> int:
 
 
 def _decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Warn) -> int:
-    """How many decisions are played at most: complete agent, env pairs, within every bound."""
-    asked = _pairs(body, warn)
+    """The number of decisions: complete pairs of agent and env ops, within all limits."""
+    pairs = _pairs(body, warn)
     bounds = {
         "env.config.env_params.max_steps_per_episode": max_decisions,
         "policy.config.max_llm_calls": _count(max_calls, MOST_DECISIONS, where="policy.config.max_llm_calls"),
@@ -360,37 +355,37 @@ def _decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Wa
     if body.safety.max_ops < 2:
         raise InvalidRequest("safety.max_ops is 1; a decision takes 2 ops", where="safety.max_ops")
     least = min(bounds, key=lambda name: bounds[name])
-    if asked > bounds[least]:
-        warn(f"ops holds {asked} decisions; cut to {bounds[least]} by {least}")
-    return min(asked, bounds[least])
+    if pairs > bounds[least]:
+        warn(f"ops holds {pairs} decisions; cut to {bounds[least]} by {least}")
+    return min(pairs, bounds[least])
 
 
 def _pairs(body: LegacyRollout, warn: Warn) -> int:
-    """Count agent ops that an env op follows."""
-    pairs, waiting, lonely = 0, False, 0
+    """Count the agent ops that are followed by an env op."""
+    pairs, has_agent, unpaired = 0, False, 0
     for index, op in enumerate(body.ops):
         if _kind(op, index) == "agent":
-            lonely += waiting
-            waiting = True
-        elif waiting:
-            pairs, waiting = pairs + 1, False
+            unpaired += has_agent
+            has_agent = True
+        elif has_agent:
+            pairs, has_agent = pairs + 1, False
         else:
-            lonely += 1
-    lonely += waiting
+            unpaired += 1
+    unpaired += has_agent
     if not pairs:
-        raise InvalidRequest('ops holds no decision; ["agent", "env"] * N is a rollout of N', where="ops")
-    if lonely:
-        warn(f"{lonely} of {len(body.ops)} ops are not executed; a decision is an agent op, then an env op")
+        raise InvalidRequest('ops holds no decision; ["agent", "env"] * N means N decisions', where="ops")
+    if unpaired:
+        warn(f"{unpaired} of {len(body.ops)} ops are not executed; a decision is an agent op, then an env op")
     return pairs
 
 
 def _kind(op: str | dict[str, Any], index: int) -> str:
     name = op if isinstance(op, str) else op.get("type", op.get("op"))
     if isinstance(name, str):
-        lowered = name.strip().lower()
-        if lowered in AGENT:
+        word = name.strip().lower()
+        if word in AGENT:
             return "agent"
-        if lowered in ENV:
+        if word in ENV:
             return "env"
     raise InvalidRequest(
         f"ops.{index} is {clipped(repr(name))}; known: {', '.join(sorted(AGENT | ENV))}", where=f"ops.{index}"

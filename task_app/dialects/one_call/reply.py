@@ -1,7 +1,7 @@
-"""Pure: the reply of POST /rollout, and the trace that a request may ask for, from a rollout's episodes.
+"""Pure: the reply of POST /rollout with its optional trace, made from a rollout's episodes.
 
-One trajectory an episode; with `on_done = "reset"` there may be several. What the ancestor left out stands
-here too: the observation's data, the stop reason, exact tokens where asked for, and every warning.
+It has one trajectory for each episode; with `on_done = "reset"` there may be several. Unlike the ancestor's
+it holds the observation's data, the stop reason, exact tokens on request, and every warning.
 """
 
 from collections import Counter
@@ -24,17 +24,14 @@ from task_app.errors import CriticalError, EpisodeFailed, InvalidRequest, TaskAp
 from task_app.protocols import Observation
 from task_app.routes.wire import observation_json
 
-# Pure: the `step_rewards` of a legacy rollout, and what its `stepwise` blocks say.
+# The reward in the `stepwise` blocks:
 #
-# r_t = base_t + indicator_t * (indicator_lambda + step_beta * (T - t)),      t from 0
-# indicator_t = 1 if unique_delta_t > 0, else 0
+#     r_t = base_t + indicator_t * (indicator_lambda + step_beta * (T - t)),      t from 0
+#     indicator_t = 1 if unique_delta_t > 0, else 0
 #
-# base_t is unique_delta (or ach_delta, kind `absolute`); with the strategy `per_achievement` it is the sum
-# of
-# the weights of what was achieved, each achievement credited `k_limits` times an episode (1 when absent, <=
-# 0
-# without limit). So `reward` is the r_t of the trainer; the ancestor's hidden bonus for resources is not
-# paid.
+# base_t is unique_delta (or ach_delta, kind `absolute`). With the strategy `per_achievement` it is the sum of
+# the weights of the achievements, each counted up to `k_limits` times an episode (default 1, no limit if <=
+# 0). So `reward` is the trainer's r_t; the ancestor's hidden bonus for resources is not paid.
 #
 # Source: 1-crafter-event-rewards.md, "consuming event rewards"; DESIGN.md 4.3.
 
@@ -69,7 +66,7 @@ class Stepwise:
 
 
 def read_stepwise(raw: Any, *, where: str) -> Stepwise:
-    """`config.step_rewards` of a legacy request."""
+    """Read `config.step_rewards` of a legacy request."""
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where} is no object", where=where)
     own = {name: raw[name] for name in _Strategy.model_fields if raw.get(name) is not None}
@@ -91,22 +88,22 @@ def read_stepwise(raw: Any, *, where: str) -> Stepwise:
 
 
 def stepwise_blocks(steps: Sequence[StepData], rules: Stepwise) -> list[dict[str, Any]]:
-    """[T] `info.stepwise` of one episode's decisions; empty when the switches are off."""
+    """[T] `info.stepwise` of one episode's decisions; empty if the switches are off."""
     if not rules.active:
         return []
-    credited: Counter[str] = Counter()
-    return [_block(step, len(steps), rules, credited) for step in steps]
+    credits: Counter[str] = Counter()
+    return [_block(step, len(steps), rules, credits) for step in steps]
 
 
-def _block(step: StepData, decisions: int, rules: Stepwise, credited: Counter[str]) -> dict[str, Any]:
-    earned = step.metadata.decision_rewards or DecisionRewards(
+def _block(step: StepData, decisions: int, rules: Stepwise, credits: Counter[str]) -> dict[str, Any]:
+    rewards = step.metadata.decision_rewards or DecisionRewards(
         turn=step.turn, ach_delta=0, unique_delta=0, all=(), unique=()
     )
-    indicator = int(earned.unique_delta > 0)
-    names = earned.all if rules.switches.kind == "absolute" else earned.unique
+    indicator = int(rewards.unique_delta > 0)
+    names = rewards.all if rules.switches.kind == "absolute" else rewards.unique
     components = []
     if rules.strategy == PER_ACHIEVEMENT:
-        components = _credit(earned.all, rules, credited)
+        components = _credit(rewards.all, rules, credits)
         base = float(sum(part["reward"] for part in components))
     else:
         base = float(len(names))
@@ -114,7 +111,7 @@ def _block(step: StepData, decisions: int, rules: Stepwise, credited: Counter[st
     block: dict[str, Any] = {
         "decision_index": step.turn,
         "indicator": indicator,
-        "new_achievements": list(earned.unique),
+        "new_achievements": list(rewards.unique),
         "reward": base + indicator * bonus,
         "strategy": rules.strategy,
         "base_reward": base,
@@ -127,14 +124,14 @@ def _block(step: StepData, decisions: int, rules: Stepwise, credited: Counter[st
     return block
 
 
-def _credit(achieved: Sequence[str], rules: Stepwise, credited: Counter[str]) -> list[dict[str, Any]]:
-    """What this decision is paid for by name; `credited` counts on through the episode."""
+def _credit(achievements: Sequence[str], rules: Stepwise, credits: Counter[str]) -> list[dict[str, Any]]:
+    """The achievements that a decision is paid for; `credits` counts them over the episode."""
     components = []
-    for name in achieved:
+    for name in achievements:
         limit = rules.k_limits.get(name, 1)
-        if 0 < limit <= credited[name]:
+        if 0 < limit <= credits[name]:
             continue
-        credited[name] += 1
+        credits[name] += 1
         components.append({"achievement": name, "reward": rules.weights.get(name, 1.0)})
     return components
 
@@ -146,8 +143,7 @@ def stepwise_details(
 
     Args:
         episodes: the `stepwise_blocks` of each.
-        rules: what they were made by.
-        unlocked: achievements unlocked when the last episode ended.
+        unlocked: achievements that were unlocked when the last episode ended.
     """
     blocks = [block for episode in episodes for block in episode]
     unique = sorted({name for block in blocks for name in block["new_achievements"]})
@@ -173,24 +169,24 @@ TIMED_OUT = "partial_max_time"
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What one RLRolloutWorker did. `seen` are the observations before each decision and after the last."""
+    """One episode; `observations` are those before each decision and after the last."""
 
     steps: tuple[StepData, ...]
-    seen: tuple[Observation, ...]
+    observations: tuple[Observation, ...]
     outcome_reward: float | None
     stop_reason: StopReason | None
     failure: TaskAppError | None = None
-    timed_out: bool = False
+    is_timed_out: bool = False
 
     @property
-    def cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether an abort or the end of the service cut the episode short."""
-        return self.stop_reason is None and self.failure is None and not self.timed_out
+        return self.stop_reason is None and self.failure is None and not self.is_timed_out
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the reply is about."""
+    """Names and config that the reply repeats."""
 
     run_id: str
     env_id: str
@@ -204,8 +200,8 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The request's `record` and switches, and the warnings from before it was played."""
+class Options:
+    """The request's `record` and switches, and the warnings of its plan."""
 
     trajectories: bool
     logprobs: bool
@@ -217,23 +213,23 @@ class Wanted:
     created_at: datetime
 
 
-def reply(episodes: Sequence[Episode], names: Names, wanted: Wanted, *, aborted: bool) -> dict[str, Any]:
-    """The whole answer."""
+def reply(episodes: Sequence[Episode], names: Names, options: Options, *, aborted: bool) -> dict[str, Any]:
+    """The whole reply."""
     for episode in episodes:
         failure = episode.failure
-        if failure is not None and (isinstance(failure, CriticalError) or _did_nothing(episode)):
+        if failure is not None and (isinstance(failure, CriticalError) or _is_without_effect(episode)):
             raise failure
-    blocks = [stepwise_blocks(episode.steps, wanted.stepwise) for episode in episodes]
-    trajectories = [_trajectory(*pair, names, wanted) for pair in zip(episodes, blocks, strict=True)]
+    blocks = [stepwise_blocks(episode.steps, options.stepwise) for episode in episodes]
+    trajectories = [_trajectory(*pair, names, options) for pair in zip(episodes, blocks, strict=True)]
     decisions = sum(len(episode.steps) for episode in episodes)
     return {
         "run_id": names.run_id,
-        "trajectories": trajectories if wanted.trajectories else [],
+        "trajectories": trajectories if options.trajectories else [],
         "branches": {},
-        "metrics": _metrics(episodes, blocks, wanted),
+        "metrics": _metrics(episodes, blocks, options),
         "aborted": aborted,
         "ops_executed": 2 * decisions,
-        "trace": _trace(episodes, names, wanted) if wanted.trace_format else None,
+        "trace": _trace(episodes, names, options) if options.trace_format else None,
         "trace_correlation_id": names.correlation_id,
         "pipeline_metadata": {
             "inference_url": names.inference_url,
@@ -243,38 +239,38 @@ def reply(episodes: Sequence[Episode], names: Names, wanted: Wanted, *, aborted:
             "policy_name": names.policy_name,
             "policy_config": dict(names.policy_config),
         },
-        "warnings": [*wanted.warnings, *_later_warnings(episodes, wanted, names)],
+        "warnings": [*options.warnings, *_later_warnings(episodes, options, names)],
     }
 
 
-def _trace(episodes: Sequence[Episode], names: Names, wanted: Wanted) -> dict[str, Any]:
+def _trace(episodes: Sequence[Episode], names: Names, options: Options) -> dict[str, Any]:
     return trace(
         [episode.steps for episode in episodes],
         names.run_id,
-        whole=wanted.trace_format != "compact",
-        metadata=wanted.metadata,
-        created_at=wanted.created_at,
+        whole=options.trace_format != "compact",
+        metadata=options.metadata,
+        created_at=options.created_at,
     )
 
 
 def _trajectory(
-    episode: Episode, blocks: list[dict[str, Any]], names: Names, wanted: Wanted
+    episode: Episode, blocks: list[dict[str, Any]], names: Names, options: Options
 ) -> dict[str, Any]:
     steps = [
-        _step(episode, index, prompt, blocks, names, wanted)
+        _step(episode, index, prompt, blocks, names, options)
         for index, prompt in enumerate(prompts(episode.steps))
     ]
-    shown: dict[str, Any] = {
+    data: dict[str, Any] = {
         "env_id": names.env_id,
         "policy_id": names.policy_id,
         "steps": steps,
         "final": _final(episode),
         "length": len(steps),
-        "inference_url": names.inference_url or "",  # a text in the contract; a scripted policy asks nobody
+        "inference_url": names.inference_url or "",  # the contract wants a text; a scripted policy has no URL
         "trace_correlation_id": names.correlation_id,
     }
     if blocks:
-        shown["decision_samples"] = [
+        data["decision_samples"] = [
             {
                 "decision_index": block["decision_index"],
                 "indicator": block["indicator"],
@@ -285,12 +281,12 @@ def _trajectory(
             }
             for block, step in zip(blocks, steps, strict=True)
         ]
-    return shown
+    return data
 
 
 def _final(episode: Episode) -> dict[str, Any]:
     final: dict[str, Any] = {
-        "observation": observation_json(episode.seen[-1]) if episode.seen else None,
+        "observation": observation_json(episode.observations[-1]) if episode.observations else None,
         "stop_reason": episode.stop_reason.value if episode.stop_reason else None,
         "outcome_reward": episode.outcome_reward,
     }
@@ -301,8 +297,8 @@ def _final(episode: Episode) -> dict[str, Any]:
 
 
 def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
-    """The soft failures, as legacy endings, and two that the ancestor had no name for."""
-    if episode.timed_out:
+    """The soft failures under their legacy names, and two that the ancestor had no name for."""
+    if episode.is_timed_out:
         return TIMED_OUT, "safety.max_time_s passed"
     if episode.failure is not None:
         of_policy = isinstance(episode.failure, EpisodeFailed)
@@ -314,11 +310,11 @@ def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
         return status, last.step_info.invalid_reason
     if episode.stop_reason is StopReason.CONTEXT_LENGTH:
         return "partial_policy_error", "the prompt does not fit the model any more"
-    return ("partial_aborted", "the rollout was cancelled") if episode.cancelled else (None, None)
+    return ("partial_aborted", "the rollout was cancelled") if episode.is_cancelled else (None, None)
 
 
-def _did_nothing(episode: Episode) -> bool:
-    """Something other than policy and environment was in the way from the start."""
+def _is_without_effect(episode: Episode) -> bool:
+    """Whether something other than policy and environment stopped the episode before its first decision."""
     return not episode.steps and not isinstance(episode.failure, EpisodeFailed)
 
 
@@ -328,13 +324,13 @@ def _step(
     prompt: Sequence[Message],
     blocks: list[dict[str, Any]],
     names: Names,
-    wanted: Wanted,
+    options: Options,
 ) -> dict[str, Any]:
-    step, before = episode.steps[index], episode.seen[index]
+    step, before = episode.steps[index], episode.observations[index]
     info: dict[str, Any] = {
-        "achievements_added": _added(step),
+        "achievements_added": _new_achievements(step),
         "executed_actions": list(step.step_info.executed_actions),
-        "meta": _meta(step, prompt, names, wanted),
+        "meta": _meta(step, prompt, names, options),
     }
     if blocks:
         info["stepwise"] = blocks[index]
@@ -349,14 +345,14 @@ def _step(
         "done": step.is_done,
         "terminated": step.terminated,
         "truncated": step.truncated,
-        "logprob": sum(tokens.logprobs) if wanted.logprobs and (tokens := exact_tokens(step)) else None,
-        "value": step.policy_value_estimate if wanted.value else None,
+        "logprob": sum(tokens.logprobs) if options.logprobs and (tokens := exact_tokens(step)) else None,
+        "value": step.policy_value_estimate if options.value else None,
         "info": info,
     }
 
 
-def _meta(step: StepData, prompt: Sequence[Message], names: Names, wanted: Wanted) -> dict[str, Any]:
-    took = step.step_info
+def _meta(step: StepData, prompt: Sequence[Message], names: Names, options: Options) -> dict[str, Any]:
+    info = step.step_info
     meta: dict[str, Any] = {
         "inference_url": names.inference_url,
         "inference_request": {
@@ -364,63 +360,63 @@ def _meta(step: StepData, prompt: Sequence[Message], names: Names, wanted: Wante
         },
         "turn_index": step.turn,
         "raw_response": step.raw_policy_output,
-        "usage": {"prompt_tokens": took.prompt_tokens, "completion_tokens": took.completion_tokens},
-        "inference_ms": 1_000 * took.policy_s,
-        "timing": {"inference_s": took.policy_s, "env_step_ms": 1_000 * took.environment_s},
+        "usage": {"prompt_tokens": info.prompt_tokens, "completion_tokens": info.completion_tokens},
+        "inference_ms": 1_000 * info.policy_s,
+        "timing": {"inference_s": info.policy_s, "env_step_ms": 1_000 * info.environment_s},
         **step.metadata.model_dump(mode="json", exclude_none=True),
     }
-    if wanted.logprobs and (told := step.policy_logprobs) is not None:
-        meta["policy_logprobs"] = told if isinstance(told, dict) else told.model_dump(mode="json")
+    if options.logprobs and (logprobs := step.policy_logprobs) is not None:
+        meta["policy_logprobs"] = logprobs if isinstance(logprobs, dict) else logprobs.model_dump(mode="json")
         meta["sampling"] = step.sampling.model_dump(mode="json") if step.sampling else None
     return meta
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
-    """Arguments as an object where they are one; as the model wrote them where not."""
-    found = json_object(arguments)
-    return {"tool_name": name, "arguments": arguments if found is None else dict(found)}
+    """Arguments as an object, or as the model wrote them if they are none."""
+    parsed = json_object(arguments)
+    return {"tool_name": name, "arguments": arguments if parsed is None else dict(parsed)}
 
 
-def _added(step: StepData) -> list[str]:
+def _new_achievements(step: StepData) -> list[str]:
     after = step.next_observation.achievements_counts if step.next_observation else {}
     return achievements_added(step.observation_data.achievements_counts, after)
 
 
 def _metrics(
-    episodes: Sequence[Episode], blocks: Sequence[list[dict[str, Any]]], wanted: Wanted
+    episodes: Sequence[Episode], blocks: Sequence[list[dict[str, Any]]], options: Options
 ) -> dict[str, Any]:
     returns = [float(sum(sum(step.env_rewards or ()) for step in episode.steps)) for episode in episodes]
     last = episodes[-1] if episodes else None
-    counts = last.seen[-1].achievements_counts if last and last.seen else {}
+    counts = last.observations[-1].achievements_counts if last and last.observations else {}
     unlocked = sorted(name for name, count in counts.items() if count)
     details: dict[str, Any] = {"achievements": unlocked}
-    if wanted.stepwise.active:
-        details["stepwise"] = stepwise_details(blocks, wanted.stepwise, unlocked=unlocked)
+    if options.stepwise.active:
+        details["stepwise"] = stepwise_details(blocks, options.stepwise, unlocked=unlocked)
     return {
         "episode_returns": returns,
         "mean_return": sum(returns) / len(returns) if returns else 0.0,
         "num_steps": sum(len(episode.steps) for episode in episodes),
         "num_episodes": len(episodes),
         "outcome_score": last.outcome_reward if last else None,
-        "events_score": details["stepwise"]["reward_sum"] if wanted.stepwise.active else None,
+        "events_score": details["stepwise"]["reward_sum"] if options.stepwise.active else None,
         "details": details,
     }
 
 
-def _later_warnings(episodes: Sequence[Episode], wanted: Wanted, names: Names) -> list[str]:
+def _later_warnings(episodes: Sequence[Episode], options: Options, names: Names) -> list[str]:
     steps = [step for episode in episodes for step in episode.steps]
-    found = []
-    if wanted.logprobs and any(exact_tokens(step) is None for step in steps):
-        found.append("record.logprobs: this policy's server sends no exact tokens; logprob is null there")
-    if wanted.value and any(step.policy_value_estimate is None for step in steps):
-        found.append("record.value: this policy has no value estimate; value is null there")
-    if wanted.trace_format == "structured":
-        found.append("record.trace_format structured is the same as full here")
+    warnings = []
+    if options.logprobs and any(exact_tokens(step) is None for step in steps):
+        warnings.append("record.logprobs: this policy's server sends no exact tokens; logprob is null there")
+    if options.value and any(step.policy_value_estimate is None for step in steps):
+        warnings.append("record.value: this policy has no value estimate; value is null there")
+    if options.trace_format == "structured":
+        warnings.append("record.trace_format structured is the same as full here")
     if len(episodes) > 1:
-        found.append(
+        warnings.append(
             f"on_done is reset: {len(episodes)} episodes of seed {names.seed} were played, a trajectory each"
         )
-    return found
+    return warnings
 
 
 def trace(
@@ -431,13 +427,13 @@ def trace(
     metadata: Mapping[str, Any],
     created_at: datetime,
 ) -> dict[str, Any]:
-    """`compact`, and with `whole` the events and the conversation too.
+    """The compact trace; with `whole` also the events and the conversation.
 
     `turn` in `decision_rewards` counts from 0 here, as readers of such traces expect; in steps, from 1.
     """
     steps = [step for episode in episodes for step in episode]
     messages = [message for episode in episodes for message in transcript(episode)]
-    shown: dict[str, Any] = {
+    data: dict[str, Any] = {
         "session_id": run_id,
         "created_at": created_at.astimezone(UTC).isoformat(),
         "metadata": dict(metadata),
@@ -447,32 +443,32 @@ def trace(
         "decision_rewards": [_decision_rewards(step) for step in steps if step.metadata.decision_rewards],
     }
     if whole:
-        shown["event_history"] = [_event(step) for step in steps]
-        shown["messages"] = [message.model_dump(mode="json", exclude_none=True) for message in messages]
-    return shown
+        data["event_history"] = [_event(step) for step in steps]
+        data["messages"] = [message.model_dump(mode="json", exclude_none=True) for message in messages]
+    return data
 
 
 def _lm_call(step: StepData) -> dict[str, Any]:
-    took = step.step_info
+    info = step.step_info
     return {
         "step_id": f"decision_{step.turn - 1}",
         "tool_calls": [call.model_dump(mode="json", exclude_none=True) for call in step.tool_calls],
         "raw_response": step.raw_policy_output,
-        "prompt_tokens": took.prompt_tokens,
-        "completion_tokens": took.completion_tokens,
-        "latency_ms": 1_000 * took.policy_s,
+        "prompt_tokens": info.prompt_tokens,
+        "completion_tokens": info.completion_tokens,
+        "latency_ms": 1_000 * info.policy_s,
     }
 
 
 def _decision_rewards(step: StepData) -> dict[str, Any]:
-    earned = step.metadata.decision_rewards
-    assert earned is not None
+    rewards = step.metadata.decision_rewards
+    assert rewards is not None
     return {
-        "turn": earned.turn - 1,
-        "ach_delta": earned.ach_delta,
-        "unique_delta": earned.unique_delta,
-        "achievements": list(earned.all),
-        "unique_achievements": list(earned.unique),
+        "turn": rewards.turn - 1,
+        "ach_delta": rewards.ach_delta,
+        "unique_delta": rewards.unique_delta,
+        "achievements": list(rewards.all),
+        "unique_achievements": list(rewards.unique),
     }
 
 

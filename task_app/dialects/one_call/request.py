@@ -1,6 +1,6 @@
-"""The body of POST /rollout, as users of Crafter task apps write it, and its tool calls as ours.
+"""The body of POST /rollout as clients of Crafter task apps send it, and their tool calls in our form.
 
-Unknown keys are allowed, since others made its shape.
+Unknown keys are allowed, because the shape is given.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ MAX_TIME_S = 86_400.0
 
 
 class LegacyEnv(ForeignBody):
-    env_id: EnvId | None = Field(default=None, description="an environment that lives; it goes on")
-    env_name: Name | None = Field(default=None, description="or one that is made for this rollout")
+    env_id: EnvId | None = Field(default=None, description="a living environment, which goes on")
+    env_name: Name | None = Field(default=None, description="or a new one for this rollout")
     config: dict[str, Any] = Field(
         default_factory=dict, description="also env_params.max_steps_per_episode and step_rewards"
     )
-    seed: Seed | None = Field(default=None, description="derived from run_id when absent; a warning says it")
+    seed: Seed | None = Field(default=None, description="by default derived from run_id, with a warning")
 
 
 class LegacyPolicy(ForeignBody):
-    policy_id: EnvId | None = Field(default=None, description="a policy that lives")
+    policy_id: EnvId | None = Field(default=None, description="a living policy")
     policy_name: Name | None = Field(
-        default=None, description="or one that is made for this rollout; `crafter` means `openai`"
+        default=None, description="or a new one for this rollout; `crafter` means `openai`"
     )
     config: dict[str, Any] = Field(
         default_factory=dict, description="also step_rewards, max_llm_calls, trace_correlation_id"
@@ -51,23 +51,23 @@ class LegacySafety(ForeignBody):
 
 
 class LegacyRollout(ForeignBody):
-    """One rollout, answered with its whole trajectory."""
+    """One rollout; the reply holds its whole trajectory."""
 
     run_id: Id
     env: LegacyEnv
     policy: LegacyPolicy
     ops: tuple[str | dict[str, Any], ...] = Field(
-        description='["agent", "env"] * N is a rollout of N decisions; also {"type": "agent"}'
+        description='["agent", "env"] * N means N decisions; also {"type": "agent"}'
     )
     record: LegacyRecord = LegacyRecord()
     on_done: Literal["reset", "terminate"] = Field(
-        default="reset", description="reset: play on in a new episode of the same world while ops are left"
+        default="reset", description="reset: play further episodes of the same world while ops are left"
     )
     safety: LegacySafety = LegacySafety()
-    branch: dict[str, Any] | None = Field(default=None, description="never executed, and a warning says so")
+    branch: dict[str, Any] | None = Field(default=None, description="never executed, with a warning")
     training: TrainingSwitches | None = Field(
         default=None,
-        description="step_rewards by their names in a job's [training], where no config has them",
+        description="step_rewards by their names in a job's [training], if no config has them",
     )
     rollout: Any = Field(default=None, description="a table that may hold them under these names too")
     mode: Literal["rl", "eval"] | None = None
@@ -79,34 +79,34 @@ INTERACT = "interact"
 
 
 def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """Translate `action`, in the forms that older clients of Crafter task apps send, into our tool calls.
+    """Translate `action` from the forms that older clients of Crafter task apps send.
 
         {"tool": "interact", "args": {"action": 5}}          a number in the tool's action list, or a name
         {"tool": "interact", "args": {"actions": ["do"]}}
         {"tool": "do"}                                       an action's name as the tool's name
         {"actions": ["do", "noop"]}                          no tool named at all
 
-    The forms follow from the tool's schema (one list argument of named choices). Other calls pass unchanged,
-    and the environment judges them.
+    They require a tool whose schema is one list argument of named choices. Other calls pass unchanged, and
+    the environment judges them.
     """
     chooser = _chooser(tools)
     if "tool_calls" in action:
         calls = action["tool_calls"]
         if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
             raise ValueError("action.tool_calls is no list of objects")
-        return [_translated(call, chooser) for call in calls]
+        return [_translate(call, chooser) for call in calls]
     if "actions" not in action:
         raise ValueError("action holds neither tool_calls nor actions")
     if chooser is None:
         raise ValueError("this environment's tools take no list of actions; send action.tool_calls")
-    return [_chosen(action["actions"], chooser)]
+    return [_choose(action["actions"], chooser)]
 
 
 Chooser = tuple[str, str, list[str]]
 
 
 def _chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
-    """Name, list argument and choices of the only tool, where it is one that chooses from a list."""
+    """Name, list argument and choices of the only tool, if it chooses from a list."""
     if len(tools) != 1:
         return None
     function = tools[0].function
@@ -119,7 +119,7 @@ def _chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
     return None
 
 
-def _translated(call: dict[str, Any], chooser: Chooser | None) -> dict[str, Any]:
+def _translate(call: dict[str, Any], chooser: Chooser | None) -> dict[str, Any]:
     function = call.get("function")
     source = function if isinstance(function, dict) else call
     name = next((source[key] for key in ("name", "tool", "tool_name") if key in source), None)
@@ -127,18 +127,18 @@ def _translated(call: dict[str, Any], chooser: Chooser | None) -> dict[str, Any]
     if chooser is None or not isinstance(name, str) or name == chooser[0]:
         return call
     if name in chooser[2]:
-        return _chosen([name], chooser)
+        return _choose([name], chooser)
     if name == INTERACT and isinstance(args, dict):
         if "actions" in args:
-            return _chosen(args["actions"], chooser)
+            return _choose(args["actions"], chooser)
         if "action" in args:
-            return _chosen([args["action"]], chooser)
+            return _choose([args["action"]], chooser)
     return call
 
 
-def _chosen(actions: Any, chooser: Chooser) -> dict[str, Any]:
-    """A call of the tool; a number becomes the name in its place, all else is left as it is."""
+def _choose(actions: Any, chooser: Chooser) -> dict[str, Any]:
+    """A call of the tool; a number becomes the name at that index, anything else stays."""
     name, argument, choices = chooser
-    listed = actions if isinstance(actions, list | tuple) else [actions]
-    named = [choices[one] if type(one) is int and 0 <= one < len(choices) else one for one in listed]
-    return {"tool": name, "args": {argument: named}}
+    items = actions if isinstance(actions, list | tuple) else [actions]
+    names = [choices[one] if type(one) is int and 0 <= one < len(choices) else one for one in items]
+    return {"tool": name, "args": {argument: names}}

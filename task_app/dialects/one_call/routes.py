@@ -1,6 +1,6 @@
-"""Routes of the one-call dialect: /env/{env_name}/... steps an environment by name; POST /rollout plays it.
+"""Routes of the one-call dialect: /env/{env_name}/... steps an environment by name; POST /rollout plays one.
 
-Thin: the sessions are those of /env/create, and either kind of route may be used with them.
+Their sessions are those of /env/create, and both kinds of routes work with them.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from shared_schemas.rollouts import Seed
 from task_app.dialects.one_call.request import LegacyRollout, legacy_calls
 from task_app.dialects.one_call.rollout import legacy_rollout
 from task_app.errors import InvalidRequest, UnknownId
-from task_app.routes.env import EnvCreate, created
+from task_app.routes.env import EnvCreate, create_session
 from task_app.routes.steps import decide
 from task_app.routes.wire import CreateBody, EnvId, ForeignBody, ReplyJSON, legacy_observation
 from task_app.services import Services, services_of
@@ -25,51 +25,51 @@ router = APIRouter(prefix="/env/{env_name}", tags=["env"])
 EnvName = Annotated[str, Path(min_length=1, max_length=200, description="`crafter`, or `CrafterClassic`")]
 
 
-class NamedInitialize(CreateBody):
+class InitializeBody(CreateBody):
     seed: Seed = 0
     world_config: dict[str, Any] | str | None = Field(
-        default=None, description="a difficulty; ignored, and a warning says so"
+        default=None, description="a difficulty; ignored, with a warning"
     )
 
 
-class NamedStep(ForeignBody):
+class StepBody(ForeignBody):
     env_id: EnvId
     action: dict[str, Any] = Field(
         description="{tool_calls: [...]} or {actions: [...]}; also the tool `interact`, and actions by number"
     )
 
 
-class NamedTerminate(ForeignBody):
+class TerminateBody(ForeignBody):
     env_id: EnvId
 
 
 @router.post("/initialize")
-async def initialize(request: Request, env_name: EnvName, body: NamedInitialize) -> Response:
+async def initialize(request: Request, env_name: EnvName, body: InitializeBody) -> Response:
     """POST /env/create by another name."""
     name = services_of(request).boards.environment_name(env_name)
     config, warnings = dict(body.config), []
     if config.pop("difficulty", None) is not None or body.world_config is not None:
         warnings.append("the difficulty is ignored; worlds differ by their seed alone")
     tables = {"training": body.training, "rollout": body.rollout}
-    asked = EnvCreate(env_name=name, config=config, seed=body.seed, **tables)
-    made = await created(services_of(request), asked)
-    return ReplyJSON(_shown(made) | {"warnings": warnings})
+    env_create = EnvCreate(env_name=name, config=config, seed=body.seed, **tables)
+    reply = await create_session(services_of(request), env_create)
+    return ReplyJSON(_legacy(reply) | {"warnings": warnings})
 
 
 @router.post("/step")
-async def step(request: Request, env_name: EnvName, body: NamedStep) -> Response:
-    """POST /env/step; calls in an older spelling are read as calls of the tool on offer."""
+async def step(request: Request, env_name: EnvName, body: StepBody) -> Response:
+    """POST /env/step; calls in older forms are read as calls of the tool on offer."""
     services = services_of(request)
     session = _session(services, env_name, body.env_id)
     try:
         calls = legacy_calls(body.action, session.environment.tools())
     except ValueError as exc:
         raise InvalidRequest(str(exc), where="action") from exc
-    return ReplyJSON(_shown(await decide(services, session, calls, where="action.")))
+    return ReplyJSON(_legacy(await decide(services, session, calls, where="action.")))
 
 
 @router.post("/terminate")
-async def terminate(request: Request, env_name: EnvName, body: NamedTerminate) -> dict[str, bool]:
+async def terminate(request: Request, env_name: EnvName, body: TerminateBody) -> dict[str, bool]:
     """Forget the environment."""
     services = services_of(request)
     _session(services, env_name, body.env_id)
@@ -77,12 +77,12 @@ async def terminate(request: Request, env_name: EnvName, body: NamedTerminate) -
     return {"ok": True}
 
 
-def _shown(answer: dict[str, Any]) -> dict[str, Any]:
+def _legacy(answer: dict[str, Any]) -> dict[str, Any]:
     return answer | {"observation": legacy_observation(answer["observation"])}
 
 
 def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSession:
-    """The session, if it is one of this name."""
+    """The session, if its environment has this name."""
     name = services.boards.environment_name(env_name)
     session = services.environments.get(env_id, where="env_id")
     if session.spec.env_name != name:
@@ -97,23 +97,25 @@ rollout_router = APIRouter(tags=["rollouts"])
 
 @rollout_router.post("/rollout")
 async def rollout(request: Request, body: LegacyRollout) -> Response:
-    """Run one rollout and answer with it. A client that goes away cancels it, unless it sent an
-    Idempotency-Key: then it may come back for the answer."""
-    playing = asyncio.ensure_future(legacy_rollout(services_of(request), body))
-    watching: asyncio.Future[Any] = asyncio.ensure_future(_gone(request))
+    """Play one rollout and reply with it.
+
+    A client that disconnects cancels it, unless it sent an Idempotency-Key and may come back for the reply.
+    """
+    rollout_task = asyncio.ensure_future(legacy_rollout(services_of(request), body))
+    watch_task: asyncio.Future[Any] = asyncio.ensure_future(_disconnect(request))
     try:
-        await asyncio.wait({playing, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not playing.done() and "idempotency-key" not in request.headers:
-            playing.cancel()
-            await asyncio.wait({playing})
+        await asyncio.wait({rollout_task, watch_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not rollout_task.done() and "idempotency-key" not in request.headers:
+            rollout_task.cancel()
+            await asyncio.wait({rollout_task})
             return Response(status_code=499)  # nobody reads it
-        return ReplyJSON(await playing)
+        return ReplyJSON(await rollout_task)
     finally:
-        playing.cancel()
-        watching.cancel()
+        rollout_task.cancel()
+        watch_task.cancel()
 
 
-async def _gone(request: Request) -> None:
-    """Returns when the client has closed the connection."""
+async def _disconnect(request: Request) -> None:
+    """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""A dialogue without tools, as a `ConversationalEnvironment`: a question, and nothing that moves by itself.
+"""A dialogue without tools, as a `ConversationalEnvironment`: a question, and no world that changes.
 
-Answers are scored, and replied to, by the interaction of the rollout (task_app.interactions), or judged as a
-whole by a reward function; the environment has no outcome of its own.
+The rollout's interaction (task_app.interactions) scores and answers the model, or a reward function judges
+the whole dialogue; the environment has no outcome of its own.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ NO_TOOLS = "there are no tools here; answer in words"
 
 
 class DialogueConfig(Body):
-    """What is asked; `system` stands before a prompt that is text alone."""
+    """The prompt; `system` stands before it if it is text alone."""
 
     prompt: tuple[Message, ...] | str = Field(
-        min_length=1, description="chat messages, or what the user says"
+        min_length=1, description="chat messages, or the text of a user message"
     )
     system: str = Field(default="", max_length=100_000)
 
@@ -41,7 +41,7 @@ class DialogueConfig(Body):
 
 
 class DialogueState(Body):
-    """A dialogue's moment; what was said stands with whoever keeps the conversation."""
+    """The state of a dialogue; the conversation itself is kept by the episode."""
 
     answers: Annotated[int, Field(ge=0, strict=True)]
 
@@ -100,13 +100,9 @@ class DialogueEnvironment:
         return self._observation()
 
     def _observation(self) -> Observation:
-        asked = self._opening[-1].content or ""
-        return Observation(asked, _data(self._answers))
+        question = self._opening[-1].content or ""
+        return Observation(question, {"answers": self._answers or 0})
 
     def _refuse_before_reset(self) -> None:
         if self._answers is None:
             raise EpisodeOver("the dialogue has not begun; reset it first")
-
-
-def _data(answers: int | None) -> dict[str, Any]:
-    return {"answers": answers or 0}

@@ -38,7 +38,7 @@ def started():
 def test_a_bad_id_is_refused_and_nothing_changes(arguments, reason):
     history = started()
     after, applied = asked(history, "deleteContext", **arguments)
-    assert not applied.edited and applied.refused is None
+    assert not applied.changes_view and applied.refused is None
     assert (applied.fields["status"], applied.fields["deleted_msg_ids"]) == ("error", [])
     assert reason in applied.fields["message"]
     assert after.changes() == history.changes()
@@ -62,7 +62,7 @@ def test_a_bad_id_is_refused_and_nothing_changes(arguments, reason):
 def test_a_call_that_names_no_list_of_ids_is_refused_as_a_call(arguments, reason):
     history = started()
     applied = apply(history, ToolRequest("deleteContext", arguments, "{oops"))
-    assert applied.history is history and not applied.edited
+    assert applied.history is history and not applied.changes_view
     assert reason in applied.refused and applied.text == f"error: {applied.refused}"
 
 
@@ -84,7 +84,7 @@ def test_good_ids_are_deleted_and_each_bad_one_beside_them_has_its_reason():
         **applied.fields,
     }
     assert history.deleted_msg_ids == (2, 3, 4, 5)
-    assert history.undone().deleted_msg_ids == (3,), "one call is one edit"
+    assert history.undo().deleted_msg_ids == (3,), "one call is one edit"
 
 
 def test_of_many_bad_ids_the_first_twenty_have_their_reason():

@@ -9,8 +9,8 @@ from task_app.episode.context_tools import (
     Budget,
     apply,
     context_specs,
-    cut_out,
-    proposed_deletes,
+    cut,
+    propose_deletes,
 )
 from task_app.protocols import ToolRequest
 from tests.task_app.talking import asked, contents, edit, opened, read
@@ -30,19 +30,19 @@ def test_a_part_is_cut_from_its_first_words_through_its_last():
 
 def test_parts_of_one_message_join_where_they_touch():
     text = "abcdefghij"
-    first = cut_out(text, (), "cd", "cd")
+    first = cut(text, (), "cd", "cd")
     assert (first.text, first.spans, first.chars) == ("ab[2 characters deleted]efghij", ((2, 4),), 2)
-    second = cut_out(text, first.spans, "b", "f")
+    second = cut(text, first.spans, "b", "f")
     assert (second.text, second.spans, second.chars) == ("a[5 characters deleted]ghij", ((1, 6),), 3)
 
 
 def test_what_was_cut_is_not_found_again():
     # "xy" stands at 0 and 4; the first is cut, so the second is meant
     text = "xy--xy--"
-    first = cut_out(text, (), "xy", "xy")
-    assert cut_out(text, first.spans, "xy", "xy").spans == ((0, 2), (4, 6))
+    first = cut(text, (), "xy", "xy")
+    assert cut(text, first.spans, "xy", "xy").spans == ((0, 2), (4, 6))
     with pytest.raises(ValueError, match="does not hold the words 'xy'"):
-        cut_out(text, ((0, 2), (4, 6)), "xy", "xy")
+        cut(text, ((0, 2), (4, 6)), "xy", "xy")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_was_cut_is_not_found_again():
 )
 def test_a_part_that_is_not_there_changes_nothing(arguments, reason):
     _, applied = asked(read(opened(), "red sky"), "deletePart", **arguments)
-    assert applied.text == f"deleted nothing; {reason}" and not applied.edited
+    assert applied.text == f"deleted nothing; {reason}" and not applied.changes_view
 
 
 def test_a_summary_stands_in_place_of_the_first_of_its_messages():
@@ -80,7 +80,7 @@ def test_a_summary_may_itself_be_summarized_or_deleted_but_not_in_part():
 
 def test_a_summary_of_nothing_changes_nothing():
     _, applied = asked(opened(), "summarizeContext", message_ids=[0, 1], summary="all")
-    assert applied.text.startswith("summarized nothing; refused 0 (the system") and not applied.edited
+    assert applied.text.startswith("summarized nothing; refused 0 (the system") and not applied.changes_view
 
 
 def test_undo_shows_what_was_deleted_and_redo_deletes_it_again():
@@ -98,18 +98,18 @@ def test_there_is_nothing_to_redo_after_another_edit():
     history = edit(history, "deleteContext", message_ids=[2])
     for tool, text in (("redoEdit", "there is no undone change to make again"),):
         _, applied = asked(history, tool)
-        assert (applied.text, applied.edited) == (text, False)
+        assert (applied.text, applied.changes_view) == (text, False)
     assert asked(opened(), "undoEdit")[1].text == "there is no change of the context to undo"
 
 
 def test_the_least_important_messages_are_proposed_until_enough_would_be_freed():
     # The task names "harbour": the second result is used, the first is not; both are long.
     history = read(read(opened(), "cloud " * 30), "harbour " * 30)
-    first, *rest = proposed_deletes(history, chars=100)
+    first, *rest = propose_deletes(history, chars=100)
     assert first.msg_id == 3 and not rest
     # Seven messages. 3 says "cloud", which nobody names: (3/7 + 0) / 2. The words of 2, 4 and 5 are all named
     # later or by the task: (2/7 + 1) / 2, (4/7 + 1) / 2 and (5/7 + 1) / 2. 6 is the turn under way.
-    everything = proposed_deletes(history.with_message(history[2].message), chars=10**6)
+    everything = propose_deletes(history.with_message(history[2].message), chars=10**6)
     assert [(one.msg_id, round(14 * one.importance)) for one in everything] == [
         (3, 3),
         (2, 9),
@@ -123,8 +123,8 @@ def test_the_least_important_messages_are_proposed_until_enough_would_be_freed()
 def test_a_proposal_names_only_what_deleteContext_takes_and_edits_nothing():
     history = read(read(opened(), "cloud " * 30), "harbour " * 30)
     after, applied = asked(history, "proposeDeletes", chars=10**6)
-    assert not applied.edited and applied.text.startswith("least important first, ")
-    ids = [one.msg_id for one in proposed_deletes(after, chars=10**6)]
+    assert not applied.changes_view and applied.text.startswith("least important first, ")
+    ids = [one.msg_id for one in propose_deletes(after, chars=10**6)]
     _, deleted = asked(after, "deleteContext", message_ids=ids)
     assert "refused" not in deleted.text
     assert asked(opened(), "proposeDeletes", chars=1)[1].text == "there is no message left to delete"

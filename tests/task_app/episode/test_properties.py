@@ -70,9 +70,9 @@ def test_ids_are_places_and_no_view_loses_a_message_or_a_pair_of_call_and_result
 def test_undo_is_the_inverse_of_an_edit_and_redo_that_of_undo(moves, ids):
     before = played(moves)
     after, applied = asked(before, "deleteContext", message_ids=[*ids, 2, 3])
-    if not applied.edited:
+    if not applied.changes_view:
         return
-    undone, redone = after.undone(), after.undone().redone()
+    undone, redone = after.undo(), after.undo().redo()
     assert undone.view()[: len(before)] == before.view()
     assert redone.view() == after.view() and redone.deleted_msg_ids == after.deleted_msg_ids
     assert undone.full_history() == after.full_history()
@@ -88,7 +88,7 @@ def test_only_what_edits_the_view_counts_as_an_edit_and_protected_messages_stay(
             history, edited = read(history, *given_), False
         else:
             history, applied = asked(history, name, **given_)
-            edited = applied.edited
+            edited = applied.changes_view
         changed += edited
         if not edited:
             assert history.view()[: len(before)] == before.view()

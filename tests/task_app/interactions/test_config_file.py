@@ -86,7 +86,7 @@ async def test_a_class_that_imports_within_a_method_finds_ours_when_it_is_called
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "late.py").write_text(textwrap.dedent(LATE), encoding="utf-8")
     kind = load(tmp_path / "a.yaml", "interaction: [{class_name: late.LateInteraction}]")["late"].kind
-    async with interactions(kind).opened(None, {}, rollout_id="r") as live:
+    async with interactions(kind).open(None, {}, rollout_id="r") as live:
         assert (await live.respond(said("#### 42"))).score == 1.0
         assert await live.score() == 1.0
 
@@ -224,4 +224,6 @@ def test_of_a_class_that_is_named_interaction_no_name_is_left(tmp_path, monkeypa
         "from task_app.protocols import BaseInteraction\nclass Interaction(BaseInteraction):\n    pass\n"
     )
     told = refused(tmp_path / "a.yaml", "interaction: [{class_name: bare.Interaction}]")
-    assert told == "FILE: interaction.0: of class 'bare.Interaction' no name is left; give the entry a name"
+    assert told == (
+        "FILE: interaction.0: class 'bare.Interaction' gives no default name; set name for this entry"
+    )

@@ -56,7 +56,7 @@ def test_another_method_is_refused():
 
 async def test_the_last_assistant_message_is_scored_and_a_right_one_ends_the_episode():
     room = interactions(Gsm8kInteraction)
-    async with room.opened(None, {"ground_truth": "42"}, rollout_id="r") as live:
+    async with room.open(None, {"ground_truth": "42"}, rollout_id="r") as live:
         wrong = await live.respond(said("#### 41"))
         right = await live.respond(said("#### 41", "#### 42"))
         # the question holds 6 and 7, and the last user message is no answer
@@ -92,7 +92,7 @@ async def test_an_empty_config_scores_as_source_5_publishes_it(method, answer, s
 
 async def test_the_config_says_what_answers_are_worth():
     room = interactions(Gsm8kInteraction, config={"method": "flexible", "format_score": 0.25, "score": 0.5})
-    async with room.opened(None, {"ground_truth": 42}, rollout_id="r") as live:
+    async with room.open(None, {"ground_truth": 42}, rollout_id="r") as live:
         wrong, right = await live.respond(said("41")), await live.respond(said("it is 42"))
         assert await live.score() == 0.5
     assert [(one.should_terminate, one.score) for one in (wrong, right)] == [(False, 0.25), (True, 0.5)]
@@ -100,23 +100,23 @@ async def test_the_config_says_what_answers_are_worth():
 
 @pytest.mark.parametrize("messages", [[], said(), said("")])
 async def test_no_answer_is_worth_nothing(messages):
-    async with interactions(Gsm8kInteraction).opened(None, {"ground_truth": "42"}, rollout_id="r") as live:
+    async with interactions(Gsm8kInteraction).open(None, {"ground_truth": "42"}, rollout_id="r") as live:
         assert (await live.respond(messages)).score == 0.0
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"ground_truth": None}, {"ground_truth": ["42"]}])
 async def test_a_row_without_the_answer_fails_and_is_never_a_score_of_0(kwargs):
     with pytest.raises(InteractionFailed, match="the answer as a number or text is needed") as failed:
-        async with interactions(Gsm8kInteraction).opened(None, kwargs, rollout_id="r"):
+        async with interactions(Gsm8kInteraction).open(None, kwargs, rollout_id="r"):
             raise AssertionError("it started")
     assert "42" not in failed.value.detail, "errors are logged and answered: the answer stands in none"
 
 
 async def test_the_row_comes_before_the_ground_truth_of_the_request():
     room = interactions(Gsm8kInteraction)
-    async with room.opened(None, {"ground_truth": "1"}, rollout_id="r", ground_truth="42") as live:
+    async with room.open(None, {"ground_truth": "1"}, rollout_id="r", ground_truth="42") as live:
         assert (await live.respond(said("#### 1"))).score == 1.0
-    async with room.opened(None, {}, rollout_id="r", ground_truth="42") as live:
+    async with room.open(None, {}, rollout_id="r", ground_truth="42") as live:
         assert (await live.respond(said("#### 42"))).score == 1.0
 
 
@@ -147,7 +147,7 @@ async def test_in_every_script_every_answer_is_scored_and_nothing_is_left(
 
     observed = type("Observed", (kind,), {"finalize_interaction": finalise})
     found = []
-    async with interactions(observed).opened(None, {"ground_truth": "42"}, rollout_id="r") as live:
+    async with interactions(observed).open(None, {"ground_truth": "42"}, rollout_id="r") as live:
         for count in range(1, len(answers) + 1):
             found.append((await live.respond(said(*answers[:count]))).score)
     assert found == scores

@@ -16,7 +16,7 @@ from tests.task_app.interactions.opening import entered, interactions, said
 
 async def test_every_answer_is_scored_and_the_instance_finalised_once():
     room = interactions(users.Noted)
-    async with room.opened("noted", {"query": "q"}, rollout_id="r1", ground_truth="42") as live:
+    async with room.open("noted", {"query": "q"}, rollout_id="r1", ground_truth="42") as live:
         replies = [await live.respond(said("a")), await live.respond(said("a", "b"))]
         assert await live.score() == 2.0
         assert len(room) == 1
@@ -32,7 +32,7 @@ async def test_start_answer_score_and_end_have_a_debug_line_each_and_none_tells_
     configure_logs("debug")
     room = interactions(users.Noted)
     with capture_logs() as lines:
-        async with room.opened("noted", {"query": "q"}, rollout_id="r1", ground_truth="42") as live:
+        async with room.open("noted", {"query": "q"}, rollout_id="r1", ground_truth="42") as live:
             await live.respond(said("a secret"))
     told = [
         (line["event"], line["log_level"], line["interaction"], line["instance_id"][:3]) for line in lines
@@ -46,7 +46,7 @@ async def test_start_answer_score_and_end_have_a_debug_line_each_and_none_tells_
 async def test_an_error_of_the_episode_finalises_too():
     room = interactions(users.Noted)
     with pytest.raises(ZeroDivisionError):
-        async with room.opened("noted", {}, rollout_id="r1"):
+        async with room.open("noted", {}, rollout_id="r1"):
             1 / 0  # noqa: B018
     assert users.counts() == {"start": 1, "finalise": 1}
 
@@ -72,7 +72,7 @@ async def test_closing_twice_finalises_once():
 async def test_whatever_a_class_raises_fails_its_own_episode_and_finalises(where, what, told):
     room = interactions(users.Raises, config={"where": where, "what": what})
     with pytest.raises(InteractionFailed) as failed:
-        async with room.opened("raises", {}, rollout_id="r1") as live:
+        async with room.open("raises", {}, rollout_id="r1") as live:
             await live.respond(said("a"))
     assert failed.value.code == "interaction_failed"
     assert failed.value.detail.startswith("interaction 'raises': ") and failed.value.detail.endswith(told)
@@ -82,7 +82,7 @@ async def test_whatever_a_class_raises_fails_its_own_episode_and_finalises(where
 
 async def test_a_finalise_that_raises_costs_no_episode():
     room = interactions(users.Raises, config={"where": "finalise", "what": "exit"})
-    async with room.opened("raises", {}, rollout_id="r1") as live:
+    async with room.open("raises", {}, rollout_id="r1") as live:
         await live.respond(said("a"))
     assert users.counts() == {"start": 1, "finalise": 1}
     assert len(room) == 0
@@ -92,7 +92,7 @@ async def test_a_finalise_that_raises_costs_no_episode():
 async def test_what_waits_for_ever_meets_the_deadline_and_is_finalised(kind):
     room = interactions(kind, interaction_deadline_s=0.2)
     with pytest.raises(InteractionFailed, match=r"gave no answer within 0\.2 s") as failed:
-        async with room.opened(None, {}, rollout_id="r1") as live:
+        async with room.open(None, {}, rollout_id="r1") as live:
             await live.respond(said("a"))
     assert failed.value.code == "interaction_deadline"
     assert users.counts() == {"start": 1, "finalise": 1}
@@ -103,7 +103,7 @@ async def test_a_cancel_while_it_starts_finalises_it_after_the_start_has_ended(k
     room = interactions(kind, interaction_deadline_s=20.0)
 
     async def episode():
-        async with room.opened(None, {}, rollout_id="r1"):
+        async with room.open(None, {}, rollout_id="r1"):
             raise AssertionError("it never started")
 
     playing = asyncio.create_task(episode())
@@ -121,7 +121,7 @@ async def test_a_cancel_before_the_start_ran_owes_nothing():
     room = interactions(users.Noted)
 
     async def episode():
-        async with room.opened(None, {}, rollout_id="r1"):
+        async with room.open(None, {}, rollout_id="r1"):
             raise AssertionError("it never started")
 
     playing = asyncio.create_task(episode())
@@ -135,7 +135,7 @@ async def test_a_cancel_while_it_answers_finalises_once():
     room = interactions(users.Waits, interaction_deadline_s=20.0)
 
     async def episode():
-        async with room.opened(None, {}, rollout_id="r1") as live:
+        async with room.open(None, {}, rollout_id="r1") as live:
             await live.respond(said("a"))
 
     playing = asyncio.create_task(episode())
@@ -150,7 +150,7 @@ async def test_a_second_cancel_while_it_is_finalised_changes_nothing():
     room = interactions(users.Blocks, interaction_deadline_s=20.0)
 
     async def episode():
-        async with room.opened(None, {}, rollout_id="r1") as live:
+        async with room.open(None, {}, rollout_id="r1") as live:
             await live.respond(said("a"))
 
     playing = asyncio.create_task(episode())
@@ -169,10 +169,10 @@ async def test_a_second_cancel_while_it_is_finalised_changes_nothing():
 async def test_one_that_blocks_its_thread_stalls_nobody_else_and_is_finalised_when_it_lets_go():
     room = interactions(users.Blocks, users.Noted, interaction_deadline_s=0.2, max_plugin_threads=1)
     with pytest.raises(InteractionFailed, match=r"within 0\.2 s"):
-        async with room.opened("blocks", {}, rollout_id="r1") as blocking:
+        async with room.open("blocks", {}, rollout_id="r1") as blocking:
             waiting = asyncio.create_task(blocking.respond(said("a")))
             await entered(users.ENTERED)
-            async with room.opened("noted", {}, rollout_id="r2") as live:
+            async with room.open("noted", {}, rollout_id="r2") as live:
                 assert (await live.respond(said("a"))).score == 1.0
             await waiting
     assert blocking.hangs and len(room) == 1
@@ -185,13 +185,13 @@ async def test_one_that_blocks_its_thread_stalls_nobody_else_and_is_finalised_wh
 
 
 async def test_a_class_may_leave_the_id_out_where_the_published_base_does():
-    async with interactions(users.ReadOnly).opened(None, {}, rollout_id="r1") as live:
+    async with interactions(users.ReadOnly).open(None, {}, rollout_id="r1") as live:
         assert await live.score() == 1.0
     assert users.BOOK[-1] == ("finalise", "?")
 
 
 async def test_what_a_class_opens_on_its_loop_lives_from_call_to_call():
-    async with interactions(users.Held).opened(None, {}, rollout_id="r1") as live:
+    async with interactions(users.Held).open(None, {}, rollout_id="r1") as live:
         for text in ("x", "y", "z"):
             assert (await live.respond(said(text))).response == f"you said {text}"
 
@@ -202,7 +202,7 @@ async def test_a_class_gets_copies_and_content_is_always_text():
         Message(role="user", content="q"),
         Message(role="assistant", content=None, tool_calls=(call,)),
     ]
-    async with interactions(users.Spoils).opened(None, {"list": [1]}, rollout_id="r1") as live:
+    async with interactions(users.Spoils).open(None, {"list": [1]}, rollout_id="r1") as live:
         for _ in range(2):
             reply = await live.respond(messages)
             assert reply.metadata == {
@@ -218,7 +218,7 @@ async def test_a_thousand_episodes_at_once_have_ids_and_rows_of_their_own():
     everybody = asyncio.Barrier(1_000)
 
     async def episode(number):
-        async with room.opened(None, {"query": f"q{number}"}, rollout_id=f"r{number}") as live:
+        async with room.open(None, {"query": f"q{number}"}, rollout_id=f"r{number}") as live:
             await everybody.wait()
             return [(await live.respond(said("a"))).response for _ in range(2)]
 
@@ -232,12 +232,12 @@ async def test_a_thousand_episodes_at_once_have_ids_and_rows_of_their_own():
 async def test_the_names_are_those_of_the_file():
     room = interactions(users.Noted, users.Waits)
     with pytest.raises(UnknownName, match=r"unknown interaction 'notd'; known: noted, waits\. Did you mean"):
-        room.named("notd")
+        room.entry("notd")
     with pytest.raises(InvalidRequest, match="no interaction is named, and there are 2: noted, waits"):
-        room.named(None, where="interaction.")
+        room.entry(None, where="interaction.")
     with pytest.raises(InvalidRequest, match="this task app has no interactions"):
-        interactions().named("noted")
-    assert interactions(users.Noted).named(None).name == "noted"
+        interactions().entry("noted")
+    assert interactions(users.Noted).entry(None).name == "noted"
 
 
 async def test_a_call_after_the_end_is_refused_at_once_and_not_at_its_deadline():
@@ -249,5 +249,5 @@ async def test_a_call_after_the_end_is_refused_at_once_and_not_at_its_deadline()
     # Whoever finalised keeps the turn: a call that waited for it would wait for ever.
     async with asyncio.timeout(20.0):
         for late in (calls.respond([]), calls.score(), calls.start()):
-            with pytest.raises(InteractionFailed, match="'noted' is finalised; it answers no more"):
+            with pytest.raises(InteractionFailed, match="'noted' is finalised; it takes no more calls"):
                 await late

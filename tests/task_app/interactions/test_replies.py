@@ -60,7 +60,7 @@ def test_what_is_no_finite_number_is_refused(found, told):
 async def test_a_wrong_type_fails_the_episode_with_its_place_and_is_finalised(reply, told):
     room = interactions(users.Says, config={"reply": reply}, max_interaction_bytes=1_024)
     with pytest.raises(InteractionFailed) as failed:
-        async with room.opened(None, {}, rollout_id="r") as live:
+        async with room.open(None, {}, rollout_id="r") as live:
             await live.respond(said("a"))
     assert failed.value.detail.startswith("interaction 'says': generate_response " + told[:40])
     assert told in failed.value.detail
@@ -69,7 +69,7 @@ async def test_a_wrong_type_fails_the_episode_with_its_place_and_is_finalised(re
 
 async def test_nan_never_becomes_a_score():
     with pytest.raises(InteractionFailed, match="returned nan as the score"):
-        async with interactions(users.Nan).opened(None, {}, rollout_id="r") as live:
+        async with interactions(users.Nan).open(None, {}, rollout_id="r") as live:
             await live.respond(said("a"))
 
 

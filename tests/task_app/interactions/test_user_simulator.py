@@ -29,7 +29,7 @@ async def answers(*served, config=None, kwargs=None, asked=("a",), ground_truth=
         entry = InteractionEntry("user", UserSimulatorInteraction, given)
         context = PolicyContext(settings=settings, session=session, rollout_id="r")
         room = Interactions({"user": entry}, settings, lambda rollout_id: context)
-        opened = room.opened("user", kwargs or {}, rollout_id="r", ground_truth=ground_truth)
+        opened = room.open("user", kwargs or {}, rollout_id="r", ground_truth=ground_truth)
         async with opened as live:
             found = [
                 await live.respond(said(*asked[:count]) if isinstance(asked[0], str) else asked)

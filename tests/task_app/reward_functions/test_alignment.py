@@ -7,7 +7,7 @@ from shared_schemas.evaluate_result import EvaluateResult, StepOutput
 from shared_schemas.rewards import RewardPart
 from shared_schemas.trajectory import ObservationData, StepData, StopReason, Trajectory
 from task_app.errors import RewardFunctionFailed
-from task_app.reward_functions.rewarded import align_data_for_rl_processing, episode_of, rewarded
+from task_app.reward_functions.alignment import align_data_for_rl_processing, episode_of, with_user_reward
 
 PENALTY = RewardPart(source="penalty", value=-1.0)
 
@@ -85,7 +85,7 @@ def test_a_long_list_of_misfits_stays_a_sentence():
 
 
 def test_the_score_becomes_the_outcome_and_the_environments_own_is_kept():
-    judged = rewarded(episode(2), said((0, 1.0), (1, 0.0)), name="mine", rollout_id="r")
+    judged = with_user_reward(episode(2), said((0, 1.0), (1, 0.0)), name="mine", rollout_id="r")
     assert (judged.outcome_reward, judged.outcome_definition) == (0.5, "score of the reward function 'mine'")
     told = judged.user_reward
     assert told is not None
@@ -108,12 +108,14 @@ def test_the_score_becomes_the_outcome_and_the_environments_own_is_kept():
 )
 def test_a_score_that_its_own_function_disowns_is_a_failure_and_no_reward(fields, told):
     with pytest.raises(RewardFunctionFailed) as caught:
-        rewarded(episode(1), EvaluateResult(score=0.0, **fields), name="mine", rollout_id="r")
+        with_user_reward(episode(1), EvaluateResult(score=0.0, **fields), name="mine", rollout_id="r")
     assert told in caught.value.detail
 
 
 def test_half_a_character_of_a_reason_does_not_break_the_record():
-    judged = rewarded(episode(1), EvaluateResult(score=0.0, reason="\ud83d"), name="mine", rollout_id="r")
+    judged = with_user_reward(
+        episode(1), EvaluateResult(score=0.0, reason="\ud83d"), name="mine", rollout_id="r"
+    )
     assert judged.user_reward is not None
     assert judged.user_reward.result.reason == "?"
     judged.model_dump_json()

@@ -45,7 +45,7 @@ def episode(truth=None, name="r"):
 async def failure(name, **settings):
     async with pool(name, **settings) as made:
         with pytest.raises(RewardFunctionFailed) as caught:
-            await made.judged(episode())
+            await made.judge(episode())
     return caught.value
 
 
@@ -63,28 +63,28 @@ def _runs(pid):
 
 async def test_a_function_is_given_messages_and_truth_and_facts():
     async with pool("fair") as made:
-        result = await made.judged(episode())
+        result = await made.judge(episode())
     assert (result.score, result.reason) == (12.0, "fair")
     async with pool("truth") as made:
-        assert (await made.judged(episode({"answer": 4}))).score == 4.0
+        assert (await made.judge(episode({"answer": 4}))).score == 4.0
 
 
 async def test_one_process_serves_call_after_call_also_after_an_error():
     async with pool("which") as made:
-        first, second = [(await made.judged(episode())).score for _ in range(2)]
+        first, second = [(await made.judge(episode())).score for _ in range(2)]
     assert first == second != os.getpid()
     async with pool("truth") as made:
         with pytest.raises(RewardFunctionFailed, match="raised TypeError"):
-            await made.judged(episode())
+            await made.judge(episode())
         before = made._idle[0]
-        assert (await made.judged(episode({"answer": 1}))).score == 1.0
+        assert (await made.judge(episode({"answer": 1}))).score == 1.0
         assert made._idle == [before]
 
 
 async def test_prints_go_to_the_log_and_not_into_the_exchange():
     with capture_logs() as logs:
         async with pool("chatty") as made:
-            assert (await made.judged(episode())).score == 1.0
+            assert (await made.judge(episode())).score == 1.0
     told = "\n".join(entry["text"] for entry in logs if entry["event"] == "reward_function_printed")
     for printed in ('{"results": [{"score": 5}]}', "to stderr", "to the descriptor", "from a child"):
         assert printed in told
@@ -94,7 +94,7 @@ async def test_a_flood_of_prints_is_logged_up_to_a_bound_and_counted():
     # 2000 lines of 1001 bytes
     with capture_logs() as logs:
         async with pool("flood") as made:
-            assert (await made.judged(episode())).score == 1.0
+            assert (await made.judge(episode())).score == 1.0
     logged = sum(len(entry["text"]) + 1 for entry in logs if entry["event"] == "reward_function_printed")
     left_out = sum(entry["bytes"] for entry in logs if entry["event"].endswith("left_out"))
     assert 0 < logged <= 65_536 + 1_000
@@ -121,7 +121,7 @@ async def test_what_hangs_is_killed_at_the_deadline_and_the_next_call_has_a_new_
         async with pool(name, reward_deadline_s=0.3) as made:
             for _ in range(2):
                 with pytest.raises(RewardFunctionFailed) as caught:
-                    await made.judged(episode())
+                    await made.judge(episode())
                 assert caught.value.code == "reward_function_deadline"
                 assert f"reward function {name!r} did not answer within 0.3 s" in caught.value.detail
             assert made._idle == []
@@ -152,7 +152,7 @@ async def test_a_file_that_cannot_be_imported_in_the_child_is_told(tmp_path):
     file.write_text("1 / 0")
     made = RewardPool("fair", plugin, Settings())
     with pytest.raises(RewardFunctionFailed, match=r"raised ZeroDivisionError"):
-        await made.judged(episode())
+        await made.judge(episode())
     await made.close()
 
 
@@ -166,7 +166,7 @@ async def test_no_key_reaches_the_process_but_what_the_operator_lists(monkeypatc
     ):
         monkeypatch.setenv(name, "secret")
     async with pool("variables", reward_variables=("JUDGE_KEY",)) as made:
-        found = set((await made.judged(episode())).reason.split())
+        found = set((await made.judge(episode())).reason.split())
     assert "JUDGE_KEY" in found
     assert not found & {"ENVIRONMENT_API_KEY", "ENVIRONMENT_API_KEY_ALIASES", "TRAINER_API_KEY", "OTHER"}
     with pytest.raises(ValueError, match="a key of this service"):
@@ -176,7 +176,7 @@ async def test_no_key_reaches_the_process_but_what_the_operator_lists(monkeypatc
 async def test_a_cancelled_call_ends_its_process_and_what_that_started(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     async with pool("waits") as made:
-        call = asyncio.create_task(made.judged(episode()))
+        call = asyncio.create_task(made.judge(episode()))
         pids = await _told(tmp_path / "waiting")
         call.cancel()
         await asyncio.wait([call])
@@ -191,7 +191,7 @@ async def test_the_process_dies_with_its_service_even_when_that_is_killed(tmp_pa
         "from tests.task_app.reward_functions.test_child_processes import episode, pool\n"
         "async def main():\n"
         "    async with pool('waits') as made:\n"
-        "        await made.judged(episode())\n"
+        "        await made.judge(episode())\n"
         "asyncio.run(main())\n"
     )
     environ = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -213,7 +213,7 @@ async def _told(path):
 async def test_a_batch_is_what_waits_when_a_process_is_free_and_each_gets_its_own_result():
     # One process: the first call takes what is there, one episode; the other three wait for it together.
     async with pool("together") as made:
-        found = await asyncio.gather(*(made.judged(episode(name=str(index))) for index in range(4)))
+        found = await asyncio.gather(*(made.judge(episode(name=str(index))) for index in range(4)))
     assert [(result.score, result.reason) for result in found] == [(1, "0"), (3, "1"), (3, "2"), (3, "3")]
 
 
@@ -221,7 +221,7 @@ async def test_an_episode_that_the_function_cannot_bear_fails_alone():
     async with pool("together", max_reward_batch=3, reward_deadline_s=60.0) as made:
         truths = ["ok", "ok", "bad", "ok"]
         found = await asyncio.gather(
-            *(made.judged(episode(truth, str(index))) for index, truth in enumerate(truths)),
+            *(made.judge(episode(truth, str(index))) for index, truth in enumerate(truths)),
             return_exceptions=True,
         )
     assert [type(one).__name__ for one in found] == [
@@ -236,7 +236,7 @@ async def test_an_episode_that_the_function_cannot_bear_fails_alone():
 async def judged_together(made, *truths):
     """The first alone, for the process is free; the others as one batch."""
     return await asyncio.gather(
-        *(made.judged(episode(truth, str(index))) for index, truth in enumerate(truths)),
+        *(made.judge(episode(truth, str(index))) for index, truth in enumerate(truths)),
         return_exceptions=True,
     )
 
@@ -259,7 +259,7 @@ async def test_after_a_failed_batch_no_episode_is_begun_once_a_further_deadline_
 
 async def test_who_waits_for_a_process_is_told_when_the_service_ends():
     async with pool("hangs") as made:
-        calls = [asyncio.create_task(made.judged(episode())) for _ in range(3)]
+        calls = [asyncio.create_task(made.judge(episode())) for _ in range(3)]
         await asyncio.sleep(0)
     async with asyncio.timeout(20):
         found = await asyncio.gather(*calls, return_exceptions=True)
@@ -268,7 +268,7 @@ async def test_who_waits_for_a_process_is_told_when_the_service_ends():
 
 async def test_an_episode_that_nobody_waits_for_any_more_is_not_judged():
     async with pool("together") as made:
-        calls = [asyncio.create_task(made.judged(episode(name=str(index)))) for index in range(3)]
+        calls = [asyncio.create_task(made.judge(episode(name=str(index)))) for index in range(3)]
         await asyncio.sleep(0)
         calls[1].cancel()
         first, _, third = await asyncio.gather(*calls, return_exceptions=True)

@@ -162,7 +162,7 @@ async def test_a_branch_that_could_not_be_written_whole_was_not_made(tmp_path):
     async with app_on(folder) as client:
         env_id = await created(client, "crafter")
         environments = client._transport.app.state.services.environments
-        opened, told = environments._opened, []
+        opened, told = environments._on_new, []
 
         def once_full(session_id, session):
             told.append(session_id)
@@ -170,7 +170,7 @@ async def test_a_branch_that_could_not_be_written_whole_was_not_made(tmp_path):
                 raise JournalFailed("the disk is full", hint="free space")
             opened(session_id, session)
 
-        environments._opened = once_full
+        environments._on_new = once_full
         body = {"env_ids": [env_id], "num_children": 3}
         await refused(client, "/branch", body)
         assert len(environments) == 1

@@ -13,7 +13,7 @@ from service_kit.problems import problem_response
 from task_app.errors import SessionBusy
 from task_app.plugins import default_plug_boards
 from task_app.sessions.idempotency import Once, request_digest
-from task_app.sessions.journal import NOTHING_DONE, WORK, Database, Work
+from task_app.sessions.journal import NOT_CARRIED_OUT, WORK, Database, Work
 from tests.task_app.counting import boards, rollout
 from tests.task_app.rollout_client import WAITING, accept, waiting_boards
 from tests.task_app.sessions.test_idempotency import keyed
@@ -246,7 +246,7 @@ async def test_a_refusal_after_something_was_done_does_not_free_the_key(does_som
         asked.append(scope["path"])
         if does_something:
             database.record(
-                "env_1", [("DELETE FROM steps WHERE session = ?", ("env_1",))], NOTHING_DONE, whole=True
+                "env_1", [("DELETE FROM steps WHERE session = ?", ("env_1",))], NOT_CARRIED_OUT, whole=True
             )
         await problem_response(SessionBusy("it is busy"))(scope, receive, send)
 

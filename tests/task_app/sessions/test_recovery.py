@@ -135,7 +135,10 @@ def overwritten(path, *, at, by):
     [
         ("UPDATE sessions SET facts = '{}' WHERE id = ?", "it does not say what it should: KeyError"),
         ("UPDATE sessions SET snapshot = x'00' WHERE id = ?", "1 bytes that are no snapshot of a task app"),
-        ("UPDATE steps SET seen = 'x' WHERE session = ?", "decision 1 played again shows something else"),
+        (
+            "UPDATE steps SET seen = 'x' WHERE session = ?",
+            "decision 1 had another outcome when it was replayed",
+        ),
     ],
     ids=["facts", "snapshot", "a step"],
 )

@@ -68,7 +68,7 @@ BAD = {
     # A thousand times its own size: no more than the bound of it is ever unpacked.
     "holds more than 10000 bytes": forged(bytes(10_000_000)),
     "head is no JSON": forged(struct.pack("<I", 3) + b"abc"),
-    "does not say what it is of": forged(struct.pack("<I", 2) + b"{}"),
+    "does not name its kind": forged(struct.pack("<I", 2) + b"{}"),
     "of the kind 'policy', expected 'environment'": seal("policy", CONTENTS, at_most_bytes=MOST),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from shared_schemas.rollouts import EnvSpec
 from task_app.errors import DeadlineExceeded
 from task_app.plugins import default_plug_boards
-from task_app.rollouts.assembly import KeptMoments
+from task_app.rollouts.assembly import SnapshotTaker
 from tests.task_app.counting import CountingConfig, boards, running_app
 from tests.task_app.counting import rollout as counted
 from tests.task_app.playing import post
@@ -97,7 +97,9 @@ class SlowToKeep(SlowEnvironment):
 
 def keeping(*, timeout_s):
     spec = EnvSpec(env_name="slow")
-    return KeptMoments(frozenset({1}), spec, 7, None, at_most_bytes=10_000, timeout_s=timeout_s, threads=None)
+    return SnapshotTaker(
+        frozenset({1}), spec, 7, None, at_most_bytes=10_000, timeout_s=timeout_s, threads=None
+    )
 
 
 async def test_the_service_goes_on_while_a_slow_snapshot_is_taken():

@@ -91,7 +91,7 @@ def test_a_peak_that_no_server_counted_is_left_out():
     ],
 )  # fmt: skip
 def test_what_a_task_app_refuses_is_counted_by_the_words_that_it_refuses_with(tool, arguments, refused):
-    history = History.opened([Message(role="system", content="s"), TASK], shows_ids=True)
+    history = History.start([Message(role="system", content="s"), TASK], shows_ids=True)
     for made, text in ((call("readChunk"), "one two three"), (call(tool), None)):
         history = history.with_message(Message(role="assistant", content="", tool_calls=(made,)))
         if text is None:

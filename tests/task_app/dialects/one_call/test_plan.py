@@ -121,7 +121,9 @@ def test_of_the_two_homes_of_the_step_rewards_the_policys_holds():
     assert planned(env_config={"step_rewards": on}, config={"step_rewards": {}}).stepwise.active
     plan = planned(env_config={"step_rewards": on}, config={"step_rewards": {**on, "step_beta": 1.0}})
     assert plan.stepwise.switches.step_beta == 1.0
-    assert plan.warnings == ("env.config.step_rewards differs from policy.config.step_rewards, which holds",)
+    assert plan.warnings == (
+        "env.config.step_rewards differs from policy.config.step_rewards, which is used",
+    )
     assert planned(env_config={"step_rewards": on}, config={"step_rewards": on}).warnings == ()
 
 
@@ -147,7 +149,7 @@ def test_a_table_beside_the_configs_acts_where_they_have_no_switches(name):
     weighed = {"enabled": True, "mode": "decision_stepwise", "step_beta": 1.0}
     plan = planned(**{name: TABLE}, env_config={"step_rewards": weighed})
     assert plan.stepwise.switches.step_beta == 1.0
-    assert plan.warnings == ("training differs from env.config.step_rewards, which holds",)
+    assert plan.warnings == ("training differs from env.config.step_rewards, which is used",)
     with pytest.raises(InvalidRequest, match="rollout differs from training"):
         planned(training=TABLE, rollout={**TABLE, "step_rewards_beta": 1})
 

@@ -30,7 +30,7 @@ class Reader:
             DocumentsConfig(generate=made, chunk_size=CHUNK, indexed=True)
         )
         self._environment.reset(3)
-        self._history = History.opened(self._environment.opening(), shows_ids=True)
+        self._history = History.start(self._environment.opening(), shows_ids=True)
         self.chunks, self.most_chars = 0, 0
 
     def read_all(self) -> None:

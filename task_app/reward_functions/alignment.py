@@ -1,4 +1,5 @@
-"""Pure: an episode as a reward function gets it, and the trajectory with the rewards that it returned."""
+"""Pure: the arguments of a reward function for an episode, and the trajectory with the rewards it
+returned."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,9 @@ def episode_of(
     """The keyword arguments of a reward function for one episode, as JSON.
 
     messages: every decision's prompt, answer and tool results, in order.
-    ground_truth: what the task says is right; None where it says nothing.
+    ground_truth: the right answer from the task; None if it has none.
     environment_outcome_reward: the episode's score by the environment's own definition.
-    env_rewards: [T][S] what each env step of each decision paid.
+    env_rewards: [T][S] reward of each env step of each decision.
     """
     return {
         "messages": [message.model_dump(mode="json") for message in messages],
@@ -33,21 +34,21 @@ def episode_of(
     }
 
 
-def rewarded(trajectory: Trajectory, result: EvaluateResult, *, name: str, rollout_id: str) -> Trajectory:
+def with_user_reward(
+    trajectory: Trajectory, result: EvaluateResult, *, name: str, rollout_id: str
+) -> Trajectory:
     """The episode with the score as its outcome and the base rewards on its steps.
 
-    The environment's own outcome moves to `user_reward`, so that nothing is lost and nothing counts twice.
-
-    Raises:
-        RewardFunctionFailed: the function says itself that this is no reward.
+    The environment's own outcome moves to `user_reward`, so that nothing counts twice. A result that the
+    function itself reports as invalid fails the rollout.
     """
     if result.error is not None or not result.is_score_valid:
         why = clipped(result.error or result.reason or "no reason given", 300)
-        told = "reports an error" if result.error is not None else "says that its score is not valid"
-        raise RewardFunctionFailed(encodable(f"reward function {name!r} {told}: {why}"))
+        failure = "reports an error" if result.error is not None else "says that its score is not valid"
+        raise RewardFunctionFailed(encodable(f"reward function {name!r} {failure}: {why}"))
     result = EvaluateResult.model_validate(encodable_json(result.model_dump()))
     steps, warnings = align_data_for_rl_processing(result, trajectory.steps, rollout_id)
-    said = UserReward(
+    user_reward = UserReward(
         reward_function=name,
         result=result,
         environment_outcome_reward=trajectory.outcome_reward,
@@ -58,13 +59,13 @@ def rewarded(trajectory: Trajectory, result: EvaluateResult, *, name: str, rollo
             "steps": tuple(steps),
             "outcome_reward": result.score,
             "outcome_definition": f"score of the reward function {name!r}",
-            "user_reward": said,
+            "user_reward": user_reward,
             "warnings": (*trajectory.warnings, *warnings),
         }
     )
 
 
-_NAMED = 5
+_MAX_INDICES = 5
 
 
 def align_data_for_rl_processing(
@@ -74,54 +75,55 @@ def align_data_for_rl_processing(
 
         step_index = t = turn - 1 = StepData.assistant_turn_index ("2" is 2)
 
-    Of two outputs for one step the last one counts; a step without one keeps base_reward None. A base_reward
-    is a reward part of its decision too, of source "user" (core.rewards adds it where the mode does).
+    If two outputs name one step, the last one counts; a step without one keeps base_reward None. A
+    base_reward also becomes a reward part of its decision with source "user", which core.rewards adds in
+    modes that use it.
 
     Args:
-        current_eval_result: of this episode; without step_outputs nothing changes.
-        current_step_data_list: [T] its decisions, in order.
-        rollout_id: named in the warnings.
+        current_eval_result: without step_outputs nothing changes.
+        current_step_data_list: [T] decisions of the episode, in order.
+        rollout_id: begins each warning.
 
     Returns:
-        [T] the steps, and a sentence for each kind of misfit: named twice, not there, left out.
+        [T] the steps, and a warning for each kind of misfit: a repeated, unknown or missing step.
 
-    Source: the aligner of the library that source 2 belongs to, whose name this is; there unmatched and
-    duplicate indices are silent, and the steps alone are returned. DESIGN.md 4.3.
+    Source: the aligner of the library that source 2 belongs to, and its name. The published one ignores
+    unknown and repeated indices in silence and returns the steps alone. DESIGN.md 4.3.
     """
     outputs = current_eval_result.step_outputs
     if outputs is None:
         return list(current_step_data_list), []
-    found, twice, odd = _by_step(outputs, len(current_step_data_list))
+    rewards_by_t, twice, unknown = _by_step(outputs, len(current_step_data_list))
     steps = [
-        _with_base_reward(step, found[t]) if t in found else step
+        _with_base_reward(step, rewards_by_t[t]) if t in rewards_by_t else step
         for t, step in enumerate(current_step_data_list)
     ]
-    left_out = [t for t in range(len(steps)) if t not in found]
+    missing = [t for t in range(len(steps)) if t not in rewards_by_t]
     there = f"this episode has 0..{len(steps) - 1}"
-    told = (
+    misfits = (
         (twice, "step_outputs name a step more than once, and the last one counts"),
-        (odd, f"step_outputs name steps that are not there ({there}), and are not used"),
-        (left_out, "steps have no step_output, and no base_reward"),
+        (unknown, f"step_outputs name steps that are not there ({there}), and are not used"),
+        (missing, "steps have no step_output, and no base_reward"),
     )
-    return steps, [f"{rollout_id}: {sentence}: {_listed(which)}" for which, sentence in told if which]
+    return steps, [f"{rollout_id}: {sentence}: {_enumerate(which)}" for which, sentence in misfits if which]
 
 
 def _by_step(
     outputs: Sequence[StepOutput], count: int
 ) -> tuple[dict[int, float], list[int], list[int | str]]:
-    """base_reward by t; the t that came again; the indices that are no t."""
-    found: dict[int, float] = {}
+    """base_reward by t; repeated t; indices that name no step."""
+    rewards_by_t: dict[int, float] = {}
     twice: list[int] = []
-    odd: list[int | str] = []
+    unknown: list[int | str] = []
     for output in outputs:
         t = _decision_of(output.step_index)
         if t is None or not 0 <= t < count:
-            odd.append(output.step_index)
+            unknown.append(output.step_index)
             continue
-        if t in found and t not in twice:
+        if t in rewards_by_t and t not in twice:
             twice.append(t)
-        found[t] = output.base_reward
-    return found, twice, odd
+        rewards_by_t[t] = output.base_reward
+    return rewards_by_t, twice, unknown
 
 
 def _decision_of(step_index: int | str) -> int | None:
@@ -135,6 +137,6 @@ def _with_base_reward(step: StepData, base_reward: float) -> StepData:
     return step.model_copy(update={"base_reward": base_reward, "reward_parts": (*step.reward_parts, part)})
 
 
-def _listed(which: Sequence[int | str]) -> str:
-    shown = ", ".join(repr(one)[:40] for one in which[:_NAMED])
-    return f"{shown} and {len(which) - _NAMED} more" if len(which) > _NAMED else shown
+def _enumerate(which: Sequence[int | str]) -> str:
+    names = ", ".join(repr(one)[:40] for one in which[:_MAX_INDICES])
+    return f"{names} and {len(which) - _MAX_INDICES} more" if len(which) > _MAX_INDICES else names
