@@ -17,7 +17,7 @@
     │   ├── NoPictures             there are none of an episode (collect/wire.py)
     │   ├── CursorExpired          it was started anew, and has lost what it had accepted (collect/wire.py)
     │   └── Refused                it finds something wrong in a request (collect/wire.py)
-    ├── BadAddress, UnknownTurn, OnlyShows   what an address of the dashboard asks for (pages/page.py)
+    ├── BadAddress, UnknownTurn, ReadOnly    a request to the dashboard cannot be met (pages/page.py)
     ├── ApiError                   a request to the service cannot be carried out (leaves below)
     ├── ServiceRefused, ServiceUnreachable   what it said to a terminal, or that nobody answers (terminal/)
     ├── StoreError                 the database of jobs and runs cannot be used (leaves in store/database.py)

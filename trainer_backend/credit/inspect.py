@@ -14,12 +14,12 @@ from trainer_backend.core.emission_views import EmissionView, assistant_turn_bou
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.pages.episode_view import (
-    did,
-    last_seen,
-    last_words,
-    news,
-    parts_earned,
-    user_told,
+    action_text,
+    interaction_texts,
+    last_message,
+    last_messages,
+    new_messages,
+    reward_parts,
     whole_prompts,
 )
 from trainer_backend.rundir.layout import RunDirectory
@@ -106,13 +106,13 @@ def _parts(
         yield Text(shown, style="dim")
         yield Text(f"did     {_done(step)}")
         yield Text(f"earned  {_earned(step)}")
-        for told in user_told(step):
+        for told in interaction_texts(step):
             yield Text(f"answer  {told}")
         if tokens:
             yield Text("\n".join(lines[step.turn]))
         if step.turn <= len(credits):
             yield _credit(credits[step.turn - 1])
-    if rest := last_words(episode):
+    if rest := last_messages(episode):
         yield Text("\n".join(["", "after the last decision", *rest]), style="dim")
 
 
@@ -129,8 +129,8 @@ def _seen(episode: Trajectory, *, full: bool) -> list[str]:
     if full:
         return ["\n".join(lines) for lines in whole_prompts(episode)]
     if episode.full_history:
-        return ["\n".join(news(step)) for step in episode.steps]
-    return [last_seen(step) for step in episode.steps]
+        return ["\n".join(new_messages(step)) for step in episode.steps]
+    return [last_message(step) for step in episode.steps]
 
 
 def _context(episode: Trajectory) -> str:
@@ -193,7 +193,9 @@ def _done(step: StepData) -> str:
     invalid = step.step_info.invalid_reason
     executed = " ".join(step.step_info.executed_actions)
     return (
-        did(step) + (f"  ->  {executed}" if executed else "") + (f"  (refused: {invalid})" if invalid else "")
+        action_text(step)
+        + (f"  ->  {executed}" if executed else "")
+        + (f"  (refused: {invalid})" if invalid else "")
     )
 
 
@@ -203,7 +205,7 @@ def _earned(step: StepData) -> str:
     if rewards is not None:
         names = f" ({', '.join(rewards.unique)})" if rewards.unique else ""
         parts.append(f"unique {rewards.unique_delta}{names}, all {rewards.ach_delta}")
-    return "; ".join([*parts, *parts_earned(step)])
+    return "; ".join([*parts, *reward_parts(step)])
 
 
 def _credit(columns: dict[str, Any]) -> Table:

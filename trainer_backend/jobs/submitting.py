@@ -116,12 +116,12 @@ class JobsForPages:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def check(self, text: str) -> page.Checked:
+    async def check(self, text: str) -> page.Findings:
         bounds = self._service.settings.bounds
         try:
             findings = (await self._service.checks.ask(check, _bytes_of(text), bounds)).findings
         except TrainerError as error:
-            return page.Checked(errors=(page.Finding(str(error)),))
+            return page.Findings(errors=(page.Finding(str(error)),))
 
         def of(severity: str) -> tuple[page.Finding, ...]:
             return tuple(
@@ -130,7 +130,7 @@ class JobsForPages:
                 if finding.severity == severity
             )
 
-        return page.Checked(errors=of("error"), warnings=of("warning"))
+        return page.Findings(errors=of("error"), warnings=of("warning"))
 
     async def submit(self, text: str, form: str) -> JobRow:
         submission = submission_of(_bytes_of(text), "application/toml")

@@ -1,4 +1,4 @@
-"""The dashboard: one router of all pages, and static files, each served under the digest in its address."""
+"""The dashboard: the router of all pages, and the static files, whose addresses contain a digest."""
 
 import mimetypes
 from functools import cache
@@ -12,19 +12,18 @@ from trainer_backend.pages.page import HEADERS, STATIC, version
 _FOR_GOOD = "public, max-age=31536000, immutable"
 
 
-def static_file(asked: str, name: str) -> Response:
-    """404 for an unknown file; a file under an old digest is sent, and browsers do not keep it."""
-    found = _files().get(name)
-    if found is None:
+def static_file(digest: str, name: str) -> Response:
+    """Send a static file, which browsers may cache if the digest is the present one."""
+    if name not in _files():
         return Response(status_code=404, headers=dict(HEADERS))
-    body, kind = found
-    keep = _FOR_GOOD if asked == version() else "no-store"
-    return Response(body, media_type=kind, headers={**HEADERS, "Cache-Control": keep})
+    body, kind = _files()[name]
+    cache_control = _FOR_GOOD if digest == version() else "no-store"
+    return Response(body, media_type=kind, headers={**HEADERS, "Cache-Control": cache_control})
 
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """Return the static files by name; only names in this table can be requested, so no path leads out."""
+    """The static files by name. Requests are looked up in this table, so no path leads out of the folder."""
     return {
         path.relative_to(STATIC).as_posix(): (
             path.read_bytes(),
@@ -42,5 +41,5 @@ for part in (runs, run, rollouts, jobs):
 
 @router.get("/static/{version}/{name:path}")
 def static(version: str, name: str) -> Response:
-    """A script, a style or a picture of the dashboard; the version in its address makes it keep for good."""
+    """Send a script, a style or a picture of the dashboard."""
     return static_file(version, name)

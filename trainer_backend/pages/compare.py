@@ -22,9 +22,7 @@ from trainer_backend.rundir.state import read_status
 from trainer_backend.store.jobs import state_of_run
 from trainer_backend.store.rows import JobState
 
-# Runs side by side, read from their files: what was set differently, and by how much results differ.
-
-# Where these differ, the same seed is another task, and a difference is not the policy's alone.
+# With a difference in one of these keys the same seed is another task, so the policy is not the only cause.
 _TASK = (
     "rollout.env_name", "rollout.env_config.", "rollout.max_turns", "rollout.max_invalid_decisions",
     "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.path", "data.split",
@@ -34,7 +32,7 @@ _TASK = (
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A run of the comparison, under a name that no other one has."""
+    """A run of the comparison; no two have the same name."""
 
     name: str
     story: Story
@@ -42,44 +40,40 @@ class Side:
 
     @property
     def last(self) -> Row | None:
-        """The last evaluation; None before there is one."""
+        """The row of the last evaluation, or None."""
         return self.story.evaluations[-1] if self.story.evaluations else None
 
     @property
     def outcome(self) -> str | None:
-        """The name of the run's outcome; None before it has one."""
-        return outcome_name(self.story.told) if self.story.told is not None else None
+        """The name of the run's outcome, or None before its first episodes."""
+        row = self.story.last_episodes
+        return outcome_name(row) if row is not None else None
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
-    """A run's last evaluation minus the first run's, world by world.
+class Difference:
+    """The last evaluation of a run minus that of the first run, world by world.
 
     Attributes:
-        found: in outcomes; None without worlds that both played.
-        doubt: settings that differ and make the same world another task; empty when none does.
+        outcome: the mean difference; None if no world was played by both.
+        doubt: the keys that differ and make the same world another task.
     """
 
-    found: Interval | None
+    outcome: Interval | None
     doubt: tuple[str, ...]
 
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:
-    """The runs in these folders, named by as much of their paths as tells them apart.
-
-    Raises:
-        JobError: fewer than two, one given twice, or a job.toml that cannot be read.
-        RunDirectoryError: a folder holds no run.
-    """
-    whole = [path.resolve() for path in paths]
-    if len(whole) < 2:
+    """Read the runs in these folders, and name each by the shortest end of its path that is unique."""
+    folders = [path.resolve() for path in paths]
+    if len(folders) < 2:
         raise JobError("a comparison needs at least two runs; `turnwise report RUN` tells of one")
-    twice = next((path for path in whole if whole.count(path) > 1), None)
+    twice = next((path for path in folders if folders.count(path) > 1), None)
     if twice is not None:
         raise JobError(f"{twice} is given twice; a run compared with itself tells nothing")
     return [
         Side(name, read_story(open_run(path)), state_of_run(read_status(path))[0])
-        for name, path in zip(_names(whole), paths, strict=True)
+        for name, path in zip(_names(folders), paths, strict=True)
     ]
 
 
@@ -94,33 +88,33 @@ def outcome_of(sides: Sequence[Side]) -> str:
 
 
 def achievements(sides: Sequence[Side]) -> list[str]:
-    """All names in the last evaluations, the rarest of the first run that has one first."""
+    """Return all names in the last evaluations, sorted by their rates in the runs, the rarest first."""
     rates = [side.last.get("eval/success_rates", {}) for side in sides if side.last is not None]
     names = {name for row in rates for name in row}
     return sorted(names, key=lambda name: (*(row.get(name, 0.0) for row in rates), name))
 
 
-def against_first(sides: Sequence[Side]) -> list[Paired | None]:
-    """The paired difference of every run and the first one; None for the first itself."""
+def differences_to_first(sides: Sequence[Side]) -> list[Difference | None]:
+    """Return the difference of every run to the first one; None for the first itself."""
     first = sides[0]
-    return [None if side is first else _paired(first, side) for side in sides]
+    return [None if side is first else _difference(first, side) for side in sides]
 
 
-def _paired(first: Side, other: Side) -> Paired:
-    before, after = (_stored(side) for side in (first, other))
-    found = paired_difference(before, after) if before and after else None
+def _difference(first: Side, other: Side) -> Difference:
+    before, after = (_rollouts_file(side) for side in (first, other))
+    outcome = paired_difference(before, after) if before and after else None
     doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(_TASK)]
     if first.story.job.evaluation_temperature != other.story.job.evaluation_temperature:
         doubt.append("evaluation.temperature")
-    return Paired(found, tuple(doubt))
+    return Difference(outcome, tuple(doubt))
 
 
-def _stored(side: Side) -> Path | None:
+def _rollouts_file(side: Side) -> Path | None:
     return side.story.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ from one another."""
+    """Return the shortest ends of the paths that all differ."""
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [str(Path(*path.parts[-parts:])) for path in paths]
         if len(set(names)) == len(names):
@@ -133,14 +127,7 @@ _NONE = "-"
 
 
 def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
-    """Write comparison.html; what was there before is replaced.
-
-    Returns:
-        The HTML file.
-
-    Raises:
-        RunDirectoryError: the disk is full, or refuses.
-    """
+    """Write comparison.html into the folder, and return its path."""
     runs = [(side.name, curves_of(side.story.rows, points=POINTS // len(sides))) for side in sides]
     shown, _ = panels_for({key for _, curves in runs for key in curves}, {outcome_of(sides)}, runs=len(sides))
     charts = charts_of(runs, shown)
@@ -164,54 +151,54 @@ def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
 
 
 def summary_columns(sides: Sequence[Side]) -> list[str]:
-    """What stands in each cell of `summary_rows`."""
+    """The headings of `summary_rows`."""
     score = ["score"] if _have_score(sides) else []
     return ["run", "done", "at", f"{outcome_of(sides)} (95 %)", *score, "minus the first (95 %)", "episodes"]
 
 
 def summary_rows(sides: Sequence[Side]) -> list[Sequence[str]]:
-    """A row a run: how far it is, its last evaluation, and the difference to the first run."""
-    scored = _have_score(sides)
+    """Return a row per run: its progress, its last evaluation, and the difference to the first run."""
+    has_score = _have_score(sides)
     return [
-        _summary(side, paired, scored=scored)
-        for side, paired in zip(sides, against_first(sides), strict=True)
+        _summary(side, difference, has_score=has_score)
+        for side, difference in zip(sides, differences_to_first(sides), strict=True)
     ]
 
 
 def doubts(sides: Sequence[Side]) -> list[str]:
     """Return a sentence for each reason to doubt that the two policies cause the differences."""
     first = sides[0].name
-    evaluated = {side.last["iteration"] for side in sides if side.last is not None}
+    iterations = {side.last["iteration"] for side in sides if side.last is not None}
     uneven = "the last evaluations are after different numbers of iterations"
     measures = dict.fromkeys(side.outcome for side in sides if side.outcome is not None)
     other = f"the figures are not of one kind: {'; '.join(measures)}"
     return (
-        [uneven] * (len(evaluated) > 1)
+        [uneven] * (len(iterations) > 1)
         + [other] * (len(measures) > 1)
         + [
-            f"{side.name} against {first}: {', '.join(paired.doubt)} differ, so the same world is another "
-            "task, and the difference is not the policy's alone"
-            for side, paired in zip(sides, against_first(sides), strict=True)
-            if paired is not None and paired.doubt
+            f"{side.name} against {first}: {', '.join(difference.doubt)} differ, so the same world is "
+            "another task, and the difference is not the policy's alone"
+            for side, difference in zip(sides, differences_to_first(sides), strict=True)
+            if difference is not None and difference.doubt
         ]
     )
 
 
-def _summary(side: Side, paired: Paired | None, *, scored: bool) -> Sequence[str]:
+def _summary(side: Side, difference: Difference | None, *, has_score: bool) -> Sequence[str]:
     done = f"{len(side.story.iterations)} of {side.story.job.training.iterations}"
     row = side.last
     if row is None:
-        return (side.name, done, *[_NONE] * (5 if scored else 4))
-    found = paired.found if paired else None
+        return (side.name, done, *[_NONE] * (5 if has_score else 4))
+    outcome = difference.outcome if difference else None
     score = row.get("eval/crafter_score")
     return (
         side.name,
         done,
         str(row["iteration"]),
-        _told(outcome_interval(row), "{:.2f}"),
-        *([_NONE if score is None else f"{score:.1f} %"] if scored else []),
-        _told(found, "{:+.2f}") if found else _NONE,
-        str(found.count if found else row["eval/episodes"]),
+        _interval_text(outcome_interval(row), "{:.2f}"),
+        *([_NONE if score is None else f"{score:.1f} %"] if has_score else []),
+        _interval_text(outcome, "{:+.2f}") if outcome else _NONE,
+        str(outcome.count if outcome else row["eval/episodes"]),
     )
 
 
@@ -219,14 +206,14 @@ def _have_score(sides: Sequence[Side]) -> bool:
     return any(side.last is not None and "eval/crafter_score" in side.last for side in sides)
 
 
-def _told(found: Interval, form: str) -> str:
-    if found.low is None or found.high is None:
-        return form.format(found.mean)
-    return f"{form.format(found.mean)} ({form.format(found.low)} to {form.format(found.high)})"
+def _interval_text(mean: Interval, form: str) -> str:
+    if mean.low is None or mean.high is None:
+        return form.format(mean.mean)
+    return f"{form.format(mean.mean)} ({form.format(mean.low)} to {form.format(mean.high)})"
 
 
 def _rate_rows(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    """Success rates of the last evaluations with Wilson intervals, the most frequent first."""
+    """The success rates of the last evaluations with Wilson intervals, the highest first."""
     return [(spaced(name), [_rate(side, name) for side in sides]) for name in reversed(achievements(sides))]
 
 
@@ -235,4 +222,4 @@ def _rate(side: Side, name: str) -> str:
         return _NONE
     count = int(side.last["eval/episodes"])
     rate = side.last.get("eval/success_rates", {}).get(name, 0.0)
-    return _told(wilson_interval(round(rate * count), count), "{:.0%}")
+    return _interval_text(wilson_interval(round(rate * count), count), "{:.0%}")

@@ -1,4 +1,4 @@
-"""What the page of an episode reads: its record, its line in the store, its group, its tokens."""
+"""The contents of an episode's page: its record, its row in the store, its group, its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Sibling:
 
 @dataclass(frozen=True, slots=True)
 class AnchorLine:
-    """A decision of the group that was made in the same state; `here`: the one that the page shows."""
+    """A decision of the group in the same state; `here` marks the decision on the page."""
 
     row: AnchorRow
     href: str
@@ -44,7 +44,7 @@ class Episode:
     """A rollout with all that its page needs.
 
     Attributes:
-        consumed: the iteration whose update learned from it; None: none did.
+        consumed: the iteration whose update learned from it, or None.
     """
 
     job: JobRow
@@ -63,10 +63,6 @@ class Episode:
         return decision_lines(self.trajectory, self.stored.columns)
 
     def decision(self, turn: int) -> DecisionView:
-        """
-        Raises:
-            UnknownTurn: it has fewer decisions.
-        """
         assert self.trajectory is not None
         if not 1 <= turn <= len(self.trajectory.steps):
             raise UnknownTurn(
@@ -75,7 +71,7 @@ class Episode:
         return decision_view(self.trajectory, self.stored.columns, turn)
 
     def values(self) -> dict[str, Any]:
-        """The figures of the whole episode, as its page shows them."""
+        """The values that the page shows of the whole episode."""
         failure = self.stored.rollout.failure
         return {
             "short": short_id(self.row.rollout_id),
@@ -97,7 +93,7 @@ class Episode:
 
     def _about(self) -> list[tuple[str, str]]:
         row, episode = self.row, self.trajectory
-        found = [
+        facts = [
             ("stage", f"{row.stage} {row.iteration}" if row.iteration else row.stage),
             ("policy", row.policy),
             ("world", "" if row.seed is None else str(row.seed)),
@@ -108,17 +104,12 @@ class Episode:
             ("env steps", "" if row.env_steps is None else str(row.env_steps)),
             ("ended by", spaced(row.stop_reason or "")),
             ("learned from by", "" if self.consumed is None else f"iteration {self.consumed}"),
-            ("judged by", "" if episode is None or episode.user_reward is None else _judged(episode)),
+            ("judged by", "" if episode is None else _judge(episode)),
         ]
-        return [(name, value) for name, value in found if value]
+        return [(name, value) for name, value in facts if value]
 
 
 def episode_of(dashboard: Dashboard, job_id: str, rollout_id: str) -> Episode:
-    """
-    Raises:
-        UnknownJob, UnknownRollout: there is none of that id.
-        RunDirectoryError: its file is gone.
-    """
     store = dashboard.store
     job = jobs.get(store, job_id)
     row = reads_rollouts.rollout(store, job_id, rollout_id)
@@ -133,10 +124,10 @@ def episode_of(dashboard: Dashboard, job_id: str, rollout_id: str) -> Episode:
 
 
 def anchor_lines(dashboard: Dashboard, episode: Episode, decision: DecisionView) -> list[AnchorLine]:
-    """Decisions of its group that were made in the state of this one, itself among them."""
+    """Return the decisions of the group in the state of this decision, which is one of them."""
     if not decision.state_key:
         return []
-    found = reads_rollouts.anchors(
+    rows = reads_rollouts.anchors(
         dashboard.store, episode.job.id, episode.row, decision.state_key, limit=_ANCHORS_SHOWN
     )
     return [
@@ -145,7 +136,7 @@ def anchor_lines(dashboard: Dashboard, episode: Episode, decision: DecisionView)
             rollout_address(episode.job.id, row.rollout_id, row.turn),
             here=(row.rollout_id, row.turn) == (episode.row.rollout_id, decision.turn),
         )
-        for row in found
+        for row in rows
     ]
 
 
@@ -180,10 +171,8 @@ def _segment(dashboard: Dashboard, episode: Episode, segment: Any, index: int, t
     )  # fmt: skip
 
 
-def _judged(episode: Trajectory) -> str:
-    said = episode.user_reward
-    return (
-        ""
-        if said is None
-        else f"{said.reward_function}; by its environment {number(said.environment_outcome_reward)}"
-    )
+def _judge(episode: Trajectory) -> str:
+    reward = episode.user_reward
+    if reward is None:
+        return ""
+    return f"{reward.reward_function}; by its environment {number(reward.environment_outcome_reward)}"

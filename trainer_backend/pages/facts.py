@@ -94,7 +94,7 @@ def _default(table: str, key: str) -> str:
     return _text(default)
 
 
-def took(job: JobRow) -> str:
+def time_taken(job: JobRow) -> str:
     """The duration of a job that has ended."""
     if job.started is None or job.ended is None or job.state not in ENDED:
         return ""
@@ -112,6 +112,6 @@ def end_of(path: str) -> str:
     return path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])
 
 
-def clipped(text: str, most: int) -> str:
+def clip(text: str, most: int) -> str:
     """The text, cut to `most` characters with an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,4 +1,4 @@
-"""Pure: numbers and moments as a person reads them. Filters of the templates."""
+"""Pure: numbers, times and names as text for people; some are filters of the templates."""
 
 import math
 from datetime import datetime
@@ -10,12 +10,12 @@ from trainer_backend.pages.panels import Form
 
 
 def rollout_address(job_id: str, rollout_id: str, turn: int | None = None) -> str:
-    """The page of a rollout, whose id has slashes; at one of its decisions."""
+    """The address of a rollout's page, which may open at one of its turns."""
     return f"/runs/{job_id}/rollouts/{quote(rollout_id, safe='/')}" + (f"?turn={turn}" if turn else "")
 
 
 def short_id(rollout_id: str) -> str:
-    """Without the run's name, which stands above it: `train/3/0/1`."""
+    """The id without the name of the run: `train/3/0/1`."""
     return rollout_id.partition("/")[2] or rollout_id
 
 
@@ -25,7 +25,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None, form: Form = "number") -> str:
-    """A value of a panel: three significant digits, and all that stand before the point.
+    """A value with three significant digits, or all digits before the point.
 
     0.0312 -> "0.0312", 8.484 -> "8.48", 2932 -> "2,932"; percent 0.1524 -> "15.2 %"; 12.2995 s -> "12.3 s".
     """
@@ -39,24 +39,24 @@ def number(value: float | None, form: Form = "number") -> str:
 
 
 def signed(value: float | None) -> str:
-    """With its sign, and a true minus: for rewards and advantages, which are compared with 0."""
+    """A value with its sign, for rewards and advantages, which readers compare with 0."""
     if value is None:
         return NONE
-    told = _digits(abs(value))
-    if float(told.replace(",", "")) == 0.0:
+    digits = _digits(abs(value))
+    if float(digits.replace(",", "")) == 0.0:
         return "0"
-    return ("+" if value > 0 else MINUS) + told
+    return ("+" if value > 0 else MINUS) + digits
 
 
-def interval(found: Interval, sign: str = "") -> str:
-    """A mean with its 95 % interval, where it has one; `sign` "+" gives each number its own."""
-    if found.low is None or found.high is None:
-        return f"{found.mean:{sign}.2f}"
-    return f"{found.mean:{sign}.2f} (95 %: {found.low:{sign}.2f} to {found.high:{sign}.2f})"
+def interval(mean: Interval, sign: str = "") -> str:
+    """A mean with its 95 % interval, if it has one; with `sign` "+" every number has a sign."""
+    if mean.low is None or mean.high is None:
+        return f"{mean.mean:{sign}.2f}"
+    return f"{mean.mean:{sign}.2f} (95 %: {mean.low:{sign}.2f} to {mean.high:{sign}.2f})"
 
 
 def duration(seconds: float | None) -> str:
-    """The two largest units: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """A duration in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     if seconds is None:
         return NONE
     left = max(0, round(seconds))
@@ -70,7 +70,7 @@ def duration(seconds: float | None) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """A duration that nobody knows better, in the largest unit that it has two of: 90 s, 24 min, 3 h."""
+    """An estimated duration in the largest unit of which it has two: 90 s, 24 min, 3 h."""
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size_s:
             return f"{round(seconds / size_s)} {unit}"
@@ -78,7 +78,7 @@ def roughly(seconds: float) -> str:
 
 
 def ago(moment: datetime | None, now: datetime) -> str:
-    """How long ago; of a moment that a clock says is yet to come: just now."""
+    """The time since a moment; "just now" also for a moment in the future."""
     if moment is None:
         return NONE
     passed = (now - moment).total_seconds()
@@ -89,7 +89,7 @@ def ago(moment: datetime | None, now: datetime) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes: 512 B, 1.2 MiB."""
+    """A number of bytes: 512 B, 1.2 MiB."""
     value = float(count)
     for unit in _UNITS:
         if value < 1024 or unit == _UNITS[-1]:
@@ -99,7 +99,7 @@ def size(count: int) -> str:
 
 
 def spaced(name: str) -> str:
-    """Of a name with underscores."""
+    """A name with blanks instead of underscores."""
     return name.replace("_", " ")
 
 
@@ -110,7 +110,7 @@ def _digits(value: float) -> str:
         return f"{math.floor(value + 0.5):,}"
     if abs(value) >= 1e-4:
         places = max(0, 2 - math.floor(math.log10(abs(value))))
-        # A half upwards, as the charts' scripts do: 7.625 is 7.63 here and in a legend.
-        told = str(Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
-        return told.rstrip("0").rstrip(".") if "." in told else told
+        # Halves are rounded up as in static/charts.js: 7.625 is 7.63 here and in a legend.
+        digits = str(Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
+        return digits.rstrip("0").rstrip(".") if "." in digits else digits
     return f"{value:.1e}"

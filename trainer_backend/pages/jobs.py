@@ -1,4 +1,4 @@
-"""Pages that change something: the form of a new job, and what is asked of one that there is."""
+"""Pages that change jobs: the form of a new job, and pause, resume and cancel."""
 
 import asyncio
 import secrets
@@ -11,11 +11,11 @@ from trainer_backend.errors import TrainerError
 from trainer_backend.pages.facts import to_begin_from
 from trainer_backend.pages.page import (
     Action,
-    Checked,
     Dashboard,
     Finding,
+    Findings,
     Jobs,
-    OnlyShows,
+    ReadOnly,
     dashboard_of,
     frame,
     page,
@@ -29,13 +29,13 @@ router = page_router()
 
 _MOST_CHARS = 1_000_000
 Toml = Annotated[str, Form(max_length=_MOST_CHARS)]
-# Made with each form, and sent with it: a second click on its button begins no second job.
+# Each form has its own id, so a second click on its button begins no second job.
 FormId = Annotated[str, Form(max_length=32, pattern="^[0-9a-f]*$")]
 
 
 @router.get("/new", response_class=HTMLResponse)
 def new(request: Request, like: str = "") -> Response:
-    """The form, with a job to begin from."""
+    """Show the form of a new job, filled with an example or another job."""
     dashboard = dashboard_of(request)
     _desk(dashboard)
     examples = dict(dashboard.examples)
@@ -47,28 +47,28 @@ def new(request: Request, like: str = "") -> Response:
 
 @router.post("/new/check", response_class=HTMLResponse)
 async def check(request: Request, toml: Toml = "") -> Response:
-    """What is wrong with the text so far."""
-    checked = await _desk(dashboard_of(request)).check(_lines(toml))
-    return page("findings", checked=checked)
+    """Show the errors in the text so far."""
+    findings = await _desk(dashboard_of(request)).check(_lines(toml))
+    return page("findings", findings=findings)
 
 
 @router.post("/new", response_class=HTMLResponse)
 async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Response:
-    """Begin the job, and show it; or the form again, with what is wrong."""
+    """Begin the job and show it, or show the form again with the error."""
     dashboard = dashboard_of(request)
     try:
         job = await _desk(dashboard).submit(_lines(toml), form)
     except TrainerError as error:
-        if isinstance(error, OnlyShows):
+        if isinstance(error, ReadOnly):
             raise
-        again = _form(request, dashboard, "") | {"checked": Checked((Finding(str(error)),))}
+        again = _form(request, dashboard, "") | {"findings": Findings((Finding(str(error)),))}
         return page("new", status=error.status, toml=toml, **again)
     return RedirectResponse(f"/runs/{job.id}", status_code=303)
 
 
 @router.post("/runs/{job_id}/{action}", response_class=HTMLResponse)
 async def control(request: Request, job_id: str, action: Action) -> Response:
-    """Pause, resume or cancel; the head of the page as it is then."""
+    """Pause, resume or cancel a job, and show its new head."""
     await _desk(dashboard_of(request)).control(job_id, action)
     if request.headers.get("HX-Request") != "true":
         return RedirectResponse(f"/runs/{job_id}", status_code=303)
@@ -77,7 +77,7 @@ async def control(request: Request, job_id: str, action: Action) -> Response:
 
 def _desk(dashboard: Dashboard) -> Jobs:
     if dashboard.jobs is None:
-        raise OnlyShows("this service shows runs and begins none; start `turnwise trainer` for jobs")
+        raise ReadOnly("this service shows runs and begins none; start `turnwise trainer` for jobs")
     return dashboard.jobs
 
 
@@ -93,11 +93,11 @@ def _form(request: Request, dashboard: Dashboard, like: str) -> dict[str, Any]:
         "starts": starts,
         "like": like,
         "form_id": secrets.token_hex(8),
-        "checked": None,
+        "findings": None,
         **frame(request, "new"),
     }
 
 
 def _lines(toml: str) -> str:
-    """A form sends its line ends as CR LF."""
+    """The text of a form, whose lines end in CR LF."""
     return toml.replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""What all pages share: the Dashboard object, templates, saved pages, and errors shown as pages."""
+"""The parts that all pages share: the Dashboard object, templates, saved pages, and error pages."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse
 from trainer_backend.errors import TrainerError
 from trainer_backend.pages import figures
 from trainer_backend.pages.series import Chart, table
-from trainer_backend.pages.stored import Frames, Kept, StoredRollouts
+from trainer_backend.pages.stored import Cache, Frames, StoredRollouts
 from trainer_backend.pages.token_view import token_texts
 from trainer_backend.store.database import Store
 from trainer_backend.store.rows import JobRow
@@ -30,30 +30,30 @@ Action = Literal["pause", "resume", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error or a doubt about a job's text; `line` counts from 1, None if it is unknown."""
+    """An error or a warning about a job's text; `line` counts from 1, None if it is unknown."""
 
     text: str
     line: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """The findings in a job's text; a job without errors can start."""
+class Findings:
+    """The errors and warnings about a job's text; a job without errors can start."""
 
     errors: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
 
 
 class Jobs(Protocol):
-    """What pages may do to jobs. The API does it, so that both keep to the same rules."""
+    """The actions of pages on jobs; the jobs API implements them, so both follow the same rules."""
 
-    async def check(self, text: str) -> Checked: ...
+    async def check(self, text: str) -> Findings: ...
 
     async def submit(self, text: str, form: str) -> JobRow:
-        """The job of a form's text.
+        """Begin the job of a form's text.
 
         Args:
-            form: which form was sent; the same text in the same form, sent again, is the same job.
+            form: id of the form; the same text from the same form is the same job.
 
         Raises:
             TrainerError: the job is refused.
@@ -61,20 +61,22 @@ class Jobs(Protocol):
         ...
 
     async def control(self, job_id: str, action: Action) -> JobRow:
-        """
+        """Pause, resume or cancel a job.
+
         Raises:
-            JobConflict: it makes no sense in the job's state.
+            JobConflict: the job's state does not allow the action.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """
+    """The objects that pages read from.
+
     Attributes:
-        jobs: None where this service only shows what is there.
-        clock: of the calendar; UTC.
-        examples: jobs that the form can begin from: names and texts.
+        jobs: None in a service that only shows runs.
+        clock: the date and time in UTC.
+        examples: names and texts of jobs to fill the form with.
     """
 
     store: Store
@@ -83,10 +85,10 @@ class Dashboard:
     examples: tuple[tuple[str, str], ...] = ()
     rollouts: StoredRollouts = field(default_factory=StoredRollouts)
     frames: Frames = field(default_factory=Frames)
-    _tokenizers: Kept[Callable[[int], str] | None] = field(default_factory=lambda: Kept(4))
+    _tokenizers: Cache[Callable[[int], str] | None] = field(default_factory=lambda: Cache(4))
 
     def token_texts(self, run_dir: Path) -> Callable[[int], str] | None:
-        """What token ids of a run say; None where it has no checkpoint with a tokenizer."""
+        """Return the decoder of a run's token ids; None if no checkpoint has a tokenizer."""
         folders = sorted((run_dir / "checkpoints").glob("iteration_*"))
         if not folders:
             return None
@@ -94,17 +96,14 @@ class Dashboard:
 
 
 def dashboard_of(request: Request) -> Dashboard:
-    """The application's."""
-    found = request.app.state.dashboard
-    assert isinstance(found, Dashboard)
-    return found
+    dashboard = request.app.state.dashboard
+    assert isinstance(dashboard, Dashboard)
+    return dashboard
 
-
-# Everything is escaped, and a page runs and loads only our own files.
 
 ROOT = Path(__file__).parent
 STATIC = ROOT / "static"
-# No inline script, no inline style, nothing from elsewhere: a rollout's text is only ever text.
+# A page runs and loads only our own files: the text of a rollout can never become a script.
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -117,25 +116,27 @@ HEADERS: Mapping[str, str] = {
 
 
 def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
-    """A template of templates/, filled in; all that stands in `values` is escaped."""
+    """Render a template of templates/; every value is escaped."""
     return HTMLResponse(_render(template, values), status_code=status, headers=dict(HEADERS))
 
 
 def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 
-    It contains styles, scripts and the values of `charts`, and its policy allows these scripts alone.
+    It contains styles, scripts and the values of `charts`, and its policy allows no other script.
     """
     style, uplot, drawing = _assets()
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
         f"script-src '{_digest(uplot)}' '{_digest(drawing)}'; base-uri 'none'; form-action 'none'"
     )
-    # No text of a run can end the element that it stands in.
-    told = json.dumps([chart.as_json() for chart in charts], separators=(",", ":")).replace("<", "\\u003c")
+    # Without "<" no text of a run can end the script element.
+    chart_json = json.dumps([chart.as_json() for chart in charts], separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     saved = {
         "policy": policy, "style": Markup(style), "uplot": Markup(uplot), "drawing": Markup(drawing),
-        "charts": Markup(told), "tables": {chart.panel.key: (chart, table(chart)) for chart in charts},
+        "charts": Markup(chart_json), "tables": {chart.panel.key: (chart, table(chart)) for chart in charts},
     }  # fmt: skip
     return _render(template, {"saved": saved} | values)
 
@@ -143,13 +144,13 @@ def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
 def _render(template: str, values: Mapping[str, Any]) -> bytes:
     page = _environment().get_template(f"{template}.html.jinja")
     text = page.render({"here": "", "can_submit": False, "saved": None, **values})
-    # Half a surrogate pair, which a model may well write, has no UTF-8.
+    # A model may write half a surrogate pair, which has no UTF-8.
     return text.encode("utf-8", "replace")
 
 
 @cache
 def _assets() -> tuple[str, str, str]:
-    """The styles, uPlot and our own drawing, as they are embedded."""
+    """The styles, uPlot and our charts.js, which saved pages embed."""
     styles = [STATIC / "vendor/uplot/uPlot.min.css", STATIC / "turnwise.css"]
     scripts = [STATIC / "vendor/uplot/uPlot.iife.min.js", STATIC / "charts.js"]
     uplot, drawing = (path.read_text(encoding="utf-8") for path in scripts)
@@ -157,18 +158,18 @@ def _assets() -> tuple[str, str, str]:
 
 
 def _digest(text: str) -> str:
-    """As a Content-Security-Policy names an inline script or style."""
+    """The name of an inline script or style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def static_address(name: str) -> str:
-    """Where a file of static/ is, under the digest of them all: a browser may keep it for good."""
+    """The address of a static file, with the digest of all of them: browsers may cache it for ever."""
     return f"/static/{version()}/{name}"
 
 
 @cache
 def version() -> str:
-    """A digest of all static files: another one with every change of any of them."""
+    """A digest of all static files."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(path for path in STATIC.rglob("*") if path.is_file()):
         digest.update(path.relative_to(STATIC).as_posix().encode() + b"\0" + path.read_bytes())
@@ -177,7 +178,7 @@ def version() -> str:
 
 @cache
 def _environment() -> Environment:
-    # Not select_autoescape: it goes by the file's ending, and .jinja is not one that it escapes.
+    # select_autoescape goes by the end of the file's name, and does not know .jinja.
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -196,7 +197,7 @@ def _environment() -> Environment:
 
 
 class PageRoute(APIRoute):
-    """Every TrainerError of its function becomes a page, with the error's own status."""
+    """A route that shows a TrainerError as a page, with the error's status."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -207,14 +208,13 @@ class PageRoute(APIRoute):
             except TrainerError as error:
                 return problem_page(request, error)
             except RequestValidationError as error:
-                told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-                return problem_page(request, BadAddress(told))
+                places = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+                return problem_page(request, BadAddress("; ".join(places)))
 
         return handled
 
 
 def problem_page(request: Request, error: TrainerError) -> Response:
-    """Return a page that shows an error."""
     return page(
         "problem",
         status=error.status,
@@ -226,17 +226,17 @@ def problem_page(request: Request, error: TrainerError) -> Response:
 
 
 def frame(request: Request, here: str) -> dict[str, Any]:
-    """What every page's frame is given; `here` says which part of the site it is."""
+    """The values that the frame of every page needs; `here` is the part of the site."""
     return {"here": here, "can_submit": dashboard_of(request).jobs is not None}
 
 
 def page_router() -> APIRouter:
-    # Pages are for people: the OpenAPI document holds what programs are to use.
+    # The OpenAPI document is for programs, and pages are for people.
     return APIRouter(route_class=PageRoute, include_in_schema=False)
 
 
 class BadAddress(TrainerError):
-    """An address has an impossible value: a malformed number, or an unknown order."""
+    """An address with an invalid value, such as a malformed number."""
 
     code = "address_invalid"
     status = 400
@@ -249,7 +249,7 @@ class UnknownTurn(TrainerError):
     title = "No such decision"
 
 
-class OnlyShows(TrainerError):
+class ReadOnly(TrainerError):
     code = "only_shows"
     status = 403
     title = "This service begins no jobs"

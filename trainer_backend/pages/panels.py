@@ -1,8 +1,7 @@
-"""Which metrics of a run are drawn together, under which title, in which order. Data alone.
+"""The charts of a run: which metrics each one draws, its title, and their order.
 
-A name with a `*` stands for every metric that is like it, such as all endings; a panel without a metric of
-the run at hand is left out. What stands in no panel is drawn by `rest_of`, a panel a metric: nothing that was
-measured is hidden.
+A `*` in the name of a metric stands for any text, such as every stop reason. A run shows the panels that it
+has metrics for, and one generated panel for each metric that no panel names (`rest_of`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,11 +17,11 @@ class Line:
     """One metric of a panel.
 
     Attributes:
-        metric: its name; with a `*` the names of all that have something else there.
-        label: what a legend says; of a `*`, what stands there says it.
-        kind: of the rows that have it.
-        band: metrics of its lower and upper bound, where it has some.
-        needs: a metric of an iteration without which it would say nothing.
+        metric: its name; may contain a `*`.
+        label: its name in the legend; for a metric with a `*`, the text in place of the `*`.
+        kind: the kind of row that has it.
+        band: metrics of its lower and upper bound.
+        needs: a metric of an iteration; a run without it does not show this line.
     """
 
     metric: str
@@ -37,13 +36,13 @@ class Panel:
     """A chart.
 
     Attributes:
-        key: names it in addresses.
-        note: what it shows, in a sentence, with the unit.
-        form: how its values are written.
+        key: its name in addresses.
+        note: a sentence with the unit.
+        form: the format of its values.
         stacked: its lines are parts of a whole.
-        wide: gets more room than the others.
-        x: what its values lie over.
-        scatter: its values are points, without a line between them.
+        wide: it is wider than other panels.
+        x: the name of the horizontal axis.
+        scatter: it draws points without a line between them.
     """
 
     key: str
@@ -57,7 +56,7 @@ class Panel:
     scatter: bool = False
 
 
-_ACHIEVEMENTS = "episode/unique_achievements"  # of an environment that has some
+_ACHIEVEMENTS = "episode/unique_achievements"  # only of an environment with achievements
 _UNIQUE_TITLE = "Unique achievements an episode"
 _HELD_OUT = Line(
     "eval/outcome_reward",
@@ -224,26 +223,22 @@ PANELS: tuple[Panel, ...] = (
 )  # fmt: skip
 
 
-def found_in(panels: Iterable[Panel], known: Iterable[tuple[str, str]]) -> list[Panel]:
-    """The panels that have something to show, each with the lines that it has.
+def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> list[Panel]:
+    """Keep the lines of panels, and the panels, that a run has metrics for.
 
     Args:
-        known: (kind, metric) pairs that the run has; lists and texts left out.
+        metrics: (kind, metric) pairs of the run's numbers.
     """
-    pairs = sorted(set(known))
-    shown = []
-    for panel in panels:
-        lines = tuple(line for wanted in panel.lines for line in _lines(wanted, pairs))
-        if lines:
-            shown.append(replace(panel, lines=lines))
-    return shown
+    pairs = sorted(set(metrics))
+    lines = [tuple(line for part in panel.lines for line in _lines(part, pairs)) for panel in panels]
+    return [replace(panel, lines=own) for panel, own in zip(panels, lines, strict=True) if own]
 
 
-def named_by(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Where the outcome is the number of unique achievements, one chart shows both, by the name of that.
+def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
+    """Draw the unique achievements once where they are the outcome too.
 
     Args:
-        outcome: what the environment calls its outcome.
+        outcome: the environment's name for its outcome.
     """
     if outcome != "unique achievements":
         return list(panels)
@@ -254,29 +249,29 @@ def named_by(panels: Iterable[Panel], outcome: str) -> list[Panel]:
     ]
 
 
-def rest_of(known: Iterable[tuple[str, str]]) -> list[Panel]:
-    """A panel for every metric of an iteration that stands in none of `PANELS`, by name."""
-    pairs = sorted(set(known))
-    taken = {name for panel in found_in(PANELS, pairs) for line in panel.lines for name in metrics_of(line)}
-    names = [name for kind, name in pairs if kind == "iteration" and name not in taken]
+def rest_of(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
+    """Make a panel for every metric of an iteration that no panel of `PANELS` draws."""
+    pairs = sorted(set(metrics))
+    drawn = {name for panel in restrict(PANELS, pairs) for line in panel.lines for name in metrics_of(line)}
+    names = [name for kind, name in pairs if kind == "iteration" and name not in drawn]
     return [Panel(f"rest:{name}", name, "", (Line(name, name.rpartition("/")[2]),)) for name in names]
 
 
-def one_line_each(panels: Iterable[Panel]) -> list[Panel]:
-    """A panel for every line: where several runs are laid over one another, a chart compares one thing."""
-    split = []
-    for panel in panels:
-        for number, line in enumerate(panel.lines):
-            alone = len(panel.lines) == 1
-            title = panel.title if alone else f"{panel.title}: {line.label}"
-            split.append(
-                Panel(panel.key if alone else f"{panel.key}:{number}", title, panel.note, (line,), panel.form)
-            )
-    return split
+def split_by_line(panels: Iterable[Panel]) -> list[Panel]:
+    """Make a panel for every line: a chart of several runs compares them in one metric."""
+    return [
+        Panel(
+            panel.key if len(panel.lines) == 1 else f"{panel.key}:{number}",
+            panel.title if len(panel.lines) == 1 else f"{panel.title}: {line.label}",
+            panel.note, (line,), panel.form,
+        )
+        for panel in panels
+        for number, line in enumerate(panel.lines)
+    ]  # fmt: skip
 
 
 def metrics_of(line: Line) -> tuple[str, ...]:
-    """The names that drawing it reads."""
+    """The metrics that a line draws: its own and those of its band."""
     return (line.metric, *(line.band or ()))
 
 

@@ -18,7 +18,7 @@ from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.errors import TrainerError
 from trainer_backend.job.load import dump_job
-from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_seen, news
+from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_message, new_messages
 from trainer_backend.pages.facts import chosen_keys
 from trainer_backend.pages.figures import duration, interval, number, spaced
 from trainer_backend.pages.page import saved_page
@@ -53,10 +53,10 @@ class Filmstrip:
     """The best episode of the best evaluation.
 
     Attributes:
-        headline: which episode it is.
-        lines: its decisions, each with what it saw.
-        shots: empty when no task app drew it.
-        missing: why there are none, where there could be some.
+        headline: its world, its outcome and its end.
+        lines: its decisions, each with the text of its prompt.
+        shots: its pictures.
+        missing: the reason if a task app could not draw it.
     """
 
     headline: str
@@ -66,14 +66,14 @@ class Filmstrip:
 
 
 def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
-    """None when no evaluation has stored an episode."""
+    """Return the filmstrip, or None before an evaluation has stored an episode."""
     best = story.best_evaluation
     path = story.rollouts_file(f"evaluation_{best['iteration']}") if best else None
     rollout = best_episode(path) if path else None
     episode = rollout.trajectory if rollout else None
     if best is None or rollout is None or episode is None or not episode.steps:
         return None
-    lines = list(zip(decision_lines(episode, []), _saw(episode), strict=True))
+    lines = list(zip(decision_lines(episode, []), _prompt_texts(episode), strict=True))
     row_id, count = row_of(rollout.group_id), len(lines)
     headline = (
         f"{f'Row {row_id}' if row_id else f'World {episode.seed}'}, evaluation after iteration "
@@ -83,60 +83,51 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
     )
     if row_id or not episode.achievements_counts:
         return Filmstrip(headline, lines)
-    earned = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
+    unlocks = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
     try:
-        taken = frames(story.job, episode, {0, count, *earned})
+        pictures = frames(story.job, episode, {0, count, *unlocks})
     except TrainerError as error:
         return Filmstrip(headline, lines, missing=f"No pictures: {error}")
-    return Filmstrip(headline, lines, [_shot(frame, earned, last=count) for frame in taken])
+    return Filmstrip(headline, lines, [_shot(frame, unlocks, last=count) for frame in pictures])
 
 
-def _saw(episode: Trajectory) -> list[str]:
-    """Return what each decision saw: in a conversation the new part of its prompt, else its last message."""
+def _prompt_texts(episode: Trajectory) -> list[str]:
+    """The new part of each decision's prompt: in a conversation its new messages, else its last message."""
     talks = bool(episode.full_history)
-    texts = ["\n".join(news(step)) if talks else last_seen(step) for step in episode.steps]
+    texts = ["\n".join(new_messages(step)) if talks else last_message(step) for step in episode.steps]
     return [text if len(text) <= _CLIP else text[: _CLIP - 1] + "…" for text in texts]
 
 
-def _shot(frame: Frame, earned: dict[int, str], *, last: int) -> Shot:
-    said = earned.get(frame.turn, "the end" if frame.turn == last else "the start")
+def _shot(frame: Frame, unlocks: dict[int, str], *, last: int) -> Shot:
+    event = unlocks.get(frame.turn, "the end" if frame.turn == last else "the start")
     uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
-    return Shot(f"{frame.turn}: {said}", f"The game after decision {frame.turn}: {said}.", uri)
+    return Shot(f"{frame.turn}: {event}", f"The game after decision {frame.turn}: {event}.", uri)
 
 
 FILE = "report.html"
 _WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
 
-Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: what the legend says, and values by turn
+Lines = Sequence[tuple[str, Sequence[float]]]  # of a chart: name in the legend, and values by turn
 
 
 def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
-    """Write report/report.html and replace an earlier one.
+    """Write report/report.html of a run, also of one that goes on, and return its path.
 
-    The report of a run that has only begun says what is missing. This blocks: under an event loop, call it on
-    a thread.
+    It blocks, so it needs a thread without an event loop.
 
     Args:
-        directory: the run.
-        frames: draws the filmstrip; by default a task app does, over HTTP.
-
-    Returns:
-        The HTML file.
+        frames: draws the filmstrip; by default a task app.
 
     Raises:
         JobError: job.toml of the run cannot be read.
-        RunDirectoryError: the disk is full, or refuses.
+        RunDirectoryError: a file of the run cannot be read, or the report cannot be written.
     """
     story = read_story(directory)
     return save(directory.report / FILE, _page(directory, story, frames))
 
 
 def save(path: Path, html: bytes) -> Path:
-    """Write a page, whole or not at all; the folder is made.
-
-    Raises:
-        RunDirectoryError: the disk is full, or refuses.
-    """
+    """Write a page, whole or not at all, and make its folder."""
     with write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")
@@ -177,7 +168,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
 
 
 def _job_row(directory: RunDirectory, story: Story) -> JobRow:
-    """The run as the store of a service would have it."""
+    """The run as a row of a service's store."""
     state, code, detail = state_of_run(read_status(directory.path))
     return JobRow(
         number=0, id="", name=story.job.job.name, state=state, wanted="run", config=dump_job(story.job),
@@ -208,7 +199,7 @@ def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
 
 
 def _windows(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
-    """The first and the last iterations, never overlapping."""
+    """The first and the last iterations, which never overlap."""
     size = min(_WINDOW, len(rows) // 2)
     if size == 0:
         return [(_span(rows), rows)] if rows else []
@@ -221,7 +212,7 @@ def _span(rows: Sequence[Row]) -> str:
 
 
 def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str, str, Lines] | None:
-    """First unlocks where there are achievements; in dialogues what had been scored by then; else nothing."""
+    """First unlocks by turn, or scores in a dialogue; None in other environments."""
     rows = [row for _, part in windows for row in part]
     if all("episode/unique_achievements" in row for row in rows):
         note = "Achievements unlocked for the first time, mean a decision."
@@ -257,8 +248,8 @@ _SHARE, _ANY_REWARD = "rollout/policy_choice", "decision/batch_nonzero"
 
 
 def figure_lines(story: Story) -> list[Line]:
-    """Name and value of each figure; what a run has not is left out."""
-    meaning = outcome_meaning(story.told)
+    """Return the name and value of each figure that the run has."""
+    meaning = outcome_meaning(story.last_episodes)
     return [
         *([(story.outcome, meaning)] if meaning else []),
         *_held_out(story),
@@ -270,7 +261,7 @@ def figure_lines(story: Story) -> list[Line]:
 
 
 def stage_totals(story: Story) -> list[tuple[str, float]]:
-    """Seconds of each stage over the whole run; stages that took none are left out."""
+    """Return the seconds of each stage over the whole run, without stages of 0 s."""
     warmups = [row for row in (story.teacher, story.warmup) if row is not None]
     totals = [
         ("warm-up: collect", sum(row.get("time/collect_s", 0.0) for row in warmups)),
@@ -310,31 +301,31 @@ def _training(story: Story) -> list[Line]:
     rows = [row for row in story.iterations if _SHARE in row]
     fixed = [table.name for table in story.job.fixed_policies] if rows else []
     return lines + [
-        (f"training episodes by {policy!r}", _played(rows, policy, story.outcome))
+        (f"training episodes by {policy!r}", _episodes_of(rows, policy, story.outcome))
         for policy in ([ACTOR, *fixed] if fixed else [])
     ]
 
 
-def _played(rows: Sequence[Row], policy: str, outcome: str) -> str:
-    """Over these iterations, an episode counting once."""
+def _episodes_of(rows: Sequence[Row], policy: str, outcome: str) -> str:
+    """The episodes of a policy in these iterations: number, mean outcome, and weight if it is fixed."""
     past = past_of(rows, [policy])
     mean = mean_over(past, [policy], of=OUTCOME)
     if mean is None:
         return "none"
     value = f"{sum(item.episodes.get(policy, 0.0) for item in past):.0f}, {mean:.2f} {outcome} on average"
-    counted = mean_over(past, [policy], of=COUNTED)
-    if policy == ACTOR or counted is None:
+    weight = mean_over(past, [policy], of=COUNTED)
+    if policy == ACTOR or weight is None:
         return value
-    return f"{value}; they counted as {counted:.1%} of that many of the actor's"
+    return f"{value}; they counted as {weight:.1%} of that many of the actor's"
 
 
 def _warmup(story: Story) -> list[Line]:
     row = story.teacher
     if row is None:
         return []
-    found = outcome_interval(row)
+    outcome = outcome_interval(row)
     policy = story.job.warmup.policy_name if story.job.warmup else "a teacher"
-    value = f"{interval(found)} {outcome_name(row)}, {found.count} episodes"
+    value = f"{interval(outcome)} {outcome_name(row)}, {outcome.count} episodes"
     return [(f"imitated in the warm-up: {policy}", value)]
 
 
@@ -350,23 +341,20 @@ def _time(story: Story) -> list[Line]:
 
 
 def _failures(story: Story) -> list[Line]:
-    """Failures of the infrastructure by cause; how episodes ended is a chart."""
+    """Failures of the infrastructure by cause."""
     lines = [(f"failed: {code}", str(count)) for code, count in sorted(story.failures.items())]
     lost, finished = (int(story.total(f"rollout/{end}")) for end in ("failed", "finished"))
     return [*lines, ("rollouts lost for good", f"{lost} of {lost + finished}")]
 
 
-# The report reads flat columns of the Parquet files, and in full only the one episode that it shows.
-
-
 def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
-    """[T] mean r_t of each decision turn over the actor's episodes; one that ended earlier counts 0."""
+    """[T] mean r_t of each turn over the actor's episodes; an episode counts 0 after its end."""
     sums: defaultdict[int, float] = defaultdict(float)
     episodes = 0
     for path in paths:
         for row in finished_rows(path, ["decisions", "model"]):
             if policy_in(job_name, row["model"]) != ACTOR:
-                continue  # what a fixed policy played stands in no curve of the actor
+                continue  # the actor's curve leaves out the episodes of fixed policies
             episodes += 1
             for decision in row["decisions"]:
                 sums[decision["turn"]] += decision["reward"] or 0.0
@@ -374,14 +362,14 @@ def reward_by_turn(paths: Sequence[Path], job_name: str) -> list[float]:
 
 
 def paired_difference(first: Path, other: Path) -> Interval | None:
-    """Mean of (other - first) in outcomes, world by world, over the worlds that both played."""
+    """The mean of (other - first) in outcomes over the worlds that both played; None without any."""
     before, after = _outcome_by_world(first), _outcome_by_world(other)
     shared = [world for world in before if world in after]
     return mean_interval([after[world] - before[world] for world in shared]) if shared else None
 
 
 def last_minus_first(story: Story) -> Interval | None:
-    """`paired_difference` of a run's last evaluation and its first; None without two stored ones."""
+    """The `paired_difference` of a run's first and last evaluation, if it stored two."""
     if len(story.evaluations) < 2:
         return None
     iterations = (story.evaluations[0]["iteration"], story.evaluations[-1]["iteration"])
@@ -390,7 +378,7 @@ def last_minus_first(story: Story) -> Interval | None:
 
 
 def best_episode(path: Path) -> Rollout | None:
-    """The finished episode with the highest outcome; of equals, the one with the fewest env steps."""
+    """The finished episode with the highest outcome and, of these, with the fewest env steps."""
     rows = finished_rows(path, ["rollout_id", "outcome_reward", "env_steps"])
     if not rows:
         return None
@@ -399,7 +387,7 @@ def best_episode(path: Path) -> Rollout | None:
 
 
 def _outcome_by_world(path: Path) -> dict[str | int, float]:
-    """By row of the data set where there is one, else by the seed of the world."""
+    """The outcomes by row of the data set, or by seed of the world without a data set."""
     return {
         row_of(row["group_id"]) or row["seed"]: row["outcome_reward"]
         for row in finished_rows(path, ["group_id", "seed", "outcome_reward"])

@@ -29,13 +29,13 @@ from trainer_backend.store.rows import Facets, RolloutRow
 
 _SORTS: dict[str, RolloutSort] = {name: name for name in get_args(RolloutSort)}
 _NUMBERS = {"iteration": int, "min_reward": float}
-# What a database compares with: of a larger whole number it makes an error.
+# A database refuses to compare with a larger whole number.
 _LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Which rollouts, in which order, from where on."""
+class RolloutQuery:
+    """The filters and the order of the list of rollouts, and where a page of it begins."""
 
     where: RolloutFilter
     sort: RolloutSort = "newest"
@@ -47,10 +47,10 @@ class Asked:
         return self.where != RolloutFilter()
 
     def query(self, **changes: Any) -> str:
-        """The filters and the order as the query of an address, without absent ones."""
-        known = {name: getattr(self.where, name) for name in _filters()}
-        known |= {"sort": self.sort, "down": int(self.down), "cursor": self.cursor} | changes
-        return urlencode({name: value for name, value in known.items() if value is not None})
+        """The query string of an address with these filters and this order."""
+        values = {name: getattr(self.where, name) for name in _filters()}
+        values |= {"sort": self.sort, "down": int(self.down), "cursor": self.cursor} | changes
+        return urlencode({name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class RolloutLine:
 
 @dataclass(frozen=True, slots=True)
 class FacetLists:
-    """What can be chosen, each value with its count; `span` are the iterations, in words."""
+    """The values of each filter with their counts; `span` is the range of iterations."""
 
     stages: tuple[tuple[str, int], ...]
     policies: tuple[tuple[str, int], ...]
@@ -86,19 +86,15 @@ class FacetLists:
     span: str
 
 
-def asked_of(params: Mapping[str, str]) -> Asked:
-    """Read the filters and the order from an address; empty fields, which forms also send, do not filter.
-
-    Raises:
-        BadAddress: a malformed number, or an unknown order.
-    """
-    given = {name: params[name] for name in _filters() if params.get(name, "").strip()}
-    where = RolloutFilter(**{name: _value(name, text.strip()) for name, text in given.items()})
-    wanted = params.get("sort") or "newest"
-    sort = _SORTS.get(wanted)
+def query_of(params: Mapping[str, str]) -> RolloutQuery:
+    """Read the filters and the order from an address; a form also sends its empty fields."""
+    texts = {name: params[name].strip() for name in _filters() if params.get(name, "").strip()}
+    where = RolloutFilter(**{name: _value(name, text) for name, text in texts.items()})
+    name = params.get("sort") or "newest"
+    sort = _SORTS.get(name)
     if sort is None:
-        raise BadAddress(f"sort is {wanted[:40]!r}; known: {', '.join(_SORTS)}")
-    return Asked(where, sort, params.get("down", "1") != "0", params.get("cursor") or None)
+        raise BadAddress(f"sort is {name[:40]!r}; known: {', '.join(_SORTS)}")
+    return RolloutQuery(where, sort, params.get("down", "1") != "0", params.get("cursor") or None)
 
 
 def rollout_line(job_id: str, row: RolloutRow) -> RolloutLine:
@@ -122,23 +118,25 @@ def rollout_line(job_id: str, row: RolloutRow) -> RolloutLine:
     )
 
 
-def facet_lists(found: Facets) -> FacetLists:
-    first, last = found.iterations or (0, 0)
+def facet_lists(facets: Facets) -> FacetLists:
+    first, last = facets.iterations or (0, 0)
     return FacetLists(
-        stages=tuple(found.stages.items()),
-        policies=tuple(found.policies.items()),
-        statuses=tuple(found.statuses.items()),
-        failures=tuple(found.failure_codes.items()),
-        stops=tuple(found.stop_reasons.items()),
+        stages=tuple(facets.stages.items()),
+        policies=tuple(facets.policies.items()),
+        statuses=tuple(facets.statuses.items()),
+        failures=tuple(facets.failure_codes.items()),
+        stops=tuple(facets.stop_reasons.items()),
         span=f"{first} to {last}" if last else "",
     )
 
 
-def caption(rows: Sequence[RolloutRow], total: int, asked: Asked) -> str:
-    """What the table shows, for its reader and for who hears it."""
-    order = "newest first" if asked.sort == "newest" and asked.down else f"by {spaced(asked.sort)}"
-    way = "" if asked.sort == "newest" and asked.down else f", {'highest' if asked.down else 'lowest'} first"
-    return f"{len(rows)} of {total:,} rollouts, {order}{way}"
+def caption(rows: Sequence[RolloutRow], total: int, query: RolloutQuery) -> str:
+    """The caption of the table: the number of rollouts and their order."""
+    if query.sort == "newest" and query.down:
+        order = "newest first"
+    else:
+        order = f"by {spaced(query.sort)}, {'highest' if query.down else 'lowest'} first"
+    return f"{len(rows)} of {total:,} rollouts, {order}"
 
 
 def _filters() -> list[str]:
@@ -153,7 +151,7 @@ def _value(name: str, text: str) -> Any:
         value = kind(text)
     except ValueError:
         value = math.inf
-    if not abs(value) <= _LARGEST:  # nor is it NaN
+    if not abs(value) <= _LARGEST:  # also NaN
         what = "a whole number" if kind is int else "a number"
         raise BadAddress(f"{name} is {text[:40]!r}; it must be {what} of at most {_LARGEST}")
     return value
@@ -166,68 +164,68 @@ _PAGE = 50
 
 @router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
 def rollouts(request: Request, job_id: str) -> Response:
-    """Stored rollouts, as the address filters and sorts them."""
+    """Show the list of rollouts, as the address filters and sorts it."""
     store = dashboard_of(request).store
-    asked = asked_of(request.query_params)
-    found = reads_rollouts.rollouts(
-        store, job_id, asked.where, sort=asked.sort, descending=asked.down, cursor=asked.cursor, limit=_PAGE
+    query = query_of(request.query_params)
+    rows = reads_rollouts.rollouts(
+        store, job_id, query.where, sort=query.sort, descending=query.down, cursor=query.cursor, limit=_PAGE
     )
     here = f"/runs/{job_id}/rollouts?"
 
     def sorted_by(key: str) -> str:
-        """The same column again turns the order around."""
-        return here + asked.query(sort=key, down=int(not (asked.sort == key and asked.down)), cursor=None)
+        """The address that sorts by a column; for the present column it reverses the order."""
+        return here + query.query(sort=key, down=int(not (query.sort == key and query.down)), cursor=None)
 
     return page(
         "rollouts",
-        rows=[rollout_line(job_id, row) for row in found.items],
-        caption=caption(found.items, reads_rollouts.count_rollouts(store, job_id, asked.where), asked),
+        rows=[rollout_line(job_id, row) for row in rows.items],
+        caption=caption(rows.items, reads_rollouts.count_rollouts(store, job_id, query.where), query),
         facets=facet_lists(reads_rollouts.facets(store, job_id)),
-        chosen=asked.where,
-        filtered=asked.filtered,
-        sort=asked.sort,
-        down=asked.down,
+        chosen=query.where,
+        filtered=query.filtered,
+        sort=query.sort,
+        down=query.down,
         sorted_by=sorted_by,
-        later=here + asked.query(cursor=found.cursor) if found.cursor else "",
-        first=here + asked.query(cursor=None),
-        paged=asked.cursor is not None,
+        later=here + query.query(cursor=rows.cursor) if rows.cursor else "",
+        first=here + query.query(cursor=None),
+        paged=query.cursor is not None,
         **run_frame(request, job_id, "rollouts"),
     )
 
 
 @router.get("/runs/{job_id}/frames", response_class=HTMLResponse)
 async def frames(request: Request, job_id: str, rollout: str, turn: int) -> Response:
-    """The pictures before and after a decision, or a sentence that says why there are none."""
+    """Show the pictures before and after a decision, or the reason why there are none."""
     try:
-        drawn = await _drawn(request, job_id, rollout)
+        pngs = await _frames_of(request, job_id, rollout)
     except TrainerError as error:  # the rest of the page stands without them
         return page("frames", frame_png="", turn=turn, missing=str(error))
-    if turn not in drawn or turn - 1 not in drawn:
+    if turn not in pngs or turn - 1 not in pngs:
         raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
     return page("frames", frame_png=_frame_address(job_id, rollout), turn=turn, missing="")
 
 
 @router.get("/runs/{job_id}/frame.png")
 async def frame_png(request: Request, job_id: str, rollout: str, turn: int) -> Response:
-    """What the game showed after a decision; of turn 0, at the start."""
-    drawn = await _drawn(request, job_id, rollout)
-    if turn not in drawn:
+    """Send the picture after a decision; turn 0 is the start."""
+    pngs = await _frames_of(request, job_id, rollout)
+    if turn not in pngs:
         raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
-    # An episode never changes; private, for a shared cache knows nothing of keys.
-    keep = {**HEADERS, "Cache-Control": "private, max-age=86400"}
-    return Response(drawn[turn], media_type="image/png", headers=keep)
+    # An episode never changes. A shared cache does not check keys, so only the browser may cache it.
+    headers = {**HEADERS, "Cache-Control": "private, max-age=86400"}
+    return Response(pngs[turn], media_type="image/png", headers=headers)
 
 
 @router.get("/runs/{job_id}/rollouts/{rollout_id:path}", response_class=HTMLResponse)
 def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Response:
-    """One episode, at one of its decisions."""
+    """Show an episode at one of its decisions."""
     dashboard = dashboard_of(request)
     episode = episode_of(dashboard, job_id, rollout_id)
     values = {**episode.values(), "run": episode.job, **frame(request, "runs")}
     if episode.trajectory is None or not episode.trajectory.steps:
         return page("rollout", lines=(), **values)
     decision = episode.decision(turn)
-    pictures = dashboard.frames.known(episode.run_dir, episode.stored.rollout)
+    pictures = dashboard.frames.cached(episode.run_dir, episode.stored.rollout)
     count = len(episode.trajectory.steps)
     return page(
         "rollout",
@@ -251,11 +249,11 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
 
 
 def _frame_address(job_id: str, rollout_id: str) -> str:
-    """Of a picture, but for its turn."""
+    """The address of a picture without its turn."""
     return f"/runs/{job_id}/frame.png?" + urlencode({"rollout": rollout_id})
 
 
-async def _drawn(request: Request, job_id: str, rollout: str) -> Mapping[int, bytes]:
+async def _frames_of(request: Request, job_id: str, rollout: str) -> Mapping[int, bytes]:
     dashboard = dashboard_of(request)
     episode: Episode = await run_in_threadpool(episode_of, dashboard, job_id, rollout)
     return await dashboard.frames.of(episode.run_dir, episode.stored.rollout)

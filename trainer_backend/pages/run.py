@@ -1,4 +1,4 @@
-"""Pages of one run: its charts, alone or beside other runs, its job and its log, and their queries."""
+"""Pages of one run: its charts, alone or with other runs, its job and its log."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -12,7 +12,15 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.pages.facts import chosen_keys, differing_keys, folder_of
 from trainer_backend.pages.page import HEADERS, BadAddress, Dashboard, dashboard_of, frame, page, page_router
-from trainer_backend.pages.panels import PANELS, Panel, found_in, metrics_of, named_by, one_line_each, rest_of
+from trainer_backend.pages.panels import (
+    PANELS,
+    Panel,
+    merge_outcome,
+    metrics_of,
+    rest_of,
+    restrict,
+    split_by_line,
+)
 from trainer_backend.pages.run_view import (
     RATES,
     Ends,
@@ -44,7 +52,7 @@ With = Annotated[tuple[str, ...], Query(alias="with")]
 
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
-    """What every page of a run begins with."""
+    """The values that the head of every page of a run needs."""
     return {
         "head": run_head(dashboard_of(request), job_id),
         "tabs": TABS,
@@ -55,7 +63,7 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
 
 @router.get("/runs/{job_id}", response_class=HTMLResponse)
 def run(request: Request, job_id: str, others: With = ()) -> Response:
-    """Charts of a run; or of several, laid over one another."""
+    """Show the charts of a run, or of several runs laid over one another."""
     store = dashboard_of(request).store
     runs = _runs(store, job_id, others)
     panels, rest = panels_of(store, [item.id for item in runs])
@@ -70,7 +78,7 @@ def run(request: Request, job_id: str, others: With = ()) -> Response:
         panels=panels,
         rest=len(rest),
         checkpoints=reads.checkpoints(store, job_id),
-        lines=() if panels else log_lines(_told(runs[0], _FIRST_LINES)[0]),
+        lines=() if panels else log_lines(_log_of(runs[0], _FIRST_LINES)[0]),
         **figures_of(
             iteration_ends(store, job_id),
             evaluations(store, job_id),
@@ -98,7 +106,7 @@ def figures_of(
 
 @router.get("/runs/{job_id}/head", response_class=HTMLResponse)
 def head(request: Request, job_id: str) -> Response:
-    """State and progress alone: what a page of the run asks for again."""
+    """Show state and progress alone, for a page that refreshes its head."""
     return page("head", **run_frame(request, job_id, ""))
 
 
@@ -109,30 +117,29 @@ def charts(
     others: With = (),
     rest: bool = False,
 ) -> JSONResponse:
-    """Every chart's values, as static/charts.js draws them."""
+    """Send the values of every chart, as static/charts.js reads them."""
     store = dashboard_of(request).store
     runs = _runs(store, job_id, others)
     panels = panels_of(store, [item.id for item in runs])[int(rest)]
-    drawn = run_charts(store, runs, panels)
-    return JSONResponse({"charts": [chart.as_json() for chart in drawn]}, headers=dict(HEADERS))
+    body = {"charts": [chart.as_json() for chart in run_charts(store, runs, panels)]}
+    return JSONResponse(body, headers=dict(HEADERS))
 
 
 @router.get("/runs/{job_id}/values", response_class=HTMLResponse)
 def values(request: Request, job_id: str, panel: str, others: With = ()) -> Response:
-    """One chart as a table."""
+    """Show one chart as a table."""
     store = dashboard_of(request).store
     runs = _runs(store, job_id, others)
-    known = chain(*panels_of(store, [item.id for item in runs]))
-    chosen = [item for item in known if item.key == panel]
-    drawn = run_charts(store, runs, chosen)
-    if not drawn:
-        raise BadAddress(f"panel is {panel[:80]!r}, of which this run has no values")
-    return page("values", chart=drawn[0], rows=table(drawn[0]))
+    panels = chain(*panels_of(store, [item.id for item in runs]))
+    charts = run_charts(store, runs, [item for item in panels if item.key == panel])
+    if not charts:
+        raise BadAddress(f"panel is {panel[:80]!r}; this run has no values for it")
+    return page("values", chart=charts[0], rows=table(charts[0]))
 
 
 @router.get("/runs/{job_id}/rest", response_class=HTMLResponse)
 def rest(request: Request, job_id: str, others: With = ()) -> Response:
-    """Charts of all that stands in no panel."""
+    """Show charts of the metrics that no panel names."""
     store = dashboard_of(request).store
     runs = _runs(store, job_id, others)
     _, panels = panels_of(store, [item.id for item in runs])
@@ -141,30 +148,23 @@ def rest(request: Request, job_id: str, others: With = ()) -> Response:
 
 @router.get("/runs/{job_id}/config", response_class=HTMLResponse)
 def config(request: Request, job_id: str) -> Response:
-    """The job with every key, and those that are not at their defaults."""
+    """Show the job, and its keys that are not at their defaults."""
     job = jobs.get(dashboard_of(request).store, job_id)
     return page("config", toml=job.config, differs=chosen_keys(job), **run_frame(request, job_id, "config"))
 
 
 @router.get("/runs/{job_id}/log", response_class=HTMLResponse)
 def log(request: Request, job_id: str) -> Response:
-    """What the run told a person, its last lines."""
-    job = jobs.get(dashboard_of(request).store, job_id)
-    told, earlier = _told(job, _LOG_LINES)
-    return page(
-        "log",
-        lines=log_lines(told),
-        skipped=earlier,
-        **run_frame(request, job_id, "log"),
-    )
+    """Show the last lines of the run's log."""
+    lines, skipped = _log_of(jobs.get(dashboard_of(request).store, job_id), _LOG_LINES)
+    return page("log", lines=log_lines(lines), skipped=skipped, **run_frame(request, job_id, "log"))
 
 
 def _rate_curves(store: Store, job_id: str) -> Mapping[str, Series]:
-    found = reads.series(store, [job_id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)
-    return found[job_id]
+    return reads.series(store, [job_id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job_id]
 
 
-def _told(job: JobRow, last: int) -> tuple[list[LogLine], int]:
+def _log_of(job: JobRow, last: int) -> tuple[list[LogLine], int]:
     return read_log(Path(job.run_dir), last=last) if job.run_dir else ([], 0)
 
 
@@ -181,30 +181,29 @@ def _query(others: Sequence[str]) -> str:
 
 
 def _overlaid(runs: Sequence[JobRow]) -> list[dict[str, str]]:
-    """Name and sign of each run, and the address without it."""
-    shown = []
+    """The name and dashes of each run, and the address of the page without it."""
+    entries = []
     for index, (job, name) in enumerate(zip(runs, names_of(runs), strict=True)):
-        left = [item.id for item in runs if item is not job]
-        without = f"/runs/{left[0]}?{_query(left[1:])}" if left else ""
-        shown.append(
-            {"id": job.id, "name": name, "state": job.state, "dashes": DASHES[index % 6], "without": without}
-        )
-    return shown
+        first, *others = [item.id for item in runs if item is not job]
+        entries.append(
+            {
+                "id": job.id, "name": name, "state": job.state, "dashes": DASHES[index % 6],
+                "without": f"/runs/{first}?{_query(others)}",
+            }
+        )  # fmt: skip
+    return entries
 
 
-POINTS = 400  # of all runs of a chart together, and one run has as many: it is some 400 pixels wide
+POINTS = 400  # of a chart, shared by its runs: a chart is some 400 pixels wide
 _MOST_EVALUATIONS = 10_000
 _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 _KINDS = ("iteration", "evaluation")
 
 
 def run_head(dashboard: Dashboard, job_id: str) -> Head:
-    """
-    Raises:
-        UnknownJob: there is none of that id.
-    """
     job = jobs.get(dashboard.store, job_id)
-    place = _place(dashboard.store, job)  # before anything else is read: what comes meanwhile is then news
+    # Read the place first: rows that arrive during the other reads are then still sent as news.
+    place = _place(dashboard.store, job)
     (summary,) = reads.summaries(dashboard.store, [job], ())
     times = reads.series(dashboard.store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
     state = read_state(Path(job.run_dir)) if job.run_dir else None
@@ -215,7 +214,7 @@ def run_head(dashboard: Dashboard, job_id: str) -> Head:
 
 
 def panels_of(store: Store, job_ids: Sequence[str]) -> tuple[list[Panel], list[Panel]]:
-    """Return the panels with data in these runs, and generated panels for all other metrics."""
+    """Return the panels that these runs have values for, and generated panels for all other metrics."""
     of_runs = reads.last_lines(store, job_ids, _KINDS).values()
     names = {outcome_name(_row(line)) for lines in of_runs for line in lines.values()}
     return panels_for(reads.known_metrics(store, job_ids), names, runs=len(job_ids))
@@ -230,53 +229,52 @@ def panels_for(
         metrics: (kind, metric) pairs.
         outcomes: the names of the runs' outcomes; if they differ, panels say just "outcome".
     """
-    known = sorted(known for known in metrics if known[0] in _KINDS)
+    pairs = sorted(pair for pair in metrics if pair[0] in _KINDS)
     outcome = next(iter(outcomes)) if len(outcomes) == 1 else outcome_name(None)
-    found = named_by(found_in(PANELS, known), outcome)
-    return found if runs == 1 else one_line_each(found), rest_of(known)
+    panels = merge_outcome(restrict(PANELS, pairs), outcome)
+    return panels if runs == 1 else split_by_line(panels), rest_of(pairs)
 
 
 def run_charts(store: Store, runs: Sequence[JobRow], panels: Sequence[Panel]) -> list[Chart]:
-    """Panels with their values; two queries for all of them and all runs."""
+    """Read the values of panels, with two queries for all panels and runs."""
     ids = [job.id for job in runs]
-    found = {
+    series = {
         kind: reads.series(store, ids, _names(panels, kind), kind=kind, points=POINTS // len(runs))
         for kind in _KINDS
     }
-    named: list[tuple[str, Curves]] = [
-        (name, {(kind, metric): series for kind in _KINDS for metric, series in found[kind][job.id].items()})
+    curves: list[tuple[str, Curves]] = [
+        (name, {(kind, metric): one for kind in _KINDS for metric, one in series[kind][job.id].items()})
         for name, job in zip(names_of(runs), runs, strict=True)
     ]
-    return charts_of(named, panels)
+    return charts_of(curves, panels)
 
 
 def charts_of(runs: Sequence[tuple[str, Curves]], panels: Iterable[Panel]) -> list[Chart]:
-    """The panels that have values in one of the runs, which are given by name."""
-    drawn = (chart_of(panel, runs) for panel in panels)
-    return [chart for chart in drawn if chart is not None]
+    """Draw the panels that have values in at least one of the runs, given as (name, curves)."""
+    charts = (chart_of(panel, runs) for panel in panels)
+    return [chart for chart in charts if chart is not None]
 
 
 def names_of(runs: Sequence[JobRow]) -> list[str]:
-    """Names that tell the runs apart: the job's, with the folder's where two are called the same."""
+    """Name each run by its job, or by its folder if another run has the same job name."""
     names = [job.name for job in runs]
     return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
 
 
 def iteration_ends(store: Store, job_id: str) -> Ends:
-    """The first and the last iteration."""
     first = reads.metric_lines(store, job_id, kind="iteration", limit=1)
     last = reads.last_line(store, job_id, "iteration")
     return Ends(_row(first[0]) if first else None, _row(last) if last else None)
 
 
 def evaluations(store: Store, job_id: str) -> list[dict[str, Any]]:
-    """All of them, oldest first."""
-    found = reads.metric_lines(store, job_id, kind="evaluation", limit=_MOST_EVALUATIONS)
-    return [_row(line) for line in found]
+    """Return the rows of all evaluations, the oldest first."""
+    lines = reads.metric_lines(store, job_id, kind="evaluation", limit=_MOST_EVALUATIONS)
+    return [_row(line) for line in lines]
 
 
 def _place(store: Store, job: JobRow) -> str:
-    """How far the store and the log have come, as the stream of events counts it (jobs/events.py)."""
+    """The end of the store's rows and of the log, in the form of an event id (jobs/events.py)."""
     lines = reads.last_lines(store, [job.id], _KINDS)[job.id].values()
     row = max((line.number for line in lines), default=0)
     return f"{row}.{_size(Path(job.run_dir) / LOG_FILE) if job.run_dir else 0}"

@@ -1,4 +1,4 @@
-"""Pure: what the pages of a run show: state, progress, key figures, evaluations and log lines."""
+"""Pure: the contents of a run's pages: state, progress, key figures, evaluations and log lines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer_backend.collect.metrics import outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
-from trainer_backend.pages.facts import end_of, took
+from trainer_backend.pages.facts import end_of, time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import Spark, spark_of
@@ -21,7 +21,8 @@ class Head:
     """The head of every page of a run.
 
     Attributes:
-        live: it may change by itself; `place` tells the stream of events what this page shows already.
+        live: the run may still change.
+        place: the id of the last event that this page shows.
         progress: the current stage, in words.
         actions: the verbs that are allowed now.
     """
@@ -52,9 +53,9 @@ def head_of(
 ) -> Head:
     """
     Args:
-        state: what the run directory says of itself; None where it says nothing.
-        iteration: the last finished one.
-        rate_s: seconds of one iteration, by the last ones; None where none is known.
+        state: as the run directory has it, or None.
+        iteration: the last one that has ended.
+        rate_s: seconds that a recent iteration took, or None.
     """
     total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(iteration, state.iteration if state is not None and live else 0)
@@ -68,36 +69,35 @@ def head_of(
 
 
 def seconds_an_iteration(times: Mapping[str, Series]) -> float | None:
-    """Sum of the stages' times, mean of the last few iterations; None where nothing is known."""
+    """The seconds of all stages together, mean over the last iterations; None before the first."""
     last = [series.values_N[-5:] for series in times.values() if series.values_N]
     return sum(sum(values) / len(values) for values in last) if last else None
 
 
 def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s: float | None) -> str:
-    told = f"{done} of {total} iterations" if total else f"{done} iterations"
+    parts = [f"{done} of {total} iterations" if total else f"{done} iterations"]
     if job.state not in ACTIVE:
-        return told
-    if state is not None and (doing := state.stage or {"starting": "starting"}.get(state.state, "")):
-        told += f" · {doing}" + (
-            f", {state.done} of {state.total}" if state.stage and state.total > 1 else ""
-        )
-    left = (total - done) * rate_s if rate_s and total > done else 0.0
-    return told + (f" · about {roughly(left)} left" if left else "")
+        return parts[0]
+    if state is not None and (stage := state.stage or {"starting": "starting"}.get(state.state, "")):
+        parts.append(stage + (f", {state.done} of {state.total}" if state.stage and state.total > 1 else ""))
+    if rate_s and total > done:
+        parts.append(f"about {roughly((total - done) * rate_s)} left")
+    return " · ".join(parts)
 
 
 def _facts(job: JobRow, state: RunState | None, now: datetime) -> list[tuple[str, str]]:
     tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
-    found = [
+    facts = [
         ("environment", rollout.get("env_name", "")),
         ("model", end_of(str(model.get("path") or model.get("preset") or model.get("name") or ""))),
         ("advantage", tables.get("algorithm", {}).get("advantage", "")),
         ("begun", ago(job.started, now) if job.started else ""),
-        ("took", took(job)),
+        ("took", time_taken(job)),
         ("starts", str(state.starts) if state is not None and state.starts > 1 else ""),
         ("directory", job.run_dir or ""),
     ]
-    return [(name, str(value)) for name, value in found if value]
+    return [(name, str(value)) for name, value in facts if value]
 
 
 def _actions(job: JobRow) -> tuple[str, ...]:
@@ -129,13 +129,12 @@ class Ends:
 
 
 def ends_of(rows: Sequence[Mapping[str, Any]]) -> Ends:
-    """Of rows of one kind, oldest first."""
     return Ends(rows[0], rows[-1]) if rows else Ends(None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
-    """A figure that a reader looks for first; `beside` is the value to compare it with."""
+    """A figure at the top of the page; `beside` is the value to compare it with."""
 
     name: str
     value: str
@@ -143,17 +142,17 @@ class KeyFigure:
 
 
 def key_figures(iterations: Ends, held_out: Ends, outcome: str) -> list[KeyFigure]:
-    """What the rows have of it; what they have not is left out.
+    """Return the key figures that the rows have values for.
 
     Args:
-        outcome: what the environment calls its outcome.
+        outcome: the environment's name for its outcome.
     """
-    found = _held_out(held_out, outcome)
+    figures = _held_out(held_out, outcome)
     last = iterations.last
     if last is None:
-        return found
+        return figures
     achievements = "episode/unique_achievements" in last
-    return found + [
+    return figures + [
         KeyFigure(name.format(outcome=outcome), number(last[metric], form), _before(iterations, metric, form))
         for name, metric, form in _FIGURES
         if last.get(metric) is not None and (achievements or metric != _EVENT)
@@ -166,12 +165,12 @@ def _held_out(ends: Ends, outcome: str) -> list[KeyFigure]:
         return []
     bounds = bounds_of(row)
     beside = [f"95 % {bounds}" if bounds else "", _before(ends, "eval/outcome_reward", "number")]
-    told = ", ".join(filter(None, beside))
-    found = [KeyFigure(f"held-out {outcome}", number(row.get("eval/outcome_reward")), told)]
+    value = number(row.get("eval/outcome_reward"))
+    figures = [KeyFigure(f"held-out {outcome}", value, ", ".join(filter(None, beside)))]
     if "eval/crafter_score" in row:
         score = f"{number(row['eval/crafter_score'])} %"
-        found.append(KeyFigure("Crafter score", score, "geometric mean of success rates"))
-    return found
+        figures.append(KeyFigure("Crafter score", score, "geometric mean of success rates"))
+    return figures
 
 
 def _before(ends: Ends, metric: str, form: Form) -> str:
@@ -183,7 +182,7 @@ def _before(ends: Ends, metric: str, form: Form) -> str:
 
 
 def bounds_of(row: Mapping[str, Any]) -> str:
-    """The 95 % interval of a held-out outcome, where the row has it."""
+    """The 95 % interval of a held-out outcome; empty if the row has none."""
     low, high = row.get("eval/outcome_reward_low"), row.get("eval/outcome_reward_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
@@ -192,17 +191,14 @@ RATES = "eval/success_rates/"
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str]]:
-    """A head and a line an evaluation, the oldest first; empty before there is one.
-
-    A Crafter score stands in it where an environment has one.
-    """
+    """Return a heading and a line per evaluation, the oldest first; empty before the first evaluation."""
     if not rows:
         return []
-    best, scored = best_of(rows), any("eval/crafter_score" in row for row in rows)
+    best, has_score = best_of(rows), any("eval/crafter_score" in row for row in rows)
     head = (
         "iteration",
         outcome_name(rows[-1]),
-        *["Crafter score"] * scored,
+        *["Crafter score"] * has_score,
         "decisions",
         "invalid",
         "episodes",
@@ -211,7 +207,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str
         (
             f"{row['iteration']}{' (best)' if row is best else ''}",
             interval(outcome_interval(row)),
-            *[number(_share(row, "eval/crafter_score"), "percent")] * scored,
+            *[number(_share(row, "eval/crafter_score"), "percent")] * has_score,
             number(row.get("eval/decisions")),
             number(row.get("eval/invalid_frac"), "percent"),
             str(row["eval/episodes"]),
@@ -221,14 +217,14 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[str
 
 
 def _share(row: Mapping[str, Any], name: str) -> float | None:
-    """Of a metric that counts in percent."""
+    """A metric in percent, as a share of 1."""
     value = row.get(name)
     return None if value is None else value / 100
 
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """Success rate of an achievement: texts, places on a scale of 100, and its curve over the evaluations."""
+    """Success rate of an achievement: as text, on a scale of 100, and as a curve over the evaluations."""
 
     name: str
     before: str
@@ -243,7 +239,7 @@ class RateRow:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the last evaluation, beside the first where that is another one."""
+    """Success rates of the last evaluation, and of the first if there are two."""
 
     before: str
     after: str
@@ -251,10 +247,10 @@ class Rates:
 
 
 def success_rates(held_out: Ends, curves: Mapping[str, Series]) -> Rates:
-    """Of the last evaluation, the most frequent first; empty where the environment has no achievements.
+    """Return the rates of the last evaluation, the highest first; empty without achievements.
 
     Args:
-        curves: of the rates over the evaluations, by metric (`RATES` and the achievement's name).
+        curves: the rates over the evaluations, by metric (`RATES` and the achievement's name).
     """
     first, last = held_out.first, held_out.last
     if last is None or not last.get("eval/success_rates"):
@@ -274,8 +270,8 @@ def success_rates(held_out: Ends, curves: Mapping[str, Series]) -> Rates:
 
 
 def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Series | None) -> RateRow:
-    found = wilson_interval(round(rate * episodes), episodes)
-    low, high = (rate if bound is None else bound for bound in (found.low, found.high))
+    bounds = wilson_interval(round(rate * episodes), episodes)
+    low, high = (rate if bound is None else bound for bound in (bounds.low, bounds.high))
     return RateRow(
         name=spaced(name),
         before=NONE if before is None else f"{before:.0%}",
@@ -290,13 +286,13 @@ def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Se
 
 
 @dataclass(frozen=True, slots=True)
-class ShownLine:
-    """`clock` is the time of day; `time` the whole moment, UTC."""
+class LogEntry:
+    """A line of the log; `clock` is the time of day, `time` the whole moment, UTC."""
 
     time: str
     clock: str
     text: str
 
 
-def log_lines(lines: Sequence[LogLine]) -> list[ShownLine]:
-    return [ShownLine(line.time, line.time[11:19], line.text) for line in lines]
+def log_lines(lines: Sequence[LogLine]) -> list[LogEntry]:
+    return [LogEntry(line.time, line.time[11:19], line.text) for line in lines]

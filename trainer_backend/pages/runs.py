@@ -6,7 +6,7 @@ from datetime import datetime
 from fastapi import Query, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from trainer_backend.pages.facts import clipped, folder_of, took
+from trainer_backend.pages.facts import clip, folder_of, time_taken
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.page import BadAddress, dashboard_of, frame, page, page_router
 from trainer_backend.pages.run_view import bounds_of
@@ -22,7 +22,7 @@ LATEST = (
     "eval/outcome_reward_high",
 )
 SPARK = "episode/outcome_reward"
-_TEXT = 140  # of a detail in the list: the run's own page has all of it
+_TEXT = 140  # characters of a detail; the run's own page has all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
         tags=tuple(f"{name}={value}" for name, value in job.tags.items()),
         state=job.state,
         live=job.state in ACTIVE,
-        detail=clipped(job.detail or "", _TEXT),
+        detail=clip(job.detail or "", _TEXT),
         done=summary.iteration,
         total=iterations_of(job.config) or 0,
         outcome=number(summary.latest.get(SPARK)),
@@ -66,7 +66,7 @@ def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
         bounds=bounds_of(held_out),
         advantage=str(tables.get("algorithm", {}).get("advantage", "")),
         begun=job.started or job.created,
-        took=took(job),
+        took=time_taken(job),
     )
 
 
@@ -79,18 +79,18 @@ _STATES: dict[str, frozenset[JobState]] = {
     "ended": ENDED,
 }
 _SPARK_POINTS = 60
-_MOST_RUNS = 6  # as many colours as can be told apart
+_MOST_RUNS = 6  # the page has as many colours
 
 
 @router.get("/", response_class=HTMLResponse)
 def runs(request: Request, state: str = "", cursor: str | None = None) -> Response:
-    """Every run, newest first."""
+    """Show the list of runs, the newest first."""
     dashboard = dashboard_of(request)
     if state not in _STATES:
         raise BadAddress(f"state is {state[:40]!r}; known: {', '.join(filter(None, _STATES))}")
-    found = jobs.find(dashboard.store, states=_STATES[state], cursor=cursor)
-    summaries = reads.summaries(dashboard.store, found.items, LATEST)
-    ids = [job.id for job in found.items]
+    rows = jobs.find(dashboard.store, states=_STATES[state], cursor=cursor)
+    summaries = reads.summaries(dashboard.store, rows.items, LATEST)
+    ids = [job.id for job in rows.items]
     sparks = reads.series(dashboard.store, ids, [SPARK], points=_SPARK_POINTS) if ids else {}
     return page(
         "runs",
@@ -98,7 +98,7 @@ def runs(request: Request, state: str = "", cursor: str | None = None) -> Respon
         groups=_GROUPS,
         group=state,
         address=f"/?state={state}" + (f"&cursor={cursor}" if cursor else ""),
-        cursor=found.cursor,
+        cursor=rows.cursor,
         now=dashboard.clock(),
         **frame(request, "runs"),
     )
@@ -106,7 +106,7 @@ def runs(request: Request, state: str = "", cursor: str | None = None) -> Respon
 
 @router.get("/compare")
 def compare(run: list[str] = Query(default=[])) -> Response:  # noqa: B008 (FastAPI's way)
-    """From the boxes of the list to the page that lays runs over one another."""
+    """Redirect from the list's check boxes to the page of the chosen runs."""
     if not run:
         raise BadAddress("no run is chosen; tick two or more in the list")
     first, *others = run

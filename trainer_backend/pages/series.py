@@ -16,14 +16,14 @@ Curves = Mapping[tuple[str, str], Series]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of a chart, on the chart's iterations; None where it has no value.
+    """A line of a chart, with a value or None for each of the chart's iterations.
 
     Attributes:
-        label: what the legend says.
-        run: which of the runs laid over one another, from 0: its colour.
-        line: which line of the panel, from 0; with several runs a panel has one line.
-        dots: its points stand far apart, and are marked.
-        values_N, low_N, high_N: [N] each; the bounds empty where the line has no band.
+        label: its name in the legend.
+        run: index of its run, which is its colour.
+        line: index of its line in the panel; with several runs a panel has one line.
+        dots: its points are marked, since they lie far apart.
+        values_N, low_N, high_N: [N] each; low_N and high_N are empty if the line has no band.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel with its values: all curves over the same iterations, or whatever else its panel has as x."""
+    """A panel with its values. All curves have the same iterations, or other values of the panel's x."""
 
     panel: Panel
     iterations_N: tuple[float, ...]
@@ -59,21 +59,22 @@ class Chart:
 
 
 def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
-    """A panel with the values of each run, by the run's name; None where none has any."""
-    found = [
-        _Found(number, name, place, line, curves)
+    """Draw a panel for runs given as (name, curves); None if no run has a value of it."""
+    lines = [
+        _RunLine(number, name, place, line, curves)
         for number, (name, curves) in enumerate(runs)
         for place, line in enumerate(panel.lines)
         if (line.kind, line.metric) in curves
     ]
-    iterations_N = tuple(sorted({at for one in found for at in one.series.iterations_N}))
+    iterations_N = tuple(sorted({at for line in lines for at in line.series.iterations_N}))
     if not iterations_N:
         return None
-    return Chart(panel, iterations_N, tuple(_curve(one, iterations_N, alone=len(runs) == 1) for one in found))
+    alone = len(runs) == 1
+    return Chart(panel, iterations_N, tuple(_curve(line, iterations_N, alone=alone) for line in lines))
 
 
-class _Found(NamedTuple):
-    """A line of a panel that a run has values for."""
+class _RunLine(NamedTuple):
+    """A line of a panel with the curves of a run that has values for it."""
 
     run: int
     name: str
@@ -86,12 +87,12 @@ class _Found(NamedTuple):
         return self.curves[self.line.kind, self.line.metric]
 
     def bounds(self, *, alone: bool) -> tuple[tuple[Series, Sequence[float]], ...]:
-        """The line's band; of a thinned line without one, how far the stretches between its points reach."""
+        """The line's band; of a thinned line without a band, the extremes between its points."""
         band = [self.curves.get((self.line.kind, name)) for name in self.line.band or ()]
         if band and all(band):
             return tuple((one, one.values_N) for one in band if one is not None)
         series = self.series
-        thinned = alone and series.low_N != series.high_N  # of several runs they would hide one another
+        thinned = alone and series.low_N != series.high_N  # the bands of several runs would hide each other
         return ((series, series.low_N), (series, series.high_N)) if thinned else ()
 
 
@@ -106,7 +107,7 @@ def curves_of(rows: Iterable[Mapping[str, Any]], *, points: int) -> Curves:
 
 
 def _thinned(values: Mapping[int, float], stride: int) -> Series:
-    """Means of stretches of so many iterations, and how far each reaches."""
+    """Replace every `stride` iterations by their mean, minimum and maximum."""
     stretches: dict[int, list[int]] = {}
     for at in sorted(values):
         stretches.setdefault(at // stride, []).append(at)
@@ -118,13 +119,13 @@ def _thinned(values: Mapping[int, float], stride: int) -> Series:
 
 
 def summary(chart: Chart) -> str:
-    """For who cannot see it: where each curve begins and ends, and how far it reached."""
-    told = [text for curve in chart.curves if (text := _told(chart, curve))]
-    return f"{chart.panel.title}. {'; '.join(told)}."
+    """Describe a chart for a screen reader: the first and last value of each curve, and its range."""
+    parts = [text for curve in chart.curves if (text := _curve_summary(chart, curve))]
+    return f"{chart.panel.title}. {'; '.join(parts)}."
 
 
 def table(chart: Chart) -> list[tuple[float, list[str]]]:
-    """A row an iteration, the newest first: the value of each curve, and of a band its bounds."""
+    """The values of a chart, one row per iteration, the newest first."""
     form = chart.panel.form
     return [
         (at, [_cell(curve, index, form) for curve in chart.curves])
@@ -132,39 +133,39 @@ def table(chart: Chart) -> list[tuple[float, list[str]]]:
     ]
 
 
-def _curve(found: _Found, iterations_N: Sequence[int], *, alone: bool) -> Curve:
-    line = found.line
+def _curve(source: _RunLine, iterations_N: Sequence[int], *, alone: bool) -> Curve:
+    line = source.line
     return Curve(
-        (line.label or line.metric) if alone else found.name,
-        found.run,
-        found.place,
+        (line.label or line.metric) if alone else source.name,
+        source.run,
+        source.place,
         line.kind == "evaluation",
-        _on(iterations_N, found.series, found.series.values_N),
-        *(_on(iterations_N, series, values) for series, values in found.bounds(alone=alone)),
+        _on(iterations_N, source.series, source.series.values_N),
+        *(_on(iterations_N, series, values) for series, values in source.bounds(alone=alone)),
     )
 
 
 def _on(iterations_N: Sequence[int], series: Series, values: Sequence[float]) -> tuple[float | None, ...]:
     """Values on the chart's iterations; None where the series has no point."""
-    if len(series.iterations_N) == len(iterations_N):  # of a subset: so they are the same
+    if len(series.iterations_N) == len(iterations_N):  # a series has a subset of them: they are equal
         return tuple(values)
-    known = dict(zip(series.iterations_N, values, strict=True))
-    return tuple(map(known.get, iterations_N))
+    by_iteration = dict(zip(series.iterations_N, values, strict=True))
+    return tuple(map(by_iteration.get, iterations_N))
 
 
-def _told(chart: Chart, curve: Curve) -> str:
+def _curve_summary(chart: Chart, curve: Curve) -> str:
     form = chart.panel.form
-    known = [
+    points = [
         (at, value) for at, value in zip(chart.iterations_N, curve.values_N, strict=True) if value is not None
     ]
-    if not known:
+    if not points:
         return ""
-    (begin, first), (end, last) = known[0], known[-1]
+    (begin, first), (end, last) = points[0], points[-1]
     if chart.panel.scatter:
-        return f"{curve.label}: {len(known):,} points"
+        return f"{curve.label}: {len(points):,} points"
     if begin == end:
         return f"{curve.label}: {number(first, form)} at {chart.panel.x} {begin}"
-    low, high = (number(bound([value for _, value in known]), form) for bound in (min, max))
+    low, high = (number(bound([value for _, value in points]), form) for bound in (min, max))
     return (
         f"{curve.label}: {number(first, form)} at {chart.panel.x} {begin}, {number(last, form)} at {end}, "
         f"between {low} and {high}"
@@ -172,50 +173,49 @@ def _told(chart: Chart, curve: Curve) -> str:
 
 
 def _cell(curve: Curve, index: int, form: Any) -> str:
-    told = number(curve.values_N[index], form)
+    value = number(curve.values_N[index], form)
     low = curve.low_N[index] if curve.low_N else None
     high = curve.high_N[index] if curve.high_N else None
-    return told if low is None or high is None else f"{told} ({number(low, form)} to {number(high, form)})"
+    return value if low is None or high is None else f"{value} ({number(low, form)} to {number(high, form)})"
 
 
 def _curve_json(curve: Curve) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "label": curve.label, "run": curve.run, "line": curve.line, "dots": curve.dots,
         "y": _rounded(curve.values_N),
     }  # fmt: skip
     if curve.low_N:
-        told |= {"low": _rounded(curve.low_N), "high": _rounded(curve.high_N)}
-    return told
+        fields |= {"low": _rounded(curve.low_N), "high": _rounded(curve.high_N)}
+    return fields
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """To a hundred millionth of the largest: more than a picture can show, and a third of the bytes."""
+    """Round to 1e-8 of the largest value: finer than a picture shows, in a third of the bytes."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
     return [None if value is None else round(value, digits) for value in values]
 
 
-# The size of a small curve beside a number, in units of its SVG.
-
+# The size of a spark, in units of its SVG.
 WIDTH, HEIGHT = 100.0, 24.0
 
 
 @dataclass(frozen=True, slots=True)
 class Spark:
-    """The points, and the same in words; both empty where there is no curve."""
+    """A small curve beside a number: its points in SVG, and in words; both empty without a curve."""
 
     points: str
-    told: str
+    words: str
 
 
 def spark_of(
     series: Series | None, what: str, form: Form = "number", *, between: tuple[float, float] | None = None
 ) -> Spark:
-    """A curve of two points at least.
+    """Draw a series of at least two points.
 
     Args:
-        what: it is a curve of, for its words.
-        between: values of its bottom and its top; absent: its own least and greatest.
+        what: the name of its values.
+        between: values at the bottom and the top; by default the least and the greatest of the series.
     """
     if series is None or len(series.values_N) < 2:
         return Spark("", "")

@@ -1,4 +1,4 @@
-"""Stored rollouts for the pages: read from Parquet files, and replayed on a task app for their pictures."""
+"""Stored rollouts for the pages: rollouts from Parquet files, and their pictures from a task app's replay."""
 
 import asyncio
 import base64
@@ -27,7 +27,7 @@ from trainer_backend.rundir.rollout_files import read_decisions, read_rollout
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A picture after a decision; `turn` 0 is the start of the episode."""
+    """The picture after a turn; turn 0 is the start of the episode."""
 
     turn: int
     png: bytes
@@ -37,12 +37,12 @@ FrameSource = Callable[[JobConfig, Trajectory, Collection[int]], Sequence[Frame]
 
 
 def played_frames(job: JobConfig, episode: Trajectory, turns: Collection[int]) -> Sequence[Frame]:
-    """Frames after the given turns, from the job's task app (its own child process, or [services]).
+    """Draw the frames after the given turns on the job's task apps: those of [services], or a child process.
 
-    Blocks, and needs a thread without a running event loop.
+    It blocks, so it needs a thread without an event loop.
 
     Raises:
-        TrainerError: no task app, no pictures there, or a replay that departs from the record.
+        NoPictures: there never are any; any other TrainerError may go away.
     """
     return asyncio.run(_with_task_app(job, episode, turns))
 
@@ -60,12 +60,7 @@ async def _with_task_app(job: JobConfig, episode: Trajectory, turns: Collection[
 async def replay(
     client: TaskAppClient, episode: Trajectory, turns: Collection[int], *, config: Mapping[str, Any]
 ) -> list[Frame]:
-    """Let a task app play the episode again up to the last of `turns`; a frame after each of them.
-
-    Raises:
-        NoPictures: the environment draws none, or the replay departs from the record.
-        TaskAppError: the request failed.
-    """
+    """Let a task app play the episode again, and return the frame after each of the turns."""
     record = ReplayRequest(
         env_name=episode.env_name, config=dict(config), seed=episode.seed,
         turns=tuple(ReplayTurn.of(step) for step in episode.steps[: max(turns)]), frames=tuple(turns),
@@ -74,11 +69,11 @@ async def replay(
     return [Frame(frame.turn, base64.b64decode(frame.png)) for frame in frames]
 
 
-_KEPT = 12  # episodes; a frame is some three kilobytes, and an episode has fifty
+_EPISODES = 12  # in the cache; an episode has some fifty frames of three kilobytes
 
 
 def can_be_drawn(rollout: Rollout) -> bool:
-    """Whether a task app could play it again: a world of a seed, of an environment that has pictures."""
+    """Tell whether a task app may draw it: it began at a seed, and its environment has achievements."""
     episode = rollout.trajectory
     return bool(
         episode
@@ -89,78 +84,76 @@ def can_be_drawn(rollout: Rollout) -> bool:
 
 
 class Frames:
-    """Draws episodes, one at a time, and keeps the last few.
+    """The frames of episodes: draws one episode at a time, and caches the last ones.
 
     Args:
-        source: draws the turns of an episode; by default a task app that is started for it does.
+        source: draws the turns of an episode; by default a task app that is started for it.
     """
 
     def __init__(self, source: FrameSource = played_frames) -> None:
         self._source = source
-        self._kept: Kept[Mapping[int, bytes] | str] = Kept(_KEPT)
-        self._one_at_a_time = asyncio.Lock()
+        self._cache: Cache[Mapping[int, bytes] | str] = Cache(_EPISODES)
+        self._lock = asyncio.Lock()
 
-    def known(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
-        """Return the cached pictures, or the sentence why there are none; None: `of` would replay."""
-        return self._kept.known((str(run_dir), rollout.rollout_id))
+    def cached(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
+        """Return what the cache has: frames, the reason why there are none, or None."""
+        return self._cache.peek((str(run_dir), rollout.rollout_id))
 
     async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
-        """By turn a PNG of what the game showed after it; turn 0 is the start.
-
-        Only the replay has a thread: who waits for one holds none of those that make the other pages.
+        """Return a PNG by turn; turn 0 is the start.
 
         Raises:
-            NoPictures: nothing is drawn there, or the replay departs from the record; it is not played again.
-            TrainerError: no task app.
+            NoPictures: there never are any; another request does not replay the episode.
+            TrainerError: no task app could be started or asked; another request tries again.
         """
         key = (str(run_dir), rollout.rollout_id)
-        async with self._one_at_a_time:  # a page asks for several frames at once, and they are one replay
-            found = await asyncio.to_thread(self._kept.get, key, lambda: self._drawn(run_dir, rollout))
-        if isinstance(found, str):
-            raise NoPictures(found)
-        return found
+        # A page asks for several frames at once. One replay draws all; the others wait without a thread, so
+        # that the threads stay free for other pages.
+        async with self._lock:
+            frames = await asyncio.to_thread(self._cache.get, key, lambda: self._draw(run_dir, rollout))
+        if isinstance(frames, str):
+            raise NoPictures(frames)
+        return frames
 
-    def _drawn(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str:
+    def _draw(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str:
         episode = rollout.trajectory
         if episode is None:
             return {}
         turns = range(len(episode.steps) + 1)
-        job = _by_itself(open_run(run_dir).job())
+        job = _with_own_task_app(open_run(run_dir).job())
         try:
             return {frame.turn: frame.png for frame in self._source(job, episode, turns)}
         except NoPictures as error:
             return str(error)
 
 
-def _by_itself(job: JobConfig) -> JobConfig:
-    """Return the job with its own task app, which has only built-in plug-ins.
+def _with_own_task_app(job: JobConfig) -> JobConfig:
+    """Return the job with a task app of its own that has only built-in plug-ins.
 
-    A viewer of a run must neither run the code that its job names nor send a key to a host that it names.
+    Whoever looks at a run must neither execute code that its job names, nor send a key to a host of the job.
     """
-    talking = job.multi_turn.model_copy(update={"interaction_config_path": None})
-    return job.model_copy(update={"services": ServicesTable(), "multi_turn": talking})
+    multi_turn = job.multi_turn.model_copy(update={"interaction_config_path": None})
+    return job.model_copy(update={"services": ServicesTable(), "multi_turn": multi_turn})
 
-
-# The last few rollouts are kept in memory, since a reader turns from decision to decision.
 
 Value = TypeVar("Value")
 
 
-class Kept(Generic[Value]):
-    """A thread-safe cache of the `most` last used values; two threads may make one value twice."""
+class Cache(Generic[Value]):
+    """A thread-safe cache of the `size` last used values; two threads may make one value twice."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
         self._lock = Lock()
 
-    def known(self, key: Hashable) -> Value | None:
-        """Return the value of a key, None if it is not in the cache."""
+    def peek(self, key: Hashable) -> Value | None:
+        """Return the cached value or None."""
         with self._lock:
             return self._values.get(key)
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of a key, made where it is not kept; what `make` raises is kept by nobody."""
+        """Return the cached value, or make and cache it; an error of `make` is not cached."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -168,33 +161,29 @@ class Kept(Generic[Value]):
         value = make()
         with self._lock:
             self._values[key] = value
-            while len(self._values) > self._most:
+            while len(self._values) > self._size:
                 self._values.popitem(last=False)
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A rollout as it was collected, and the columns of its decisions; empty where it has none."""
+    """A rollout as it was collected, and the stored columns of its decisions, if it has any."""
 
     rollout: Rollout
     columns: list[dict[str, Any]]
 
 
 class StoredRollouts:
-    """Reads rollouts, and keeps the last few."""
+    """Reads rollouts and caches the last ones, since a reader turns from decision to decision."""
 
-    def __init__(self, most: int = 8) -> None:
-        self._kept: Kept[StoredRollout] = Kept(most)
+    def __init__(self) -> None:
+        self._cache: Cache[StoredRollout] = Cache(8)
 
     def read(self, path: Path, rollout_id: str) -> StoredRollout:
-        """
-        Raises:
-            RunDirectoryError: the file is gone, or is none of ours, or holds no such rollout.
-        """
         try:
             key = (str(path), path.stat().st_mtime_ns, rollout_id)
-            return self._kept.get(key, lambda: _read(path, rollout_id))
+            return self._cache.get(key, lambda: _read(path, rollout_id))
         except (OSError, RunDirectoryError) as error:
             raise RunDirectoryError(
                 f"{path} cannot be read for rollout {rollout_id}: {error}",

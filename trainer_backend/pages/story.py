@@ -1,4 +1,4 @@
-"""What the files of a run tell, sorted for the report. Nothing here is computed that is not in a file."""
+"""The rows of a run's files, sorted for the report."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ EVALUATE_S = "time/evaluate_s"
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A run as its files tell it.
+    """The job, metrics and rollout files of a run.
 
     Attributes:
         job: the resolved job.
-        run_id: names the run at task apps.
+        run_id: the name of the run at task apps.
         rows: of metrics.jsonl, oldest first.
         rollouts: the folder of its Parquet files.
     """
@@ -38,7 +38,7 @@ class Story:
 
     @property
     def by_actor(self) -> list[Row]:
-        """The iterations in which the policy in training played: in a mixture perhaps not all."""
+        """The iterations in which the policy in training played; in a mixture it may miss some."""
         return [row for row in self.iterations if "episode/outcome_reward" in row]
 
     @property
@@ -51,45 +51,45 @@ class Story:
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
-        """The first, best and last evaluation; one that is several of these comes once: "first, best"."""
+        """The first, best and last evaluation; the words of equal ones are joined: "first, best"."""
         best = self.best_evaluation
         if best is None:
             return []
-        found = {"first": self.evaluations[0], "best": best, "last": self.evaluations[-1]}
-        rows = {row["iteration"]: row for row in found.values()}
+        by_word = {"first": self.evaluations[0], "best": best, "last": self.evaluations[-1]}
+        rows = {row["iteration"]: row for row in by_word.values()}
         return [
-            (", ".join(word for word, row in found.items() if row["iteration"] == iteration), row)
+            (", ".join(word for word, row in by_word.items() if row["iteration"] == iteration), row)
             for iteration, row in rows.items()
         ]
 
     @property
-    def told(self) -> Row | None:
-        """A row that names the outcome of the run's episodes: the last one that was played with it."""
+    def last_episodes(self) -> Row | None:
+        """The row of the last evaluation, or else of the last iteration; it names the run's outcome."""
         return next(iter(self.evaluations[-1:] + self.iterations[-1:]), None)
 
     @property
     def unit(self) -> str:
-        """What an evaluation plays once each."""
+        """The word for what an evaluation plays once each."""
         return "world" if self.job.data is None else "row"
 
     @property
     def outcome(self) -> str:
-        """What the environment calls the outcome of an episode."""
-        return outcome_name(self.told)
+        """The environment's name for the outcome of an episode."""
+        return outcome_name(self.last_episodes)
 
     @property
     def teacher(self) -> Row | None:
-        """Episodes that the warm-up imitates."""
+        """The row of the episodes that the warm-up imitates."""
         return next(iter(self._of("teacher")), None)
 
     @property
     def warmup(self) -> Row | None:
-        """The supervised steps."""
+        """The row of the supervised steps."""
         return next(iter(self._of("warmup")), None)
 
     @property
     def failures(self) -> Counter[str]:
-        """How often each failure code was met, over all stages; retried rollouts included."""
+        """The number of failures by code, over all stages; retried rollouts count too."""
         counts: Counter[str] = Counter()
         for row in self.rows:
             for name, value in row.items():
@@ -98,11 +98,11 @@ class Story:
         return counts
 
     def total(self, name: str) -> float:
-        """Sum of a metric over all rows that have it."""
+        """The sum of a metric over all rows."""
         return sum(float(row[name]) for row in self.rows if name in row)
 
     def rollouts_file(self, name: str) -> Path | None:
-        """A Parquet file of the run, if it is there."""
+        """A Parquet file of the run, or None."""
         path = self.rollouts / f"{name}.parquet"
         return path if path.exists() else None
 
@@ -111,18 +111,13 @@ class Story:
 
 
 def best_of(evaluations: Sequence[Row]) -> Row | None:
-    """The evaluation that `checkpoints/best` belongs to: highest mean outcome, the first of equals.
+    """The evaluation of `checkpoints/best`: the first with the highest mean outcome.
 
-    One that lost episodes for good is passed over, as it is for the checkpoint.
+    As for the checkpoint, an evaluation that lost episodes does not count.
     """
     whole = [row for row in evaluations if not row.get("rollout/failed")]
     return max(whole, key=lambda row: row["eval/outcome_reward"], default=None)
 
 
 def read_story(directory: RunDirectory) -> Story:
-    """Read job and metrics.
-
-    Raises:
-        JobError: job.toml is gone or was edited into something invalid.
-    """
     return Story(directory.job(), directory.run_id, directory.metrics(), directory.path / "rollouts")

@@ -1,7 +1,7 @@
-"""The tokens of a segment as a page colours them, and the context that it folds away.
+"""The tokens of a segment with their colours, and the parts of the segment that a page folds away.
 
-A token has up to three classes, and the page's style shows one of them: `a` its advantage, `p` its
-probability, `m` its mask. They are steps of a scale: a page without inline styles cannot have more of them.
+A token has up to three classes, of which the page's style shows one: `a` its advantage, `p` its probability,
+`m` its mask. They are steps of a scale, since a page without inline styles has only so many colours.
 """
 
 import math
@@ -18,13 +18,12 @@ from trainer_backend.pages.figures import number, signed
 
 STEPS = 4  # of the scale of advantages, on each side of 0
 _PROBABILITIES = (0.99, 0.9, 0.5, 0.1, 0.01)
-# A run of context or of a neighbour that is longer than this is folded but for its ends: a window may hold a
-# hundred thousand tokens.
+# A context may have a hundred thousand tokens: a longer run is folded, except for its two ends.
 _FOLD, _ENDS = 400, 60
-# So is the decision that is looked at, where it is longer than this.
+# The same for the run of the decision on the page.
 _MOST, _MOST_ENDS = 8000, 4000
 
-# Of a decision t: the advantage of each token that it sampled.
+# The advantage of each token that a decision t sampled.
 Advantages = Callable[[int], Sequence[float | None]]
 Decode = Callable[[int], str]
 
@@ -34,24 +33,25 @@ class Token:
     """One token.
 
     Attributes:
-        text: as the tokenizer writes it alone; where there is no tokenizer, its id.
-        kind: classes of its colours.
-        told: all that is known of it, for who points at it.
+        text: as the tokenizer decodes it alone, or its id without a tokenizer.
+        kind: the classes of its colours.
+        title: its id, log-prob, advantage and version, for a tooltip.
     """
 
     text: str
     kind: str
-    told: str
+    title: str
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens side by side that one decision sampled, or that are context.
+    """Adjacent tokens that one decision sampled, or that are context.
 
     Attributes:
-        turn: of the decision, from 1; None for context.
-        tokens: of a folded run those at its beginning.
-        folded: how many are left out after `tokens`; those at its end are in `rest`.
+        turn: of the decision; None for context.
+        tokens: the tokens, or the beginning of a folded run.
+        folded: the number of tokens left out between `tokens` and `rest`.
+        rest: the end of a folded run.
     """
 
     turn: int | None
@@ -62,11 +62,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """What of a segment stands before or after the tokens that are shown.
+    """The part of a segment before or after the tokens on the page.
 
     Attributes:
-        tokens: how many.
-        turn: of its nearest decision, where they can be seen.
+        tokens: its number of tokens.
+        turn: its nearest decision, whose page shows them.
     """
 
     tokens: int
@@ -79,9 +79,9 @@ class SegmentView:
 
     Attributes:
         number: from 1.
-        turns: of the decisions that it trains.
-        length, sampled: tokens of it, and those among them that are trained.
-        runs: of the decision, of those beside it, and the context between and around them.
+        turns: the decisions that it trains.
+        length, sampled: the numbers of all tokens, and of the tokens that are trained.
+        runs: the decision, the ones beside it, and the context between and around them.
     """
 
     number: int
@@ -94,7 +94,7 @@ class SegmentView:
 
 
 class _Place(NamedTuple):
-    """Where a run is: `end` is the token after its last; `turn` None for context."""
+    """The place of a run: `end` is the token after its last; `turn` is None for context."""
 
     turn: int | None
     start: int
@@ -104,22 +104,22 @@ class _Place(NamedTuple):
 def segment_view(
     segment: Segment, index: int, *, turn: int, decode: Decode, advantages: Advantages, largest: float
 ) -> SegmentView:
-    """What a page shows of a segment.
+    """Return the part of a segment that the page of a decision shows.
 
     Args:
-        index: which segment of the episode it is, from 0.
-        turn: of the decision that is looked at, from 1, which the segment must train.
-        advantages: of the tokens of a decision t, in their order; None where credit gave none.
-        largest: of all abs(advantage) of the episode: the end of the colours' scale.
+        index: the segment's place in the episode, from 0.
+        turn: a decision that the segment trains.
+        advantages: of the tokens of a decision t, in their order; None without credit.
+        largest: the largest abs(advantage) of the episode, which is the end of the colours' scale.
     """
     places = _places(segment)
     turns = list(dict.fromkeys(place.turn for place in places if place.turn is not None))
-    shown, before, after = _around(places, turns, turn)
+    near, before, after = _around(places, turns, turn)
     runs = []
-    for place in shown:
-        tell = _teller(segment, place, decode, advantages, largest)
+    for place in near:
+        token = _token_maker(segment, place, decode, advantages, largest)
         bounds = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
-        runs.append(_run(place, tell, *bounds))
+        runs.append(_run(place, token, *bounds))
     return SegmentView(
         index + 1, tuple(turns), len(segment), len(segment.sampled_positions), tuple(runs), before, after
     )
@@ -137,11 +137,11 @@ def _places(segment: Segment) -> list[_Place]:
 def _around(
     places: Sequence[_Place], turns: Sequence[int], turn: int
 ) -> tuple[Sequence[_Place], Further | None, Further | None]:
-    """Return the runs of tokens around a decision, and what is hidden before and after them."""
+    """Return the runs around a decision, and the parts of the segment before and after them."""
     at = turns.index(turn)
     near = turns[max(0, at - 1) : at + 2]
-    found = [number for number, place in enumerate(places) if place.turn in near]
-    first, last = found[0], found[-1]
+    numbers = [number for number, place in enumerate(places) if place.turn in near]
+    first, last = numbers[0], numbers[-1]
     first -= first > 0 and places[first - 1].turn is None
     last += last + 1 < len(places) and places[last + 1].turn is None
     start, end = places[first].start, places[last].end
@@ -151,7 +151,7 @@ def _around(
 
 
 def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence[float]]:
-    """[T] of stored columns: by token where they are, else the decision's; empty without credit."""
+    """[T] advantages of stored columns: one per token, or one for the decision; empty without credit."""
     rows: list[Sequence[float]] = []
     for columns in decisions:
         by_token, whole = columns.get("token_advantages"), columns.get("advantage")
@@ -163,41 +163,41 @@ def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence
 
 
 def advantage_step(value: float, largest: float) -> int:
-    """-STEPS .. STEPS: 0 for 0 alone, the sign's side for everything else."""
+    """The colour step of an advantage, from -STEPS to STEPS; 0 only for an advantage of 0."""
     if value == 0 or largest <= 0:
         return 0
     return int(math.copysign(max(1, math.ceil(STEPS * min(1.0, abs(value) / largest))), value))
 
 
 def probability_step(logprob: float) -> int:
-    """Return the colour step of a probability: 0 is nearly certain, 5 is very improbable."""
+    """The colour step of a probability: 0 is nearly certain, 5 is very improbable."""
     probability = math.exp(min(0.0, logprob))
     return sum(probability < bound for bound in _PROBABILITIES)
 
 
-def _run(place: _Place, tell: Callable[[int], Token], fold: int, ends: int) -> Run:
-    """The tokens of a run; of one of more than `fold` so many at each of its ends."""
+def _run(place: _Place, token: Callable[[int], Token], fold: int, ends: int) -> Run:
+    """Make a run; one of more than `fold` tokens keeps only `ends` tokens at each end."""
     _, start, end = place
     if end - start <= fold:
-        return Run(place.turn, tuple(map(tell, range(start, end))))
+        return Run(place.turn, tuple(map(token, range(start, end))))
     head, tail = start + ends, end - ends
     return Run(
-        place.turn, tuple(map(tell, range(start, head))), tail - head, tuple(map(tell, range(tail, end)))
+        place.turn, tuple(map(token, range(start, head))), tail - head, tuple(map(token, range(tail, end)))
     )
 
 
-def _teller(
+def _token_maker(
     segment: Segment, place: _Place, decode: Decode, advantages: Advantages, largest: float
 ) -> Callable[[int], Token]:
-    """What makes a token of its place in the segment, one of this run."""
+    """Return the function that makes a token of this run from its place in the segment."""
     if place.turn is None:
         return lambda at: _context(segment.token_ids[at], decode)
-    given = _spread(advantages(place.turn - 1), place.end - place.start)
-    return lambda at: _sampled(segment, at, decode, given[at - place.start], largest)
+    values = _per_token(advantages(place.turn - 1), place.end - place.start)
+    return lambda at: _sampled(segment, at, decode, values[at - place.start], largest)
 
 
-def _spread(values: Sequence[float | None], count: int) -> Sequence[float | None]:
-    """One for each token: a decision's alone stands for all of its tokens."""
+def _per_token(values: Sequence[float | None], count: int) -> Sequence[float | None]:
+    """One value per token; the advantage of a whole decision is that of each of its tokens."""
     if len(values) == count:
         return values
     return [values[0] if values else None] * count
@@ -209,25 +209,24 @@ def _context(one: int, decode: Decode) -> Token:
 
 def _sampled(segment: Segment, place: int, decode: Decode, advantage: float | None, largest: float) -> Token:
     one, logprob = segment.token_ids[place], segment.logprobs[place]
-    kinds, told = ["m1", f"p{probability_step(logprob)}"], [f"id {one}", f"log-prob {signed(logprob)}"]
-    told.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
+    kinds, texts = ["m1", f"p{probability_step(logprob)}"], [f"id {one}", f"log-prob {signed(logprob)}"]
+    texts.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
     if advantage is not None:
         step = advantage_step(advantage, largest)
         kinds.append(f"a{'n' if step < 0 else 'p' if step else ''}{abs(step)}")
-        told.append(f"advantage {signed(advantage)}")
-    told.append(f"policy version {segment.versions[place]}")
-    return Token(decode(one), " ".join(kinds), ", ".join(told))
+        texts.append(f"advantage {signed(advantage)}")
+    texts.append(f"policy version {segment.versions[place]}")
+    return Token(decode(one), " ".join(kinds), ", ".join(texts))
 
-
-# This reads tokenizers without torch: a page must not wait for that import.
 
 _FILE = "tokenizer.json"
 
 
 def token_texts(folders: list[Path]) -> Callable[[int], str] | None:
-    """Decodes one id, by the first folder that holds a tokenizer; None where none does.
+    """Return the decoder of the first folder with a tokenizer, or None.
 
-    A byte of a character that needs several is shown as the replacement character: alone it is no text.
+    It decodes one id at a time, and a part of a character as the replacement character. It reads the file
+    without torch, whose import would make a page wait.
     """
     path = next((folder / _FILE for folder in folders if (folder / _FILE).exists()), None)
     if path is None:

@@ -11,7 +11,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.pages.app import router
-from trainer_backend.pages.page import Checked, Dashboard, Finding
+from trainer_backend.pages.page import Dashboard, Finding, Findings
 from trainer_backend.pages.stored import Frame, Frames, FrameSource
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
@@ -54,10 +54,10 @@ class DeskOfTests:
     def __init__(self, store: Store) -> None:
         self.store, self.submitted, self.asked = store, [], []
 
-    async def check(self, text: str) -> Checked:
+    async def check(self, text: str) -> Findings:
         if "wrong" in text:
-            return Checked(errors=(Finding("wrong <b>is</b> not a key", line=2),))
-        return Checked(warnings=(Finding("[compute] is not read"),) if "compute" in text else ())
+            return Findings(errors=(Finding("wrong <b>is</b> not a key", line=2),))
+        return Findings(warnings=(Finding("[compute] is not read"),) if "compute" in text else ())
 
     async def submit(self, text: str, form: str) -> JobRow:
         if "wrong" in text:

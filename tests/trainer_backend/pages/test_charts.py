@@ -1,6 +1,6 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
-from trainer_backend.pages.panels import PANELS, Line, Panel, found_in, named_by, one_line_each, rest_of
+from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
 from trainer_backend.pages.series import chart_of, summary, table
 from trainer_backend.store.rows import Series
 
@@ -18,7 +18,7 @@ def test_a_panel_without_a_metric_of_the_run_is_left_out_and_a_star_stands_for_a
         ("iteration", "stop/deadline"),
         ("iteration", "loss/policy"),
     ]
-    found = found_in(PANELS, known)
+    found = restrict(PANELS, known)
     assert [panel.key for panel in found] == ["loss", "endings"]
     assert [line.label for line in found[1].lines] == ["deadline", "max decisions"]
     assert [line.label for line in found[0].lines] == ["policy"]  # no critic
@@ -26,15 +26,15 @@ def test_a_panel_without_a_metric_of_the_run_is_left_out_and_a_star_stands_for_a
 
 def test_a_line_that_would_say_nothing_is_left_out():
     known = [("iteration", name) for name in ("decision/nonzero_frac", "reward/nonzero_episode_frac")]
-    (panel,) = found_in(PANELS, known)
+    (panel,) = restrict(PANELS, known)
     assert [line.label for line in panel.lines] == ["episodes"]
-    _, panel = found_in(PANELS, [*known, ("iteration", "episode/unique_achievements")])
+    _, panel = restrict(PANELS, [*known, ("iteration", "episode/unique_achievements")])
     assert [line.label for line in panel.lines] == ["decisions", "episodes"]
 
 
 def test_a_star_in_the_middle_is_what_the_legend_says():
     names = ["mixture/actor/episodes", "mixture/big_one/episodes", "mixture/episodes", "mixture/actor/ess"]
-    found = {panel.key: panel for panel in found_in(PANELS, [("iteration", name) for name in names])}
+    found = {panel.key: panel for panel in restrict(PANELS, [("iteration", name) for name in names])}
     assert [line.label for line in found["mix"].lines] == ["actor", "big one"]
     assert [line.label for line in found["ess"].lines] == ["actor"]
 
@@ -52,13 +52,13 @@ def test_unique_achievements_are_a_chart_with_their_band_and_one_where_they_are_
         ("iteration", "episode/outcome_reward"), ("iteration", "episode/unique_achievements"),
         ("evaluation", "eval/outcome_reward"), ("evaluation", "eval/unique_achievements"),
     ]  # fmt: skip
-    both = named_by(found_in(PANELS, known), "score of a judge")
+    both = merge_outcome(restrict(PANELS, known), "score of a judge")
     assert [(panel.key, panel.title) for panel in both] == [
         ("outcome", "Outcome an episode"), ("unique", "Unique achievements an episode"),
     ]  # fmt: skip
     assert [line.label for line in both[1].lines] == ["training", "held-out"]
     assert both[1].lines[1].band == ("eval/unique_achievements_low", "eval/unique_achievements_high")
-    (one,) = named_by(found_in(PANELS, known), "unique achievements")
+    (one,) = merge_outcome(restrict(PANELS, known), "unique achievements")
     assert (one.key, one.title, one.lines) == ("outcome", "Unique achievements an episode", both[0].lines)
 
 
@@ -93,7 +93,7 @@ def test_a_thinned_curve_shows_how_far_its_stretches_reach():
 
 
 def test_runs_laid_over_one_another_are_told_apart_by_their_names_in_a_chart_for_each_line():
-    first, second = one_line_each([PLAIN])
+    first, second = split_by_line([PLAIN])
     assert (first.title, second.title) == ("Thing: x", "Thing: e")
     runs = [
         (name, {("iteration", "a/x"): series([(1, value)])}) for name, value in (("one", 1.0), ("two", 2.0))

@@ -22,7 +22,7 @@ PLAYED = rollout(1, [WOOD, COW]).trajectory
 
 def test_a_line_says_what_was_done_and_unlocked_and_its_advantage_beside_the_largest():
     first, second = decision_lines(PLAYED, CREDIT)
-    assert (first.turn, first.did, first.unlocked) == (1, "do noop", ("collect wood",))
+    assert (first.turn, first.action, first.unlocked) == (1, "do noop", ("collect wood",))
     assert (first.reward, first.return_to_go, first.advantage) == (1.0, 1.5, 2.0)
     assert (first.bar.kind, first.bar.x, first.bar.width) == ("up", BAR_WIDTH / 2, BAR_WIDTH / 2)
     assert (second.bar.kind, second.bar.x, second.bar.width) == ("down", BAR_WIDTH / 4, BAR_WIDTH / 4)
@@ -39,10 +39,10 @@ def test_where_every_advantage_is_0_no_bar_has_a_length():
 
 def test_a_conversation_s_line_says_what_was_called_or_written_and_what_was_paid():
     lines = decision_lines(dialogue(0.25, 1.0), [])
-    assert [(line.did, line.paid) for line in lines] == [
+    assert [(line.action, line.payments) for line in lines] == [
         ("answer 1", ("interaction +0.25",)), ("answer 2", ("interaction +1",)),
     ]  # fmt: skip
-    assert decision_lines(reader(), [])[1].did == 'deleteContext {"message_ids": [0, 2]}'
+    assert decision_lines(reader(), [])[1].action == 'deleteContext {"message_ids": [0, 2]}'
 
 
 def test_a_decision_shows_the_credit_that_is_stored_and_leaves_out_what_is_not():
@@ -51,7 +51,7 @@ def test_a_decision_shows_the_credit_that_is_stored_and_leaves_out_what_is_not()
         ("r_t", "+0.5"), ("return-to-go", "+0.5"), ("advantage", "−1"),  # noqa: RUF001
     ]  # fmt: skip
     assert view.branch_returns == ("+1", "−0.25")  # noqa: RUF001
-    assert [(figure.name, figure.value) for figure in view.measured] == [
+    assert [(figure.name, figure.value) for figure in view.measures] == [
         ("environment", "+1"), ("unique_delta", "1"), ("ach_delta", "1"),
     ]  # fmt: skip
     assert decision_view(PLAYED, CREDIT, 1).state_key == "k"

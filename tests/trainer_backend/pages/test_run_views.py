@@ -42,7 +42,7 @@ def test_a_line_of_the_list_says_how_far_a_run_is_and_how_it_does():
     assert (line.where, line.tags, line.done, line.total) == ("tiny-2", ("who=me",), 4, 20)
     assert (line.outcome, line.held_out, line.bounds) == ("2", "3", "2.5 to 3.5")
     assert line.spark.points == "0.0,23.0 100.0,1.0"
-    assert line.spark.told == "training outcome from 1 to 2"
+    assert line.spark.words == "training outcome from 1 to 2"
 
 
 def test_a_run_without_a_finished_iteration_has_a_line_too():

@@ -12,20 +12,20 @@ from tests.trainer_backend.pages.shown import Shown
 from tests.trainer_backend.pages.test_pages import FIRST_ROLLOUT
 from trainer_backend.collect.wire import NoPictures
 from trainer_backend.errors import RunDirectoryError, TaskAppError
-from trainer_backend.pages.stored import Frame, Frames, Kept, StoredRollouts, can_be_drawn
+from trainer_backend.pages.stored import Cache, Frame, Frames, StoredRollouts, can_be_drawn
 
 
 def test_the_last_few_are_kept_and_the_one_that_nobody_asked_for_longest_goes_first():
     made = []
-    kept = Kept(2)
+    kept = Cache(2)
     for key in ("a", "b", "a", "c", "a", "b"):
         assert kept.get(key, lambda key=key: made.append(key) or key) == key
     assert made == ["a", "b", "c", "b"]
-    assert (kept.known("b"), kept.known("c")) == ("b", None)
+    assert (kept.peek("b"), kept.peek("c")) == ("b", None)
 
 
 def test_what_cannot_be_made_is_tried_again():
-    kept = Kept(2)
+    kept = Cache(2)
 
     def fail():
         raise ValueError("no")
@@ -143,4 +143,4 @@ async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reaso
     for _ in range(2):
         with pytest.raises(NoPictures, match="departed"):
             await frames.of(run.path, shown)
-    assert (len(played), frames.known(run.path, shown)) == (1, "the replay departed")
+    assert (len(played), frames.cached(run.path, shown)) == (1, "the replay departed")

@@ -43,10 +43,10 @@ def test_a_segment_is_cut_where_the_decision_changes_and_says_what_it_trains():
 
 def test_a_token_tells_all_that_is_known_of_it():
     found = view(segment([CONTEXT, 0], [0.0, math.log(0.25)]), [[0.5]])
-    assert found.runs[1].tokens[0].told == (
+    assert found.runs[1].tokens[0].title == (
         "id 1, log-prob −1.39, probability 25 %, advantage +0.5, policy version 7"  # noqa: RUF001
     )
-    assert found.runs[0].tokens[0].told == "id 0, context: not trained"
+    assert found.runs[0].tokens[0].title == "id 0, context: not trained"
 
 
 def test_advantages_by_token_go_to_their_tokens_and_a_decision_s_to_all_of_its():
