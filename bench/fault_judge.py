@@ -66,7 +66,7 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
     seen.hold("one line of the ledger an iteration", holds=[line.iteration for line in ledger] == every)
     seen.hold("no rollout twice in the ledger", holds=set(consumed.values()) == {1})
     seen.counts["trained"] = consumed.total()
-    planner = Planner(run.job(), "any", Inference("http://any", "any/actor", SecretStr("any")))
+    planner = Planner.of(run.job(), "any", Inference("http://any", "any/actor", SecretStr("any")))
     judge_stage(run, "warmup", planner.warmup(), seen)
     for number in (0, every[-1]):
         judge_stage(run, f"evaluation_{number}", planner.evaluation(str(number)), seen)

@@ -38,6 +38,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.inference.engine import EngineLimits, LocalEngine
 from trainer_backend.learner.attention import BlockMask, PackedAttention, attention_for
 from trainer_backend.learner.capacity import MemoryPlan, model_shape
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import Scorer
@@ -167,7 +168,9 @@ def measured(name: str, plan: Plan, device: str, peak: Peak, least_mfu: float) -
     if memory.shortage() is not None:
         print(f"  not measured: {memory.shortage()}")
         return holds
-    learner = LocalLearner(job, model_of(config, placement.device), train_tokenizer(["wood stone"], 300))
+    learner = LocalLearner(
+        LearnerConfig.of(job), model_of(config, placement.device), train_tokenizer(["wood stone"], 300)
+    )
     scorer, dtypes = learner.scorer, sorted({str(weight.dtype) for weight in learner.model.parameters()})
     print(
         f"  learner     {placement}; {type(scorer.attention).__name__}, logits of {scorer.logits_chunk} "

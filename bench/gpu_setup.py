@@ -12,6 +12,7 @@ from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.capacity import MemoryPlan, device_memory, main_memory, memory_use, model_shape
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
 
 SIZES = (
@@ -115,5 +116,5 @@ def memory_of(config: Qwen3Config, job: JobConfig) -> MemoryPlan:
     """As `learner.capacity.memory_plan` has it, of a model without a folder."""
     placement, shape, main = place(job.model.device), model_shape(config, job.lora), main_memory()
     is_gpu = placement.device.type != "cpu"
-    needs = memory_needs(shape, memory_use(job, placement, shape), is_gpu=is_gpu)
+    needs = memory_needs(shape, memory_use(LearnerConfig.of(job), placement, shape), is_gpu=is_gpu)
     return MemoryPlan(placement, needs, device_memory(placement) if is_gpu else main, main)

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from bench import kit
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.job.load import parse_job
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode
@@ -96,7 +97,7 @@ def ours(
         },
         where="bench",
     ).config
-    learner = LocalLearner(job, model, tokenizer)
+    learner = LocalLearner(LearnerConfig.of(job), model, tokenizer)
     episodes = [
         CreditedEpisode(f"r{i}", [_segment(f"r{i}", s)], [s.advantage]) for i, s in enumerate(samples)
     ]

@@ -37,7 +37,6 @@ from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.models import train_tokenizer
-from trainer_backend.run.fixed_policies import fixed_inferences
 
 JOB = kit.ROOT / "configs" / "crafter_mixture.toml"
 LIMIT = 0.1
@@ -106,7 +105,7 @@ async def played(options: Namespace) -> tuple[Server, list[Trajectory], float]:
         ServerThread(gateway, Listener("127.0.0.1", 0)) as url,
     ):
         actor = Inference(url, f"{job.job.name}/actor", SecretStr("key"))
-        planner = Planner(job, "run", actor, fixed=fixed_inferences(job, actor))
+        planner = Planner.of(job, "run", actor)
         async with task_apps(job, Path(folder) / "task_app.log", actor) as apps:
             collector = Collector(apps, timeout_s=600)
             await collector.collect(planner.training(1))  # first touch of everything

@@ -10,11 +10,12 @@ import shutil
 # Before torch: spinning OpenMP threads make it many times slower beside another busy process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,9 @@ from tests.foreign_server import ELSEWHERE
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
+
+if TYPE_CHECKING:  # torch
+    from trainer_backend.run.policy_server import PolicyServer
 
 # A busy machine is no failure: nothing here asserts on time.
 settings.register_profile("turnwise", deadline=None)
@@ -152,6 +156,15 @@ def train_job(
     progress, _ = asyncio.run(ended)
     directory.replace_job(job)  # a resumed run has stored where it was played
     return directory, reporter, progress
+
+
+@contextmanager
+def policy_server(job: JobConfig) -> "Iterator[PolicyServer]":
+    """The gateway of a job at a port that is held, and let go in the end."""
+    from trainer_backend.run.policy_server import PolicyServer, gateway_listener
+
+    with gateway_listener(job.services) as listener:
+        yield PolicyServer(job.job.name, listener, job.inference, schedule=job.rollout_allocation_schedule)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> tuple[Path, Any]:

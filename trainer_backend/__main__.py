@@ -78,11 +78,11 @@ def check(job: JobPaths, overrides: Overrides = None) -> None:
 
     What task apps offer (environments, policies, their configs) is checked when `train` starts.
     """
-    from trainer_backend.run.preflight import told_before_a_run
+    from trainer_backend.run.preflight import lines_before_a_run
 
     loaded = load_new_job(job, overrides or ())
     warn(_err, loaded)
-    for line in told_before_a_run(loaded.config):
+    for line in lines_before_a_run(loaded.config):
         tell(_err, line)
     print(dump_job(loaded.config), end="")
 

@@ -5,21 +5,21 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import SecretStr
-
 from service_kit.logs import configure_logs_from
 from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import task_apps, told_of
 from trainer_backend.collect.trial import try_job
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.data.dataset import data_of
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
 from trainer_backend.protocols import Progress, Reporter
-from trainer_backend.run.beginning import Beginning, Stopped
-from trainer_backend.run.fixed_policies import fixed_inferences
-from trainer_backend.run.policy_server import gateway_listener, serving
+from trainer_backend.run.beginning import Beginning, FixedSetup, Stopped
+from trainer_backend.run.checkpointing import Saving
+from trainer_backend.run.policy_server import PolicyServer, gateway_listener
 from trainer_backend.run.preflight import checked_folders
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import stop_on_signals, until
@@ -46,9 +46,7 @@ async def run_job(job: JobConfig, directory: RunDirectory, reporter: Reporter, *
     """Start everything, train, and end everything again, also after an error or Ctrl-C.
 
     Raises:
-        RunDirectoryError: somebody else trains in this directory.
-        TrainerError: with a sentence for the user.
-        Stopped: a stop was asked for before the first checkpoint.
+        Stopped: a stop came before the first checkpoint.
     """
     with run_lock(directory.path), RecordingReporter.opened(directory, reporter) as recording:
         try:
@@ -64,17 +62,23 @@ async def _run(
     job: JobConfig, directory: RunDirectory, reporter: RecordingReporter, *, resume: bool
 ) -> Ended:
     configure_logs_from()
-    place(job.model.device)  # a GPU that is not there is told before anything is started
-    data = await asyncio.to_thread(data_of, job)  # and so is a row that cannot be used
+    # Before anything is started: a GPU that is not there, a row that cannot be used, a damaged checkpoint, a
+    # fixed policy that does not fit the actor.
+    place(job.model.device)
+    data = await asyncio.to_thread(data_of, job)
     if resume:
-        await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
+        needs_start = job.lora is not None or job.training.needs_reference
+        await asyncio.to_thread(_refuse_damage, directory.checkpoints, needs_start=needs_start)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    folders = await asyncio.to_thread(checked_folders, job, checkpoint)  # and a fixed policy
+    folders = await asyncio.to_thread(checked_folders, job.fixed_policies, job.model, checkpoint)
     # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
     # ids with another body would be refused. Seeds do not depend on it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
     with stop_on_signals(reporter.say) as stop, gateway_listener(job.services) as listener:
+        schedule = job.rollout_allocation_schedule
+        server = PolicyServer(job.job.name, listener, job.inference, schedule=schedule)
+        planner = Planner.of(job, run_id, server.inference, data)
         async with task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             collector = Collector(
                 apps,
@@ -84,55 +88,52 @@ async def _run(
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
-            reporter.say(told_of(apps))
-            reporter.say(echo_of_switches(job))
-            for line in data.told if data is not None else ():
+            lines = [told_of(apps), echo_of_switches(job.training, job.algorithm)]
+            for line in (*lines, *(data.told if data is not None else ())):
                 reporter.say(line)
-            # Nobody asks the gateway yet, and the key that it will want does not exist yet.
-            asked = Inference(
-                listener.url, model_of(job.job.name, ACTOR), SecretStr(""), job.inference.max_model_len
-            )
-            planner = Planner(job, run_id, asked, data, fixed_inferences(job, asked))
-            await until(stop, try_job(planner, apps, from_scratch=checkpoint is None))
+            preset = job.model.preset is not None
+            await until(stop, try_job(planner, apps, from_scratch=checkpoint is None, preset=preset))
             if stop.is_set():
                 raise Stopped("stopped before anything was played; nothing new to save")
-            beginning = Beginning(directory, planner, folders, collector, reporter, stop)
-            learner, progress, fixed = await (beginning.resumed() if resume else beginning.fresh())
+            beginning = Beginning(
+                directory, planner, LearnerConfig.of(job), FixedSetup(job.fixed_policies, folders, server),
+                collector=collector, reporter=reporter, stop=stop,
+            )  # fmt: skip
+            models = await beginning.load(resume=resume)
+            # The next resume, the report and eval read it. Not sooner: a job that was refused must not stay.
+            directory.replace_job(job)
+            learner, progress, fixed = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
-            async with serving(job, learner, listener, fixed=fixed.policies) as server:
-                reporter.say(f"gateway: {server.inference.url} serves {server.inference.model}")
-                others = fixed_inferences(job, server.inference)
+            saving = Saving(job.training, job.evaluation, directory, learner)
+            async with server.serving(learner, fixed.policies) as actor:
+                reporter.say(f"gateway: {actor.inference.url} serves {actor.inference.model}")
                 run = Run(
-                    job, directory, run_id, collector, learner, server, reporter, data,
-                    fixed=others, resumes=reporter.resumes,
+                    planner, CreditAssignment.of(job), collector, actor,
+                    saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
                 progress = await train(run, progress, stop)
-            for line in await asyncio.to_thread(fixed.compared):
+            for line in await asyncio.to_thread(fixed.verify):
                 reporter.say(line)
             return Ended(progress, stop.is_set() and work_left(run, progress))
 
 
-def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
-    """
-    Raises:
-        CheckpointError: the newest checkpoint is damaged, or the one that RL started from where it is needed.
-    """
+def _refuse_damage(checkpoints: Path, *, needs_start: bool) -> None:
+    """Refuse a damaged newest checkpoint, and where it is needed a damaged one that RL started from."""
     newest = newest_folder(checkpoints)
     if newest is None:
         return
     refuse_damaged(newest)
     started_from = checkpoints / "iteration_0"
-    if newest != started_from and (job.lora is not None or job.training.needs_reference):
+    if newest != started_from and needs_start:
         refuse_damaged(started_from)
 
 
-def echo_of_switches(job: JobConfig) -> str:
+def echo_of_switches(table: TrainingTable, algorithm: AlgorithmTable) -> str:
     """Reward mode and flags in one line, as source 1 asks for at start."""
-    table = job.training
     return (
         f"step_rewards_enabled={str(table.step_rewards_enabled).lower()} "
         f"step_rewards_mode={table.step_rewards_mode} event_rewards_kind={table.event_rewards_kind} "
         f"step_rewards_beta={table.step_rewards_beta:g} "
         f"step_rewards_indicator_lambda={table.step_rewards_indicator_lambda:g} "
-        f"advantage={job.algorithm.advantage} gamma={job.algorithm.gamma:g}"
+        f"advantage={algorithm.advantage} gamma={algorithm.gamma:g}"
     )

@@ -1,4 +1,4 @@
-"""A training run, read top to bottom. The numbers are those of docs/route.md.
+"""A training run, read top to bottom. Numbers in comments are the stops of docs/route.md.
 
 No torch here: the learner and the inference server are behind protocols.
 """
@@ -13,7 +13,6 @@ from trainer_backend.collect.collector import Collection, joined
 from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
-    finished_trajectories,
     refuse_empty,
 )
 from trainer_backend.core.advantages.branch import by_parent
@@ -22,19 +21,15 @@ from trainer_backend.core.statistics import staleness_metrics
 from trainer_backend.credit.credit import NOTHING, Credited, Measured
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.protocols import Progress
-from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
+    IterationTimes,
     inference_metrics,
-    iteration_metrics,
-    refuse_other_sampler,
-    refuse_silent_policy,
-    refuse_unreadable_policy,
-    rollout_metrics,
+    refuse_round,
 )
-from trainer_backend.run.run import Run, collected
+from trainer_backend.run.run import Run
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
-from trainer_backend.rundir.spool import LedgerEntry, Spool, append_to_ledger
+from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 
 __all__ = ["Run", "train", "work_left"]
 
@@ -48,7 +43,7 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
     A stop is heeded between stages and while rollouts are collected, never in the middle of an update,
     so what is saved is always the end of an iteration. That holds for errors of rollouts and updates too.
     """
-    saving = run.saving()
+    saving = run.saving
     await run.server.publish(progress.policy_version)
     saving.mark_best()  # a kill may have come between an evaluation and this
     while True:
@@ -56,9 +51,9 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
             await saving.save(progress)
         try:
             if saving.evaluation_due(progress):
-                await _evaluate(run, saving, progress, stop)
-            ends = progress.iteration >= run.job.training.iterations or stop.is_set()
-            result = None if ends else await _collected(run, saving, progress, stop)
+                await _evaluate(run, progress, stop)
+            ends = progress.iteration >= saving.last_iteration or stop.is_set()
+            result = None if ends else await _play(run, progress, stop)
         except TrainerError:
             await saving.save(progress)
             raise
@@ -66,7 +61,7 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
             await saving.save(progress)
             return progress
         try:
-            progress = await _learn(run, saving, progress, result)
+            progress = await _learn(run, progress, result)
         except UpdateStopped as error:
             if not error.steps_taken:  # else the weights are those of no iteration's end
                 await saving.save(progress)
@@ -75,25 +70,24 @@ async def train(run: Run, progress: Progress, stop: asyncio.Event) -> Progress:
 
 def work_left(run: Run, progress: Progress) -> bool:
     """Whether a resumed run would have something to do."""
-    saving = run.saving()
-    return progress.iteration < run.job.training.iterations or saving.evaluation_due(progress)
+    return progress.iteration < run.saving.last_iteration or run.saving.evaluation_due(progress)
 
 
 class Iteration:
     """Stops 2 to 10 of an iteration, a round of rollouts at a time: collected, credited, stored.
 
-    What a round brought is stored before the task apps forget it and before another round is asked for.
+    A round is stored before the task apps forget it and before another round is asked for.
 
     Args:
         progress: where the iteration begins.
-        resumable: the weights of now are saved, so that a later start could go on with these rollouts.
+        resumable: whether the weights of now are saved, so that a later start could use these rollouts.
     """
 
     def __init__(self, run: Run, progress: Progress, *, resumable: bool) -> None:
         self._run, self._started = run, time.monotonic()
         self.number = progress.iteration + 1
         self._name = f"iteration_{self.number}"
-        self._totals, self._planner, self._credit = run.server.totals(), run.planner, run.credit
+        self._totals, self._planner = run.server.totals(), run.current_planner()
         self._requests = self._planner.training(self.number)  # 2, 3
         self._all_requests: list[RolloutRequest] = []
         self._spool = run.spool(self._name, self._requests, progress.policy_version) if resumable else None
@@ -104,8 +98,8 @@ class Iteration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has a round, and no other is to be asked for in place of flat groups."""
-        most = self._run.job.training.refill_rounds
+        """Whether it has a round, and asks for no other one in place of flat groups."""
+        most = self._planner.table.refill_rounds
         return bool(self._rounds) and (not self._missing or len(self._rounds) > most)
 
     @property
@@ -121,73 +115,70 @@ class Iteration:
             self._refilled += missing
         self._all_requests += self._requests
         began, stage = time.monotonic(), _stage("collect", self.number, refills)
-        collection = await _collect(run, self._requests, stage, self._spool, stop)  # 4 to 6
+        collection = await run.collect(stage, self._requests, spool=self._spool, stop=stop)  # 4 to 6
         if collection is None:
             return False
-        new = self._planner.branches(collection.rollouts)  # 3; none, but for an estimator that asks for them
-        if new:  # what goes wrong with them loses no parent
-            _store(run, self._name, joined([*self._rounds, collection]), None, self._measured)
+        new = self._planner.branches(collection.rollouts)  # 3; none, but for an estimator that needs them
+        if new:  # their parents are stored first, lest an error loses them
+            self._store(self._name, joined([*self._rounds, collection]))
         stage = _stage("branches", self.number, refills)
-        branches = await _collect(run, new, stage, self._spool, stop)  # 4 to 6
+        branches = await run.collect(stage, new, spool=self._spool, stop=stop)  # 4 to 6
         if branches is None:
             return False
         self._collect_s += time.monotonic() - began
         self._rounds.append(collection)
         self._branches.append(branches)
         await self._credit_and_store(collection)  # 7 to 10
-        await run.collector.ack(run.run_id, [*collection.all, *branches.all])
+        await run.ack([*collection.all, *branches.all])
         return True
 
     def result(self) -> IterationResult:
-        """What all rounds came to."""
-        collection, credited = joined(self._rounds), self._credited
-        trajectories = finished_trajectories(collection.rollouts, self._name)
-        inferred = inference_metrics(self._totals, self._run.server.totals())
-        ended = time.monotonic()
-        mixture = rollout_metrics(
-            self._credit.policies, self._planner.schedule, self.number,
-            asked=self._all_requests, rollouts=collection.rollouts, credits=credited.credits,
-        )  # fmt: skip
+        """All rounds together."""
+        collection, credits = joined(self._rounds), self._credited.credits
+        inference = inference_metrics(self._totals, self._run.server.totals())
+        times = IterationTimes(self._started, time.monotonic(), self._collect_s)
+        schedule = self._planner.allocation.schedule
+        alpha = None if schedule is None else schedule.alpha_at(self.number)
+        metrics = self._run.metrics
         return IterationResult(
             collection=collection,
             branches=joined(self._branches),
-            trajectories=trajectories,
-            credited=credited,
-            inference=inferred,
+            credited=self._credited,
+            times=times,
+            inference=inference,
+            mixture=metrics.by_policy(self._all_requests, collection.rollouts, credits, alpha=alpha),
             refilled=self._refilled,
-            started=self._started,
-            collect_s=self._collect_s,
-            ended=ended,
-            mixture=mixture,
         )
 
     async def _credit_and_store(self, newest: Collection) -> None:
         """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
         collection, branches = joined(self._rounds), joined(self._branches)
-        policies = self._credit.policies
+        credit = self._run.credit
 
-        def keep(credits: Sequence[Credit] | None) -> None:
-            if self._credit.estimator.needs_branches:  # so also that none was played
-                _store(self._run, f"branches_{self.number}", branches, None, self._measured)
-            _store(self._run, self._name, collection, credits, self._measured)
+        def store(credits: Sequence[Credit] | None) -> None:
+            if credit.estimator.needs_branches:  # an empty file too: it says that there was none
+                self._store(f"branches_{self.number}", branches)
+            self._store(self._name, collection, credits)
 
         try:
-            # First: of an iteration that is a fixed policy's own, it is the cause.
-            refuse_silent_policy(policies, self._requests, newest)
-            refuse_other_sampler(policies, self._requests, newest)
-            refuse_unreadable_policy(policies, newest)
+            # First: where a fixed policy plays the whole iteration, it is why the collection is empty.
+            refuse_round(credit.policies, self._requests, newest)
             refuse_empty(collection, self._name.replace("_", " "))
             self._measured = await self._measure(collection, branches)  # 7, 8
-            self._credited = self._credit.credit(collection.rollouts, self._measured)  # 7, 9, 10
+            self._credited = credit.credit(collection.rollouts, self._measured)  # 7, 9, 10
         except TrainerError:
-            keep(None)
+            store(None)
             raise
-        keep(self._credited.credits)
+        store(self._credited.credits)
+
+    def _store(self, name: str, collection: Collection, credits: Sequence[Credit] | None = None) -> None:
+        path = self._run.directory.rollouts_file(name)
+        write_rollouts(path, collection.all, credits, self._measured.scored)
 
     async def _measure(self, collection: Collection, branches: Collection) -> Measured:
         """Stop 8 of the route: measure new rollouts, if the job's estimator or rewards need it."""
-        known, credit, learner = self._measured, self._credit, self._run.learner
-        values, after, scored = dict(known.values), dict(known.after or {}), dict(known.scored)
+        earlier, credit, learner = self._measured, self._run.credit, self._run.learner
+        values, after, scored = dict(earlier.values), dict(earlier.after or {}), dict(earlier.scored)
         if credit.estimator.needs_values:
             new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
             episodes, views = credit.segments(new), credit.final_views(new)
@@ -206,23 +197,21 @@ class Iteration:
         return Measured(values, after, by_parent(branches.rollouts), scored)
 
 
-async def _collected(
-    run: Run, saving: Saving, progress: Progress, stop: asyncio.Event
-) -> IterationResult | None:
+async def _play(run: Run, progress: Progress, stop: asyncio.Event) -> IterationResult | None:
     """Stops 2 to 10; None where a stop came first."""
-    iteration = Iteration(run, progress, resumable=saving.is_saved(progress.iteration))
+    iteration = Iteration(run, progress, resumable=run.saving.is_saved(progress.iteration))
     while not iteration.is_complete:
         if not await iteration.add_round(stop):
             return None
     return iteration.result()
 
 
-async def _learn(run: Run, saving: Saving, progress: Progress, result: IterationResult) -> Progress:
-    """Stops 11 to 13: the update, the new weights served, what it consumed, the row of metrics."""
+async def _learn(run: Run, progress: Progress, result: IterationResult) -> Progress:
+    """Stops 11 to 13: update, serve the new weights, write down the consumed rollouts and the metrics."""
     iteration = progress.iteration + 1
     started = time.monotonic()
     run.reporter.stage(f"update {iteration}", 0, 1)
-    update = await _updated(run, result, iteration)  # 8 (log-probs), 11
+    update = await _update(run, result, iteration)  # 8 (log-probs), 11
     updated = time.monotonic()
     steps = int(update["optim/steps"])
     own = run.credit.policies.by_actor(result.collection.rollouts)
@@ -239,23 +228,22 @@ async def _learn(run: Run, saving: Saving, progress: Progress, result: Iteration
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **iteration_metrics(result, own, ended=time.monotonic()),
+        **run.metrics.row(result, ended=time.monotonic()),
         **update,
         "policy/version": progress.policy_version,
         **staleness,
         "time/update_s": updated - started,
         "time/publish_s": time.monotonic() - updated,
-        "time/checkpoint_s": saving.take_seconds(),
+        "time/checkpoint_s": run.saving.take_seconds(),
         "recovery/resumes": float(run.resumes),
     }
     consumed = tuple(episode.rollout_id for episode in result.credited.episodes)
     append_to_ledger(run.directory.path, LedgerEntry(iteration, progress.policy_version, consumed))
-    run.directory.append_metrics(row)
-    run.reporter.metrics(row)
+    run.record(row)
     return progress
 
 
-async def _updated(run: Run, result: IterationResult, iteration: int) -> dict[str, float]:
+async def _update(run: Run, result: IterationResult, iteration: int) -> dict[str, float]:
     """Update the policy and return its metrics; if all groups are flat and skipped, there is no update."""
     episodes = result.credited.episodes
     if not episodes:
@@ -264,17 +252,18 @@ async def _updated(run: Run, result: IterationResult, iteration: int) -> dict[st
     return await asyncio.to_thread(run.learner.update, episodes, iteration=iteration)
 
 
-async def _evaluate(run: Run, saving: Saving, progress: Progress, stop: asyncio.Event) -> None:
+async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     """Play the held-out worlds; this checkpoint, saved before, becomes the best if none was better."""
     started = time.monotonic()
     requests = run.planner.evaluation(str(progress.iteration))
-    spool = run.spool(f"evaluation_{progress.iteration}", requests, progress.policy_version)
-    collection = await _collect(run, requests, f"evaluate {progress.iteration}", spool, stop)
+    name = f"evaluation_{progress.iteration}"
+    spool = run.spool(name, requests, progress.policy_version)
+    collection = await run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
     if collection is None:
         return
-    _store(run, f"evaluation_{progress.iteration}", collection, None)
+    write_rollouts(run.directory.rollouts_file(name), collection.all)
     refuse_empty(collection, f"evaluation after iteration {progress.iteration}")
-    await run.collector.ack(run.run_id, collection.all)
+    await run.ack(collection.all)
     row = {
         "kind": "evaluation",
         "iteration": progress.iteration,
@@ -282,33 +271,10 @@ async def _evaluate(run: Run, saving: Saving, progress: Progress, stop: asyncio.
         **collection_metrics(collection),
         "time/evaluate_s": time.monotonic() - started,
     }
-    run.directory.append_metrics(row)
-    run.reporter.metrics(row)
+    run.record(row)
     spool.remove()
-    saving.mark_best()
-
-
-async def _collect(
-    run: Run, requests: Sequence[RolloutRequest], name: str, spool: Spool | None, stop: asyncio.Event
-) -> Collection | None:
-    if not requests:
-        return Collection(())
-
-    def tell(done: int, total: int) -> None:
-        run.reporter.stage(name, done, total)
-
-    return await run.server.while_serving(collected(requests, run.collector, spool, tell, stop))
+    run.saving.mark_best()
 
 
 def _stage(what: str, iteration: int, refills: int) -> str:
     return f"{what} {iteration}" + (f", refill {refills}" if refills else "")
-
-
-def _store(
-    run: Run,
-    name: str,
-    collection: Collection,
-    credits: Sequence[Credit] | None,
-    measured: Measured = NOTHING,
-) -> None:
-    write_rollouts(run.directory.rollouts_file(name), collection.all, credits, measured.scored)

@@ -144,7 +144,7 @@ def test_all_arms_may_sample_about_as_many_decisions_and_branch_trains_on_fewer(
     study, planned = study_credit.STUDY, {}
     for arm, table in study.arms.items():
         job = load_job(ROOT / study.job, [*study.settings, *table.switches]).config
-        requests = Planner(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
+        requests = Planner.of(job, "run", Inference("http://127.0.0.1:9", "m", None)).training(1)
         longest, branches = job.rollout.max_turns, job.algorithm.branch_rollouts
         played_on = [longest - turn + 1 for request in requests for turn in request.snapshot_turns]
         planned[arm] = (len(requests) * longest, len(requests) * longest + branches * sum(played_on))

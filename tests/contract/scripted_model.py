@@ -93,7 +93,7 @@ async def played(job: JobConfig, engine: ScriptedEngine, folder: Path) -> list[R
     app = create_gateway({model_of(job.job.name, ACTOR): ServedPolicy(engine, engine.tokenizer)}, key=key)
     with ServerThread(app, Listener("127.0.0.1", 0)) as url:
         run_id = f"run.{uuid4().hex}"  # others play at the same task app
-        plan = Planner(job, run_id, Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
+        plan = Planner.of(job, run_id, Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
         async with task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
             found = await Collector(apps, timeout_s=100).collect(plan)
     assert not found.failed, found.failed

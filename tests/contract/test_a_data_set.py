@@ -77,7 +77,7 @@ def test_siblings_are_asked_their_row_and_every_start_plans_the_same_rows(run):
         for group_id, asked in groups(directory, f"iteration_{iteration}").items():
             assert asked == {data.by_id[row_of(group_id)].question}
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-        again = Planner(directory.job(), "another", inference, data).training(iteration)
+        again = Planner.of(directory.job(), "another", inference, data).training(iteration)
         assert {request.group_id for request in again} == groups(directory, f"iteration_{iteration}").keys()
     assert data.told[0] in reporter.lines
 
@@ -116,7 +116,7 @@ async def test_a_mode_that_pays_nothing_in_an_environment_is_told_before_anythin
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for mode in ("decision_stepwise", "env_sparse"):
             training = job.training.model_copy(update={"step_rewards_mode": mode})
-            planner = Planner(
+            planner = Planner.of(
                 job.model_copy(update={"training": training}), "run.1", inference, with_a_document(1)
             )
             await try_job(planner, apps, from_scratch=False)
@@ -157,7 +157,7 @@ def told_of(job: JobConfig, data: DataSet, folder: Path) -> str:
     async def ask() -> None:
         async with task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
             inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
-            await try_job(Planner(job, "run.1", inference, data), apps, from_scratch=True)
+            await try_job(Planner.of(job, "run.1", inference, data), apps, from_scratch=True)
 
     with pytest.raises(JobError) as found:
         asyncio.run(ask())
@@ -234,7 +234,7 @@ async def test_the_job_s_own_task_app_takes_its_largest_row(tmp_path):
     job = on_documents()
     data = with_a_document(400_000)
     async with task_apps(job, tmp_path / "task_app.log", data=data) as apps:
-        planner = Planner(job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data)
+        planner = Planner.of(job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data)
         await try_job(planner, apps, from_scratch=False)
         await apps[0].submit([planner.largest()])  # 2.4 MB, and it does not answer with 413
 
@@ -257,4 +257,6 @@ async def test_every_document_of_the_repository_is_taken_by_the_environment_that
     async with task_apps(at_the_task_app(job), tmp_path / "task_app.log") as apps:
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         for row in (*data.training, *data.evaluation):
-            await try_job(Planner(job, "run.1", inference, DataSet((row,), (row,))), apps, from_scratch=False)
+            await try_job(
+                Planner.of(job, "run.1", inference, DataSet((row,), (row,))), apps, from_scratch=False
+            )

@@ -141,6 +141,6 @@ async def test_an_environment_that_cannot_be_kept_is_told_before_anything_is_pla
     )
     gateway = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
     async with task_apps(branch, tmp_path / "task_app.log") as apps:
-        await try_job(Planner(stepwise, "run", gateway), apps, from_scratch=False)
+        await try_job(Planner.of(stepwise, "run", gateway), apps, from_scratch=False)
         with pytest.raises(JobError, match=r"^algorithm\.advantage: .*no snapshot\(\) and restore\(\)"):
-            await try_job(Planner(branch, "run", gateway), apps, from_scratch=False)
+            await try_job(Planner.of(branch, "run", gateway), apps, from_scratch=False)

@@ -40,7 +40,7 @@ async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
         for number, switches in enumerate(SWITCHES):
             requests = [
                 request.model_copy(update={"step_rewards": switches})
-                for request in Planner(job, f"checklist-{number}").warmup()
+                for request in Planner.of(job, f"checklist-{number}").warmup()
             ]
             collection = await collector.collect(requests)
             assert not collection.failed

@@ -13,7 +13,7 @@ import torch
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import PolicyLogprobs
-from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
+from tests.conftest import ListReporter, at_the_task_app, policy_server, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
@@ -24,12 +24,13 @@ from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import build_preset, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
-from trainer_backend.run.fixed_policies import FixedPolicies, fixed_inferences
-from trainer_backend.run.policy_server import serving
+from trainer_backend.run.fixed_policies import FixedPolicies
+from trainer_backend.run.policy_server import LocalServer
 from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -68,23 +69,32 @@ def mixed_job(actor: Path, *, alpha: float = 0.5, **overrides: Any) -> JobConfig
 
 async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) -> list[Rollout]:
     """The first iteration, and the same once more after new weights of the actor."""
-    fixed = FixedPolicies.of(job, checked_folders(job), learner)
-    async with (
-        task_apps(at_the_task_app(job), tmp_path / "log") as apps,
-        serving(job, learner, fixed=fixed.policies) as server,
-    ):
-        found: list[Rollout] = []
-        start = uuid4().hex  # others play at the same task app
-        for run_id in (f"{start}.1", f"{start}.2"):
-            planner = Planner(job, run_id, server.inference, fixed=fixed_inferences(job, server.inference))
-            collection = await Collector(apps, timeout_s=100).collect(planner.training(1))
-            assert not collection.failed, collection.failed
-            found += collection.rollouts
-            with torch.no_grad():
-                for weight in learner.model.parameters():
-                    weight += 0.02 * torch.randn_like(weight)
-            await server.publish(1)
-    fixed.compared()
+    folders = checked_folders(job.fixed_policies, job.model)
+    with policy_server(job) as gateway:
+        fixed = FixedPolicies.of(job.fixed_policies, folders, learner, gateway)
+        async with (
+            task_apps(at_the_task_app(job), tmp_path / "log") as apps,
+            gateway.serving(learner, fixed.policies) as server,
+        ):
+            found = await _twice(Collector(apps, timeout_s=100), server, learner, job)
+        fixed.verify()
+        return found
+
+
+async def _twice(
+    collector: Collector, server: LocalServer, learner: LocalLearner, job: JobConfig
+) -> list[Rollout]:
+    found: list[Rollout] = []
+    start = uuid4().hex  # others play at the same task app
+    for run_id in (f"{start}.1", f"{start}.2"):
+        planner = Planner.of(job, run_id, server.inference)
+        collection = await collector.collect(planner.training(1))
+        assert not collection.failed, collection.failed
+        found += collection.rollouts
+        with torch.no_grad():
+            for weight in learner.model.parameters():
+                weight += 0.02 * torch.randn_like(weight)
+        await server.publish(1)
     return found
 
 
@@ -94,7 +104,9 @@ def exact(rollout: Rollout) -> list[PolicyLogprobs]:
 
 def scorer_in(folder: Path) -> Scorer:
     """As a learner that holds the model of the folder scores."""
-    return LocalLearner.fresh(tiny_job(model__preset=None, model__path=str(folder)), []).scorer
+    return LocalLearner.fresh(
+        LearnerConfig.of(tiny_job(model__preset=None, model__path=str(folder))), []
+    ).scorer
 
 
 def scored(scorer: Scorer, rollout: Rollout) -> list[float]:
@@ -128,7 +140,7 @@ def twice(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory)
     (fixed,) = job.rollout_only
     cut = fixed.model_copy(update={"name": "cut", "top_k": 1})
     job = job.model_copy(update={"rollout_only": (fixed, cut)})
-    learner = LocalLearner.fresh(job, [])
+    learner = LocalLearner.fresh(LearnerConfig.of(job), [])
     return by_policy(job, asyncio.run(played_twice(job, learner, tmp_path_factory.mktemp("twice"))))
 
 
@@ -208,7 +220,7 @@ def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
     monkeypatch.setenv("THEIR_KEY", KEY)
     with exact_server(folders["warm"], key=KEY) as server:
         there = remote_job(folders, server.url, alpha=0.0)
-        learner = LocalLearner.fresh(there, [])
+        learner = LocalLearner.fresh(LearnerConfig.of(there), [])
         (near,) = mixed_job(folders["later"], rollout_only__model_path=str(folders["warm"])).rollout_only
         here = there.model_copy(update={"rollout_only": (near,)})
         episodes = [asyncio.run(played_twice(job, learner, tmp_path)) for job in (there, here)]
@@ -241,9 +253,11 @@ async def _probed(
     """What is told of such a server, its address, and how many answers it gave."""
     with exact_server(folders["warm"], **{"key": KEY, **habits}) as server:
         job = remote_job(folders, server.url, **keys)
-        (remote,) = FixedPolicies.of(job, {}, LocalLearner.fresh(job, [])).remote
+        learner = LocalLearner.fresh(LearnerConfig.of(job), [])
+        with policy_server(job) as gateway:
+            (remote,) = FixedPolicies.of(job.fixed_policies, {}, learner, gateway).remote
         try:
-            told = await remote.probed()
+            told = await remote.probe()
         except JobError as error:
             told = str(error)
         return told, server.url, len(server.bodies)

@@ -15,7 +15,6 @@ from trainer_backend.collect.trial import try_job
 from trainer_backend.errors import JobError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.run.fixed_policies import fixed_inferences
 
 HERE = "http://127.0.0.1:9"
 SENT = "services.gateway_host and services.gateway_port, sent to rollout.policy_name"
@@ -106,7 +105,7 @@ async def _ask(log_file: Path) -> dict[str, str]:
 
         async def answer(job: JobConfig, url: str, *, from_scratch: bool = True) -> str:
             gateway = Inference(url, "tiny/actor", SecretStr(""))
-            planner = Planner(job, "run.1", gateway, fixed=fixed_inferences(job, gateway))
+            planner = Planner.of(job, "run.1", gateway)
             try:
                 await try_job(planner, clients, from_scratch=from_scratch)
             except JobError as error:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from shared_schemas.trajectory import Sampling
+from tests.conftest import policy_server, tiny_job
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.models import build_preset, save_model_folder
 from trainer_backend.models.folder import fingerprint
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.policy_server import serving
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -20,17 +20,18 @@ async def test_it_is_rounded_once_served_beside_the_actor_and_never_touched(tmp_
     model = build_preset("tiny-0.3m", tokenizer, seed=8)
     save_model_folder(tmp_path, model, tokenizer)
     learner = learner_of(tokenizer, model__device="cuda")
-    fixed = FixedPolicies.of(learner.job, {"fixed": tmp_path}, learner)
-    assert fixed.weights["fixed"].sha256 == fingerprint(model), "known again on any device"
-    prompt = list(range(5, 40))
-    async with serving(learner.job, learner, fixed=fixed.policies) as server:
-        engine = fixed.policies["fixed"].engine
-        sampling = Sampling(seed=1, max_tokens=20)
-        before = await engine.generate(prompt, sampling, request_id="a")
-        await server.publish(1)
-        after = await engine.generate(prompt, sampling, request_id="b")
-    assert (before.token_ids, before.versions) == (after.token_ids, ((0, 0),))
-    assert len(fixed.compared()) == 1
+    with policy_server(tiny_job()) as gateway:
+        fixed = FixedPolicies.of((), {"fixed": tmp_path}, learner, gateway)
+        assert fixed.weights["fixed"].sha256 == fingerprint(model), "known again on any device"
+        prompt = list(range(5, 40))
+        async with gateway.serving(learner, fixed.policies) as server:
+            engine = fixed.policies["fixed"].engine
+            sampling = Sampling(seed=1, max_tokens=20)
+            before = await engine.generate(prompt, sampling, request_id="a")
+            await server.publish(1)
+            after = await engine.generate(prompt, sampling, request_id="b")
+        assert (before.token_ids, before.versions) == (after.token_ids, ((0, 0),))
+        assert len(fixed.verify()) == 1
     owner = learner_of(tokenizer, model__device="cuda")
     owner.model.load_state_dict({name: tensor.cuda() for name, tensor in model.state_dict().items()})
     sampled = segment("r", prompt, before.token_ids, before.logprobs)

@@ -90,7 +90,7 @@ def bare(requests: Sequence[RolloutRequest]) -> Collection:
 def again(run: Run) -> Any:
     """`branch` and `stepwise` of what is stored."""
     stored, beside = stored_iterations(run.directory, []), stored_measured(run.directory, [])
-    return recredited(CreditAssignment.of(run.job), stored, ["stepwise", "branch"], beside)
+    return recredited(run.credit, stored, ["stepwise", "branch"], beside)
 
 
 async def test_an_iteration_in_which_no_chosen_decision_was_reached_is_recredited_beside_one_with_branches(
@@ -157,7 +157,7 @@ def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_
         for item in requests
     ]
     measured = Measured(scored={item.rollout_id: scored(item, 0.1 * n) for n, item in enumerate(rollouts)})
-    found = CreditAssignment.of(run.job).credit(rollouts, measured)
+    found = run.credit.credit(rollouts, measured)
     others = list(dict.fromkeys(item.group_id for item in requests if item.group_id != spread))
     assert found.flat == others
     assert found.metrics["group/flat"] == len(others) > 0
@@ -171,4 +171,4 @@ def test_log_probs_of_another_number_of_decisions_are_refused_by_name(tmp_path: 
     of_all = {item.rollout_id: scored(item, 0.5) for item in rollouts}
     short = {rollouts[1].rollout_id: ScoredTokens([[-1.0]], [[-1.0]])}
     with pytest.raises(RewardError, match=r"train/1/0/1.*log-probs of 1 decisions, but it has 2"):
-        CreditAssignment.of(run.job).credit(rollouts, Measured(scored=of_all | short))
+        run.credit.credit(rollouts, Measured(scored=of_all | short))

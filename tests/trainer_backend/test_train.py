@@ -14,10 +14,12 @@ from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
-from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.work import Collection, Keep
+from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.errors import NonFiniteLoss, NothingToLearnFrom, TaskAppError, TrainerError
 from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.iteration_metrics import inference_metrics
 from trainer_backend.rundir.checkpoint_paths import BestMark, best_checkpoint, best_mark
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -165,7 +167,14 @@ def run_of(
     job = tiny_job(**{f"training__{key}": value for key, value in settings.items()} | overrides)
     directory: RunDirectory = create_run(job, tmp_path / "run")
     collector: Any = Collector(train, evaluation)
-    return Run(job, directory, "run.1", collector, learner or Learner(), Server(), ListReporter())
+    return Run(
+        Planner.of(job, "run.1", Server.inference),
+        CreditAssignment.of(job),
+        collector,
+        Server(),
+        saving=Saving(job.training, job.evaluation, directory, learner or Learner()),
+        reporter=ListReporter(),
+    )
 
 
 def saved(run: Run) -> list[str]:

@@ -1,87 +1,224 @@
 """Which rollouts an iteration, a warm-up or an evaluation asks for. Pure: same job, same requests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Rollout, RolloutLimits, RolloutRequest, Start
 from trainer_backend.collect.sources import (
+    Allocation,
     Inference,
     Origin,
+    Rows,
     Source,
+    Worlds,
     group_name,
     model_config,
-    samplers,
-    schedule_of,
-    source_of,
 )
 from trainer_backend.core.advantages.branch import branch_turns, invalid_before, seconds_before
-from trainer_backend.core.allocation import DrawnSchedule
-from trainer_backend.core.mixture_history import Past
-from trainer_backend.core.policies import ACTOR
+from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.data.dataset import DataSet
-from trainer_backend.job.rollout_table import RolloutTable
-from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.training_table import AlgorithmTable
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.rollout_table import MultiTurnTable, RolloutTable, WarmupTable
+from trainer_backend.job.schema import EvaluationTable, JobConfig
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import estimator
 
 __all__ = ["Inference", "Planner", "retried", "stored_state_keys"]
 
-# Of a branch: its parent began that decision in time, but a limit of 0 s is none.
+# A branch's parent began the decision in time, but a limit of 0 s is no limit.
 _LEAST_TIMEOUT_S = 1.0
+
+
+class Slot(NamedTuple):
+    """The place of a rollout in the plan, from which its id and its seeds follow."""
+
+    stage: str
+    iteration: int
+    group: int
+    sibling: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a request asks the task app for beside the episode."""
+
+    step_rewards: StepRewards = field(default_factory=StepRewards)
+    state_keys: tuple[str, ...] = ()
+    snapshot_turns: tuple[int, ...] = ()
+    final_view: bool = False
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """How the episodes of a job are played: the environment, its limits, and how a policy is asked.
+
+    Attributes:
+        servers: by policy, where a language model is asked; empty when no policy of the plan is one.
+        seed: of the job.
+    """
+
+    rollout: RolloutTable
+    multi_turn: MultiTurnTable
+    held_out: EvaluationTable
+    fixed: tuple[RolloutOnlyTable, ...]
+    servers: Mapping[str, Inference]
+    seed: int
+
+    @property
+    def held_out_temperature(self) -> float:
+        """The temperature of evaluations; 0 is greedy."""
+        own = self.held_out.temperature
+        return self.rollout.temperature if own is None else own
+
+    @property
+    def max_decisions(self) -> int:
+        """Decisions that an episode may take."""
+        return self.multi_turn.max_decisions(self.rollout.max_turns)
+
+    def sampled_by(self, policy: str, *seed_parts: int | str) -> PolicySpec:
+        """How a policy, the actor or a fixed one, is asked in training."""
+        server = self._server(policy)
+        fixed = next((table for table in self.fixed if table.name == policy), None)
+        seed = derived_seed(self.seed, *seed_parts)
+        config = model_config(self.multi_turn, server, self.rollout.sampling_of(fixed), seed=seed)
+        return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server)
+
+    def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
+        """How a policy of the task app is asked, whose config may name the actor's server."""
+        seed = derived_seed(self.seed, purpose, group)
+        return _spec(name, {"seed": seed, **config}, self.servers.get(ACTOR))
+
+    def evaluated(self, group: int, config: Mapping[str, Any]) -> PolicySpec:
+        """How the actor is asked in an evaluation, with the same sampling seeds in every one."""
+        rollout, server = self.rollout, self._server(ACTOR)
+        seed = derived_seed(self.seed, *Slot("evaluation", 0, group))
+        sampling = rollout.sampling_of().model_copy(update={"temperature": self.held_out_temperature})
+        own = model_config(self.multi_turn, server, sampling, seed=seed)
+        return _spec(rollout.policy_name, {**own, **rollout.policy_config, **config}, server)
+
+    def env(self, origin: Origin) -> EnvSpec:
+        rollout = self.rollout
+        return EnvSpec(env_name=rollout.env_name, config={**rollout.env_config, **origin.env_config})
+
+    def limits(self, *, decisions_done: int = 0, invalid: int = 0, used_s: float = 0.0) -> RolloutLimits:
+        """The rest of an episode's limits after a number of decisions."""
+        rollout = self.rollout
+        return RolloutLimits(
+            max_decisions=self.max_decisions - decisions_done,
+            max_invalid_decisions=rollout.max_invalid_decisions - invalid,
+            timeout_s=max(rollout.timeout_s - used_s, min(rollout.timeout_s, _LEAST_TIMEOUT_S)),
+            termination_regex=rollout.termination_regex,
+            termination_target=rollout.termination_target,
+        )
+
+    def _server(self, policy: str) -> Inference:
+        server = self.servers.get(policy)
+        if server is None:
+            whom = "a language model" if policy == ACTOR else f"the fixed policy {policy!r}"
+            raise ValueError(f"this plan needs {whom}, and no inference server was given for it")
+        return server
+
+
+def inferences(
+    job_name: str, rollout: RolloutTable, fixed: Sequence[RolloutOnlyTable], actor: Inference
+) -> dict[str, Inference]:
+    """Where each policy is asked: fixed ones at the actor's gateway, under their own model names."""
+    # A token drawn from a part of the vocabulary is weighed by its probability within that part.
+    asks = {"processed_logprobs": True}
+    return {ACTOR: actor} | {
+        table.name: replace(
+            actor,
+            model=model_of(job_name, table.name),
+            asks=asks if rollout.sampling_of(table).is_truncated else {},
+        )
+        for table in fixed
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Turns a job into rollout requests.
+    """Turns the tables of a job into rollout requests.
 
     Attributes:
         run_id: names the run at the task apps; rollout ids begin with it.
-        inference: of the actor; None when no policy of the plan is a language model.
-        data: the rows of [data]; None where the job has no such table.
-        fixed: of the fixed policies, by name.
-        history: iterations that are over, for a schedule that looks back on them.
+        table: [training].
+        teacher: [warmup]; None: the job has no such table.
     """
 
-    job: JobConfig
     run_id: str
-    inference: Inference | None = None
-    data: DataSet | None = None
-    fixed: Mapping[str, Inference] = field(default_factory=dict)
-    history: Sequence[Past] = ()
+    players: Players
+    source: Source
+    allocation: Allocation
+    table: TrainingTable
+    algorithm: AlgorithmTable
+    teacher: WarmupTable | None = None
+
+    @classmethod
+    def of(
+        cls, job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
+    ) -> Self:
+        """
+        Args:
+            actor: its server; None when no policy of the plan is a language model.
+            data: the rows of [data]; None where the job has no such table.
+
+        Raises:
+            ValueError: the job has a data set, and it was not given, or the other way round.
+        """
+        fixed, seed = job.fixed_policies, job.job.seed
+        if (job.data is None) != (data is None):
+            raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
+        source: Source = Worlds(seed, job.rollout.seeds, job.evaluation)
+        if data is not None and job.data is not None:
+            source = Rows(seed, job.data, data)
+        servers = {} if actor is None else inferences(job.job.name, job.rollout, fixed, actor)
+        return cls(
+            run_id,
+            Players(job.rollout, job.multi_turn, job.evaluation, fixed, servers=servers, seed=seed),
+            source,
+            Allocation(job.rollout_allocation_schedule, fixed, seed),
+            table=job.training,
+            algorithm=job.algorithm,
+            teacher=job.warmup,
+        )
 
     def training(self, iteration: int) -> list[RolloutRequest]:
-        """G siblings a group: same origin, own sampling seeds; who samples them says the job's schedule."""
-        return self._groups("train", iteration, self._trained_on(iteration))
+        """The groups of an iteration: siblings share their origin, and each has its own sampling seed."""
+        return self._groups("train", iteration, self._origins(iteration))
 
     def first_training(self) -> RolloutRequest:
         """The first request of the first iteration, made alone: a larger job costs no more."""
-        return self._groups("train", 1, self._source.training("train", range(1), 1), siblings=1)[0]
+        return self._groups("train", 1, self.source.training("train", range(1), 1), siblings=1)[0]
 
     def refill(
         self, iteration: int, round_number: int, groups: int, *, refilled: int = 0
     ) -> list[RolloutRequest]:
         """Further groups of an iteration, on origins that it has not played; rounds count from 1.
 
-        Of a fixed set one comes again only after all the others: it was flat, and is asked in vain.
+        Of a fixed set, an origin comes again only after all the others: its group was flat, and most likely
+        would be flat again.
 
         Args:
             refilled: groups that earlier rounds of the iteration have asked for.
         """
         stage, numbers = f"refill-{round_number}", range(refilled, refilled + groups)
-        played = self._trained_on(iteration)
-        origins = self._source.refill(stage, iteration, played=played, numbers=numbers)
+        played = self._origins(iteration)
+        origins = self.source.refill(stage, iteration, played=played, numbers=numbers)
         return self._groups(stage, iteration, origins)
 
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
         """Rollouts that play on from the snapshots of finished ones: same policy, own sampling seeds.
 
-        What is left of an episode's limits is theirs, of its time too. A lost one is asked for again like any
-        other.
+        They get the rest of the parent's limits, its time included. A lost branch is asked for again like
+        any other rollout.
         """
         return [
             self._branch(parent, step.turn, step.snapshot, sibling)
@@ -89,7 +226,7 @@ class Planner:
             if parent.trajectory is not None
             for step in parent.trajectory.steps
             if step.snapshot is not None
-            for sibling in range(self.job.algorithm.branch_rollouts)
+            for sibling in range(self.algorithm.branch_rollouts)
         ]
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
@@ -98,30 +235,25 @@ class Planner:
         Args:
             most: make only so many, the first ones; absent: all.
         """
-        table = self.job.warmup
+        table = self.teacher
         if table is None:
             return []
-        return [
-            self._request(
-                stage="warmup", iteration=0, group=group, sibling=0, origin=origin,
-                policy=PolicySpec(
-                    policy_name=table.policy_name,
-                    config={"seed": derived_seed(self.job.job.seed, "warmup", group), **table.policy_config},
-                    inference_key=key,
-                ),
-            )
-            for group, origin in enumerate(self._source.training("warmup", range(table.episodes)[:most], 0))
-        ]  # fmt: skip
+        origins = self.source.training("warmup", range(table.episodes)[:most], 0)
+        requests = []
+        for group, origin in enumerate(origins):
+            config = {"seed": derived_seed(self.players.seed, "warmup", group), **table.policy_config}
+            spec = PolicySpec(policy_name=table.policy_name, config=config, inference_key=key)
+            requests.append(self._request(Slot("warmup", 0, group), origin, spec))
+        return requests
 
     def prompts(self, episodes: int) -> list[RolloutRequest]:
         """Random play, for the prompts that a preset's tokenizer is trained on when there is no warm-up."""
         return [
             self._request(
-                stage="prompts", iteration=0, group=group, sibling=0, origin=origin,
-                policy=_spec("random", {"seed": derived_seed(self.job.job.seed, "prompts", group)}, None),
+                Slot("prompts", 0, group), origin, self.players.scripted("random", "prompts", group, {})
             )
-            for group, origin in enumerate(self._source.training("prompts", range(episodes), 0))
-        ]  # fmt: skip
+            for group, origin in enumerate(self.source.training("prompts", range(episodes), 0))
+        ]
 
     def evaluation(
         self,
@@ -131,79 +263,55 @@ class Planner:
         policy_config: Mapping[str, Any] | None = None,
         most: int | None = None,
     ) -> list[RolloutRequest]:
-        """Plan one episode on each held-out origin, with the same sampling seeds in every evaluation.
+        """One episode on each held-out origin, with the same sampling seeds in every evaluation.
 
         Args:
+            policy_name: a policy of the task app; None: the actor plays.
             most: make only so many, the first ones; absent: all.
         """
-        name = policy_name or self.job.rollout.policy_name
+        config, extras = policy_config or {}, Extras(self.table.step_rewards)
         requests = []
-        for group, origin in enumerate(self._source.evaluation(most)):
-            config: dict[str, Any] = {"seed": derived_seed(self.job.job.seed, "evaluation", group)}
+        for group, origin in enumerate(self.source.evaluation(most)):
             if policy_name is None:
-                seed = derived_seed(self.job.job.seed, "evaluation", 0, group, 0)
-                sampling = self.job.sampling_of(None)
-                sampling = sampling.model_copy(update={"temperature": self.job.evaluation_temperature})
-                config = model_config(self.job.multi_turn, self._server(ACTOR), sampling, seed=seed)
-                config |= self.job.rollout.policy_config
-            config |= policy_config or {}
-            requests.append(
-                self._request(
-                    stage=f"eval-{label}", iteration=0, group=group, sibling=0, origin=origin,
-                    policy=_spec(name, config, self.inference), step_rewards=self.job.training.step_rewards,
-                )
-            )  # fmt: skip
+                spec = self.players.evaluated(group, config)
+            else:
+                spec = self.players.scripted(policy_name, "evaluation", group, config)
+            requests.append(self._request(Slot(f"eval-{label}", 0, group), origin, spec, extras))
         return requests
 
-    def sampled_by(self, policy: str, *seed_parts: int | str) -> PolicySpec:
-        """How a policy, the actor or a fixed one, is asked in training."""
-        rollout, server = self.job.rollout, self._server(policy)
-        table = None if policy == ACTOR else self.job.fixed(policy)
-        seed = derived_seed(self.job.job.seed, *seed_parts)
-        config = model_config(self.job.multi_turn, server, self.job.sampling_of(table), seed=seed)
-        return _spec(rollout.policy_name, {**config, **rollout.policy_config}, server)
-
     def largest(self) -> RolloutRequest:
-        """One of the row that takes the most room, of all that are trained or evaluated on."""
-        return self._groups("train", 1, [self._source.largest()], siblings=1)[0]
+        """The request of the row that takes the most room, of all that are trained or evaluated on."""
+        return self._groups("train", 1, [self.source.largest()], siblings=1)[0]
 
-    @property
-    def schedule(self) -> DrawnSchedule | None:
-        """Who samples what; None where the job has no fixed policy."""
-        table, fixed = self.job.rollout_allocation_schedule, self.job.fixed_policies
-        return schedule_of(table, fixed, seed=self.job.job.seed, history=self.history)
-
-    @property
-    def _groups_per_iteration(self) -> int:
-        return self.job.rollout.episodes_per_batch // self.job.training.group_size
+    def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """The same planner once these rows of metrics are there."""
+        return replace(self, allocation=self.allocation.after(rows))
 
     def _groups(
         self, stage: str, iteration: int, origins: Sequence[Origin], *, siblings: int | None = None
     ) -> list[RolloutRequest]:
         """A group on each origin; `siblings`: only so many of each, the first ones."""
+        size = siblings or self.table.group_size
+        samplers = self.allocation.samplers(stage, iteration, groups=len(origins), siblings=size)
         requests = []
-        table, size = self.job.rollout_allocation_schedule, siblings or self.job.training.group_size
-        unit = "iteration" if table is None else table.unit
-        chosen = samplers(self.schedule, unit, stage, iteration, groups=len(origins), siblings=size)
         for group, origin in enumerate(origins):
-            for sibling, policy in enumerate(chosen[group]):
-                requests.append(
-                    self._request(
-                        stage=stage, iteration=iteration, group=group, sibling=sibling, origin=origin,
-                        policy=self.sampled_by(policy, stage, iteration, group, sibling),
-                        step_rewards=self.job.training.step_rewards,
-                        state_keys=stored_state_keys(self.job.algorithm, self.job.rollout),
-                        snapshot_turns=self._snapshot_turns(stage, iteration, group, sibling),
-                        final_view=self.job.algorithm.bootstrap_truncated,
-                    )
-                )  # fmt: skip
+            for sibling, policy in enumerate(samplers[group]):
+                slot = Slot(stage, iteration, group, sibling)
+                extras = Extras(
+                    self.table.step_rewards,
+                    state_keys=stored_state_keys(self.algorithm, self.players.rollout),
+                    snapshot_turns=self._snapshot_turns(slot),
+                    final_view=self.algorithm.bootstrap_truncated,
+                )
+                spec = self.players.sampled_by(policy, *slot)
+                requests.append(self._request(slot, origin, spec, extras))
         return requests
 
     def _branch(self, parent: Rollout, turn: int, snapshot: str, sibling: int) -> RolloutRequest:
         assert parent.trajectory is not None
         invalid = invalid_before(parent.trajectory, turn)
         used_s = seconds_before(parent.trajectory, turn)
-        origin = self._source.of_group(parent.group_id, parent.trajectory.seed)
+        origin = self.source.of_group(parent.group_id, parent.trajectory.seed)
         group_id = f"{parent.rollout_id.replace(':', '.')}/branch-{turn}"
         seed_parts = ("branch", parent.group_id, parent.sibling, turn, sibling)
         return RolloutRequest(
@@ -213,88 +321,60 @@ class Planner:
             group_id=group_id,
             sibling=sibling,
             start=Start(snapshot=snapshot, parent_rollout_id=parent.rollout_id, parent_turn=turn - 1),
-            env=self._env(origin),
+            env=self.players.env(origin),
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
-            policy=self.sampled_by(ACTOR, *seed_parts),
-            step_rewards=self.job.training.step_rewards,
-            multi_turn=self.job.multi_turn.for_requests(),
-            limits=self._limits(decisions_done=turn - 1, invalid=invalid, used_s=used_s),
+            policy=self.players.sampled_by(ACTOR, *seed_parts),
+            step_rewards=self.table.step_rewards,
+            multi_turn=self.players.multi_turn.for_requests(),
+            limits=self.players.limits(decisions_done=turn - 1, invalid=invalid, used_s=used_s),
         )
 
-    def _snapshot_turns(self, *seed_parts: int | str) -> tuple[int, ...]:
+    def _snapshot_turns(self, slot: Slot) -> tuple[int, ...]:
         """Not the first turn where there are siblings: their episodes are its branches."""
-        algorithm, job = self.job.algorithm, self.job
-        if not estimator(algorithm.advantage).needs_branches:
+        if not estimator(self.algorithm.advantage).needs_branches:
             return ()
         return branch_turns(
-            derived_seed(job.job.seed, "branch turns", *seed_parts),
-            count=algorithm.branches_per_episode,
-            max_decisions=job.max_decisions,
-            first=1 if job.training.group_size == 1 else 2,
+            derived_seed(self.players.seed, "branch turns", *slot),
+            count=self.algorithm.branches_per_episode,
+            max_decisions=self.players.max_decisions,
+            first=1 if self.table.group_size == 1 else 2,
         )
 
-    @property
-    def _source(self) -> Source:
-        return source_of(self.job, self.data)
-
-    def _trained_on(self, iteration: int) -> list[Origin]:
+    def _origins(self, iteration: int) -> list[Origin]:
         """Iterations count from 1; the first place of one follows the last of the one before."""
-        count = self._groups_per_iteration
+        count = self.players.rollout.episodes_per_batch // self.table.group_size
         first = max(iteration - 1, 0) * count
-        return self._source.training("train", range(first, first + count), iteration)
-
-    def _server(self, policy: str) -> Inference:
-        found = self.inference if policy == ACTOR else self.fixed.get(policy)
-        if found is None:
-            whom = "a language model" if policy == ACTOR else f"the fixed policy {policy!r}"
-            raise ValueError(f"this plan needs {whom}, and no inference server was given for it")
-        return found
+        return self.source.training("train", range(first, first + count), iteration)
 
     def _request(
-        self, *, stage: str, iteration: int, group: int, sibling: int, origin: Origin, policy: PolicySpec,
-        step_rewards: StepRewards | None = None, state_keys: tuple[str, ...] = (),
-        snapshot_turns: tuple[int, ...] = (), final_view: bool = False,
-    ) -> RolloutRequest:  # fmt: skip
+        self, slot: Slot, origin: Origin, policy: PolicySpec, extras: Extras = NO_EXTRAS
+    ) -> RolloutRequest:
+        players = self.players
         return RolloutRequest(
-            rollout_id=f"{self.run_id}/{stage}/{iteration}/{group}/{sibling}",
+            rollout_id=f"{self.run_id}/{slot.stage}/{slot.iteration}/{slot.group}/{slot.sibling}",
             run_id=self.run_id,
-            iteration=iteration,
-            group_id=group_name(stage, iteration, group, origin),
-            sibling=sibling,
+            iteration=slot.iteration,
+            group_id=group_name(slot.stage, slot.iteration, slot.group, origin),
+            sibling=slot.sibling,
             start=Start(seed=origin.seed),
-            env=self._env(origin),
+            env=players.env(origin),
             policy=policy,
-            step_rewards=step_rewards or StepRewards(),
-            limits=self._limits(),
-            multi_turn=self.job.multi_turn.for_requests(),
-            state_keys=state_keys,
-            snapshot_turns=snapshot_turns,
-            final_view=final_view,
+            step_rewards=extras.step_rewards,
+            limits=players.limits(),
+            multi_turn=players.multi_turn.for_requests(),
+            state_keys=extras.state_keys,
+            snapshot_turns=extras.snapshot_turns,
+            final_view=extras.final_view,
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
             # Random play for a tokenizer earns nothing.
-            reward_function=None if stage == "prompts" else self.job.rollout.reward_function,
-        )
-
-    def _env(self, origin: Origin) -> EnvSpec:
-        rollout = self.job.rollout
-        return EnvSpec(env_name=rollout.env_name, config={**rollout.env_config, **origin.env_config})
-
-    def _limits(self, *, decisions_done: int = 0, invalid: int = 0, used_s: float = 0.0) -> RolloutLimits:
-        """Return the rest of an episode's limits after a number of decisions."""
-        rollout = self.job.rollout
-        return RolloutLimits(
-            max_decisions=self.job.max_decisions - decisions_done,
-            max_invalid_decisions=rollout.max_invalid_decisions - invalid,
-            timeout_s=max(rollout.timeout_s - used_s, min(rollout.timeout_s, _LEAST_TIMEOUT_S)),
-            termination_regex=rollout.termination_regex,
-            termination_target=rollout.termination_target,
+            reward_function=None if slot.stage == "prompts" else players.rollout.reward_function,
         )
 
 
 def _spec(name: str, config: Mapping[str, Any], server: Inference | None) -> PolicySpec:
-    """With the key of the server, where it is the server's address that the policy asks."""
+    """A policy with the key of the server, where its config names that server's address."""
     asks_it = server is not None and config.get("inference_url") == server.url
     return PolicySpec(
         policy_name=name, config=dict(config), inference_key=server.key if server and asks_it else None
@@ -302,7 +382,7 @@ def _spec(name: str, config: Mapping[str, Any], server: Inference | None) -> Pol
 
 
 def stored_state_keys(algorithm: AlgorithmTable, rollout: RolloutTable) -> tuple[str, ...]:
-    """Those that the job names, and the one that its estimator compares decisions by."""
+    """The state keys that the job names, and the one that its estimator compares decisions by."""
     needed = estimator(algorithm.advantage).needs_state_keys
     names = [*rollout.state_keys, *([algorithm.state_hashing_function] if needed else [])]
     return tuple(dict.fromkeys(names))

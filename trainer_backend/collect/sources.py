@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from pydantic import JsonValue, SecretStr
 
 from shared_schemas.rollouts import InteractionSpec, RolloutRequest
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.allocation import ByReward, DrawnSchedule, Selection, Weighted
-from trainer_backend.core.mixture_history import Past
+from trainer_backend.core.mixture_history import Past, past_of
 from trainer_backend.core.policies import ACTOR, policy_of
 from trainer_backend.core.seeds import (
     HELD_OUT_FROM,
@@ -22,9 +22,9 @@ from trainer_backend.core.seeds import (
 )
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
-from trainer_backend.job.mixture_table import AllocationTable, MixingUnit, RolloutOnlyTable
+from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import DataTable, MultiTurnTable
-from trainer_backend.job.schema import EvaluationTable, JobConfig
+from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.plugins import allocation
 
 
@@ -48,39 +48,32 @@ class Origin:
 
 
 class Source(Protocol):
-    """Where groups start, each a pure function of the job and its arguments."""
+    """Where groups start. Each method is a pure function of the job and its arguments."""
 
     def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
         """The origins to train on.
 
         Args:
             purpose: the stage; each has an order of its own.
-            numbers: their places in the endless sequence of the stage, from 0: what there is a fixed set of
-                is gone through in epochs.
-            iteration: that asks.
+            numbers: their places in the endless sequence of the stage, from 0; a fixed set of origins comes
+                again and again, in epochs.
+            iteration: the iteration that plays them.
         """
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
-        """Further origins of an iteration, as little as possible of what it has played."""
+        """Further origins of an iteration, which repeat as few of the `played` ones as possible."""
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
-        """The held-out ones, the first `most` of them: the same for every job."""
+        """The held-out origins, the first `most` of them: the same for every job."""
 
     def of_group(self, group_id: str, seed: int) -> Origin:
-        """Where a group that was played has started."""
+        """The origin of a group that was played."""
 
     def largest(self) -> Origin:
-        """One whose request is the longest, held-out ones too."""
+        """The origin with the longest request, among held-out ones too."""
 
-
-def source_of(job: JobConfig, data: DataSet | None) -> Source:
-    """The source of a job."""
-    if (job.data is None) != (data is None):
-        raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
-    seed = job.job.seed
-    if data is None or job.data is None:
-        return Worlds(seed, job.rollout.seeds, job.evaluation)
-    return Rows(seed, job.data, data)
+    def interactions(self) -> frozenset[str | None]:
+        """Names of all interactions; None where a row leaves the choice to the task app."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +108,9 @@ class Worlds:
 
     def largest(self) -> Origin:
         return self.evaluation(most=1)[0]  # all are alike
+
+    def interactions(self) -> frozenset[str | None]:
+        return frozenset()
 
     def _held_out(self) -> Sequence[int]:
         return evaluation_worlds(self.held_out.instances, self.held_out.seeds)
@@ -157,6 +153,10 @@ class Rows:
     def largest(self) -> Origin:
         return max(map(self.origin, (*self.data.training, *self.data.evaluation)), key=bytes_of)
 
+    def interactions(self) -> frozenset[str | None]:
+        origins = map(self.origin, (*self.data.training, *self.data.evaluation))
+        return frozenset(item.interaction.name for item in origins if item.interaction is not None)
+
     def origin(self, row: Row) -> Origin:
         """Where a group of this row starts."""
         return origin_of(row, interaction=self.table.interaction)
@@ -177,15 +177,8 @@ def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
     )
 
 
-def interaction_names(table: DataTable, data: DataSet) -> frozenset[str | None]:
-    """Of all rows, held-out ones too; None where one leaves the choice to the task app."""
-    rows = (*data.training, *data.evaluation)
-    chosen = [_interaction(row, table.interaction) for row in rows]
-    return frozenset(interaction.name for interaction in chosen if interaction is not None)
-
-
 def bytes_of(origin: Origin) -> int:
-    """What a row alone takes of a request, as JSON in ASCII."""
+    """Bytes of a request that a row alone takes up, as JSON in ASCII."""
     kwargs = {} if origin.interaction is None else origin.interaction.kwargs
     return len(json.dumps([origin.env_config, origin.ground_truth, kwargs]))
 
@@ -226,12 +219,12 @@ def row_of(group_id: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """Where a language-model policy asks, under which model name, with which key, if it needs one.
+    """The server that a language-model policy asks, the model's name there, and the key, if it needs one.
 
     Attributes:
-        max_model_len: what the server's prompts and responses may have together, in tokens; None: not known.
-        asks: more of the policy's config, for a server that is asked in another way than a gateway for its
-            actor; `rollout.policy_config` goes over it.
+        max_model_len: tokens of a prompt and its response together; None: not known.
+        asks: further config of the policy, where the server is asked otherwise than a gateway for its actor;
+            `rollout.policy_config` goes over it.
     """
 
     url: str
@@ -259,9 +252,9 @@ def model_config(
 
 
 def _lengths(table: MultiTurnTable, inference: Inference) -> list[int]:
-    """That bound prompt and response; the model plans with the lower one, where it may ask."""
-    found = (table.max_model_length, inference.max_model_len)
-    return [length for length in found if length is not None]
+    """The bounds of prompt and response together; the lower one is told to a model that may ask for it."""
+    bounds = (table.max_model_length, inference.max_model_len)
+    return [length for length in bounds if length is not None]
 
 
 def sampler_of(request: RolloutRequest) -> str:
@@ -269,60 +262,63 @@ def sampler_of(request: RolloutRequest) -> str:
     return policy_of(request.policy.config.get("model"))
 
 
-def schedule_of(
-    table: AllocationTable | None,
-    active: Sequence[RolloutOnlyTable],
-    *,
-    seed: int,
-    history: Sequence[Past] = (),
-) -> DrawnSchedule | None:
-    """The schedule of a job; None where it has no fixed policy, and so no choice.
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Who samples the rollouts of an iteration: the actor, or a fixed policy.
 
-    Args:
-        active: its fixed policies.
+    Attributes:
+        table: None: nobody but the actor samples.
+        fixed: the fixed policies of the job.
         seed: of the job.
-        history: iterations that are over, for what looks back on them.
+        history: finished iterations, for a schedule that looks back on them.
     """
-    if table is None or not active:
-        return None
-    plug = allocation(table.type)
-    keys = table.given(plug.needs | plug.takes)
-    selection: Selection = Weighted({item.name: item.weight for item in active})
-    if table.selection == "reward":
-        selection = ByReward([item.name for item in active], history)
-    return plug.schedule(keys, seed=seed, selection=selection, history=history)
 
+    table: AllocationTable | None
+    fixed: Sequence[RolloutOnlyTable]
+    seed: int
+    history: Sequence[Past] = ()
 
-def looks_back(table: AllocationTable | None) -> bool:
-    """Whether its choices depend on what earlier iterations told."""
-    return table is not None and (allocation(table.type).looks_back or table.selection == "reward")
+    @property
+    def looks_back(self) -> bool:
+        """Whether a choice depends on the metrics of earlier iterations."""
+        table = self.table
+        return table is not None and (allocation(table.type).looks_back or table.selection == "reward")
 
+    def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """The same allocation once these rows of metrics are there."""
+        return replace(self, history=past_of(rows, [table.name for table in self.fixed]))
 
-def samplers(
-    schedule: DrawnSchedule | None,
-    unit: MixingUnit,
-    stage: str,
-    iteration: int,
-    *,
-    groups: int,
-    siblings: int,
-) -> list[list[str]]:
-    """[groups][siblings] who samples each rollout of a stage of an iteration, by the job's mixing unit.
+    @property
+    def schedule(self) -> DrawnSchedule | None:
+        """None for a job without fixed policies, which has no choice."""
+        table = self.table
+        if table is None or not self.fixed:
+            return None
+        plug = allocation(table.type)
+        keys = table.given(plug.needs | plug.takes)
+        selection: Selection = Weighted({fixed.name: fixed.weight for fixed in self.fixed})
+        if table.selection == "reward":
+            selection = ByReward([fixed.name for fixed in self.fixed], self.history)
+        return plug.schedule(keys, seed=self.seed, selection=selection, history=self.history)
 
-    All of an iteration includes its refills; otherwise each group, or rollout, of a refill draws for itself.
+    def samplers(self, stage: str, iteration: int, *, groups: int, siblings: int) -> list[list[str]]:
+        """[groups][siblings] who samples each rollout of a stage of an iteration, by the job's mixing unit.
 
-    Args:
-        schedule: None: the actor samples all.
-        siblings: the first ones of each group.
-    """
-    if schedule is None:
-        return [[ACTOR] * siblings for _ in range(groups)]
-    if unit == "iteration":
-        return [[schedule.get_policy_choice(iteration)] * siblings] * groups
-    if unit == "group":
-        chosen = schedule.choices(iteration, [(stage, group) for group in range(groups)])
-        return [[policy] * siblings for policy in chosen]
-    chosen = schedule.choices(
-        iteration, [(stage, group, sibling) for group in range(groups) for sibling in range(siblings)]
-    )
-    return [chosen[group * siblings : (group + 1) * siblings] for group in range(groups)]
+        With the unit "iteration", refills are sampled by the same policy. With the others, each group or
+        rollout of a refill draws for itself.
+
+        Args:
+            siblings: the first ones of each group.
+        """
+        schedule = self.schedule
+        if schedule is None or self.table is None:
+            return [[ACTOR] * siblings for _ in range(groups)]
+        if self.table.unit == "iteration":
+            return [[schedule.get_policy_choice(iteration)] * siblings] * groups
+        if self.table.unit == "group":
+            policies = schedule.choices(iteration, [(stage, group) for group in range(groups)])
+            return [[policy] * siblings for policy in policies]
+        policies = schedule.choices(
+            iteration, [(stage, group, sibling) for group in range(groups) for sibling in range(siblings)]
+        )
+        return [policies[group * siblings : (group + 1) * siblings] for group in range(groups)]

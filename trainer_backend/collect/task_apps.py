@@ -22,7 +22,7 @@ from service_kit.keys import TASK_APP_KEY, key_from_environ
 from trainer_backend.collect.apps import TaskApps, Tell, logged
 from trainer_backend.collect.endpoints import hosts_to_call
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.sources import Source, bytes_of, source_of
+from trainer_backend.collect.sources import Rows, bytes_of
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.schema import JobConfig
@@ -132,6 +132,7 @@ async def task_apps(
         tell: is given a sentence when one is lost, and when it is back.
     """
     table = job.services
+    source = None if data is None or job.data is None else Rows(job.job.seed, job.data, data)
     async with AsyncExitStack() as stack:
         if table.task_url:
             apps = TaskApps(
@@ -145,7 +146,7 @@ async def task_apps(
                     hosts_to_call(job.warmup, player),
                     plugins=table.task_plugins,
                     interactions=job.multi_turn.interaction_config_path,
-                    body_bytes=OWN_BODY_BYTES if data is None else _body_bytes(source_of(job, data)),
+                    body_bytes=OWN_BODY_BYTES if source is None else _body_bytes(source),
                 )
             )
             # Nobody would start it again: there is nothing to wait for.
@@ -155,7 +156,7 @@ async def task_apps(
         yield await stack.enter_async_context(apps)
 
 
-def _body_bytes(source: Source) -> int:
+def _body_bytes(source: Rows) -> int:
     return max(OWN_BODY_BYTES, bytes_of(source.largest()) + _BESIDE_A_ROW)
 
 

@@ -1,11 +1,11 @@
-"""Do the task apps take what the job configures? Asked before anything is played.
+"""Tries at the task apps what a job configures, before anything is played.
 
 Each task app makes the job's environment and a policy of every stage, and lets go of them again; reward
-functions and interactions are only looked for. A misspelt name or config is told in the first second and by
-its TOML key, not after the minutes of a warm-up.
+functions and interactions are only looked up. So a misspelt name or config is reported in the first second,
+by its TOML key, and not after the minutes of a warm-up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,14 +15,13 @@ from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Created, TaskAppClient
-from trainer_backend.collect.plan import Planner, stored_state_keys
-from trainer_backend.collect.sources import interaction_names, row_of
+from trainer_backend.collect.plan import Planner, Players, Slot, stored_state_keys
+from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.wire import Refused, TaskAppLost
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import SET_BY_ROWS, SET_BY_THE_JOB, MultiTurnTable, RolloutTable
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import estimator
 
@@ -59,19 +58,18 @@ class _StagePolicy:
         return f"{self.config_key}.{path}" if path else self.config_key
 
 
-async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> None:
+async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, preset: bool = False) -> None:
     """Have every task app that answers make what the job will ask for.
 
     Args:
-        planner: with the address that the gateway will have; nobody is asked there.
-        from_scratch: there is no checkpoint to go on from, so what comes before RL is played too.
+        planner: nobody is asked at the address of its gateway yet.
+        from_scratch: whether the run has no checkpoint, so that it begins with a warm-up or random play.
+        preset: whether [model] names one; without a warm-up its tokenizer is trained on random play.
     """
-    policies = _policies(planner, from_scratch=from_scratch)
+    policies = _policies(planner, from_scratch=from_scratch, preset=preset)
     first = planner.first_training()
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
-    asked: frozenset[str | None] = frozenset()
-    if planner.data is not None and planner.job.data is not None:
-        asked = interaction_names(planner.job.data, planner.data)
+    interactions = planner.source.interactions()
     largest = planner.largest()
     unpaid: str | None = None
     environment_key = partial(_environment_key, row_of(first.group_id))
@@ -80,12 +78,11 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
             continue  # not there yet; it may come
         try:
             app.client.refuse_too_large(largest)
-            made = await _try(
-                app.client, "env", world, environment_key, job=planner.job, answered=bool(asked)
-            )
-            unpaid = unpaid or _unpaid(planner.job, made, answered=bool(asked))
+            environment = _Environment(planner, app.client, has_interactions=bool(interactions))
+            made = await _try(app.client, "env", world, environment_key, check=environment.check)
+            unpaid = unpaid or environment.without_pay(made)
             await _refuse_unknown_reward(app.client, first.reward_function)
-            await _refuse_unknown_interactions(app.client, asked)
+            await _refuse_unknown_interactions(app.client, interactions)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
                 await _try(app.client, "policy", body, stage.key_of)
@@ -97,47 +94,51 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool) -> No
         apps.tell(unpaid)
 
 
-def _unpaid(job: JobConfig, made: Created, *, answered: bool) -> str | None:
-    """A warning where nothing but a penalty can ever be earned: such a job runs, and learns nothing else."""
-    scored = answered or job.rollout.reward_function is not None or job.algorithm.episode_score == "outcome"
-    if scored or made.observation.achievements_counts or not job.training.step_rewards.emits_decision_rewards:
-        return None
-    return (
-        f"training.step_rewards_mode = 'decision_stepwise' pays nothing in {job.rollout.env_name!r}: it has "
-        "no achievements, and no interaction or reward function scores a decision, so every r_t is 0 but for "
-        'penalties; "env_sparse" pays what the environment pays, "off" its outcome'
+def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_StagePolicy]:
+    players, first = planner.players, Slot("train", 1, 0)
+    trained = partial(
+        _StagePolicy,
+        name_key="rollout.policy_name",
+        config_key="rollout.policy_config",
+        given=players.rollout.policy_config,
     )
-
-
-def _policies(planner: Planner, *, from_scratch: bool) -> list[_StagePolicy]:
-    job = planner.job
-    trained = ("rollout.policy_name", "rollout.policy_config", job.rollout.policy_config)
-    own = {} if job.evaluation.temperature is None else {"temperature": "evaluation.temperature"}
-    found = [
-        _StagePolicy(planner.sampled_by(ACTOR, "train", 1, 0, 0), *trained, SET_BY_THE_JOB),
-        _StagePolicy(planner.evaluation("0", most=1)[0].policy, *trained, {**SET_BY_THE_JOB, **own}),
+    own = {} if players.held_out.temperature is None else {"temperature": "evaluation.temperature"}
+    policies = [
+        trained(players.sampled_by(ACTOR, *first), derived=SET_BY_THE_JOB),
+        trained(planner.evaluation("0", most=1)[0].policy, derived={**SET_BY_THE_JOB, **own}),
         *(
-            _StagePolicy(planner.sampled_by(table.name, "train", 1, 0, 0), *trained, _keys_of(planner, table))
-            for table in job.fixed_policies
+            trained(players.sampled_by(table.name, *first), derived=_keys_of(players, table))
+            for table in players.fixed
         ),
     ]
     if not from_scratch:
-        return found
-    if job.warmup is not None:
-        teacher = ("warmup.policy_name", "warmup.policy_config", job.warmup.policy_config)
-        found.append(_StagePolicy(planner.warmup(most=1)[0].policy, *teacher, _SEED_KEY))
-    elif job.model.preset is not None:
+        return policies
+    if planner.teacher is not None:
+        policies.append(
+            _StagePolicy(
+                planner.warmup(most=1)[0].policy,
+                name_key="warmup.policy_name",
+                config_key="warmup.policy_config",
+                given=planner.teacher.policy_config,
+                derived=_SEED_KEY,
+            )
+        )
+    elif preset:
         key = "model.preset without [warmup], whose tokenizer is trained on random play"
-        found.append(_StagePolicy(planner.prompts(1)[0].policy, key, key, {}, _SEED_KEY))
-    return found
+        policies.append(
+            _StagePolicy(
+                planner.prompts(1)[0].policy, name_key=key, config_key=key, given={}, derived=_SEED_KEY
+            )
+        )
+    return policies
 
 
-def _keys_of(planner: Planner, table: RolloutOnlyTable) -> dict[str, str]:
-    """What a fixed policy is told by the job, by the key that it inherits or that its own table gives."""
+def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
+    """The keys that a fixed policy's config is made of: inherited ones, or those of its own table."""
     own = [key for key in ("temperature", "top_p", "top_k") if getattr(table, key) is not None]
     return {
         **SET_BY_THE_JOB,
-        **{key: f"[rollout_only] {table.name!r}" for key in planner.fixed[table.name].asks},
+        **{key: f"[rollout_only] {table.name!r}" for key in players.servers[table.name].asks},
         **{key: f"rollout_only.{key} of {table.name!r}" for key in own},
     }
 
@@ -155,15 +156,15 @@ async def _refuse_unknown_reward(client: TaskAppClient, name: str | None) -> Non
         )
 
 
-async def _refuse_unknown_interactions(client: TaskAppClient, asked: frozenset[str | None]) -> None:
+async def _refuse_unknown_interactions(client: TaskAppClient, names: frozenset[str | None]) -> None:
     """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch."""
-    if not asked:
+    if not names:
         return
     known = (await client.about()).capabilities.interactions
-    for name in sorted(asked - set(known) - {None}, key=str):
+    for name in sorted(names - set(known) - {None}, key=str):
         told = f"unknown interaction {name!r}{did_you_mean(str(name), known) if known else '; it has none'}"
         raise _no_interaction(f"{told} (says the task app at {client.url})")
-    if None in asked and len(known) != 1:
+    if None in names and len(known) != 1:
         told = f"some rows name no interaction, and the task app at {client.url} has {len(known)}"
         raise _no_interaction(f"{told}{': ' * bool(known)}{', '.join(known)}")
 
@@ -198,30 +199,62 @@ async def _try(
     body: Mapping[str, Any],
     key_of: Callable[[Problem], str],
     *,
-    job: JobConfig | None = None,
-    answered: bool = False,
+    check: Callable[[Created], Awaitable[None]] | None = None,
 ) -> Created:
-    """Make it and let go of it; an environment is also looked at for what the `job` does with it: whether
-    an interaction is to answer in it."""
+    """Make it, check it, and let go of it again."""
     try:
         created = await client.create(kind, body)
     except Refused as refused:
-        raise _told(refused, client, where=key_of(refused.problem_found)) from refused
-    branches = job is not None and estimator(job.algorithm.advantage).needs_branches
+        raise _job_error(refused, client, where=key_of(refused.problem_found)) from refused
     try:
-        if job is not None and created.info.conversation:
-            _refuse_conversation(job.rollout.env_name, job.multi_turn, job.algorithm)
-            if answered and not created.info.takes_answers:
-                raise _never_asked(job.rollout.env_name)
-        if job is not None:
-            _refuse_unknown_state_keys(job.algorithm, job.rollout, created, client)
-        if branches:
-            await client.snapshot(created.id)
-    except Refused as refused:
-        raise _told(refused, client, where="algorithm.advantage") from refused
+        if check is not None:
+            await check(created)
     finally:
         await client.terminate(kind, created.id)
     return created
+
+
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    """The job's environment at a task app, beside what the job does with it.
+
+    Attributes:
+        has_interactions: whether an interaction is to answer in it.
+    """
+
+    planner: Planner
+    client: TaskAppClient
+    has_interactions: bool
+
+    async def check(self, made: Created) -> None:
+        """
+        Raises:
+            JobError: the job does with it what it cannot do.
+        """
+        rollout, algorithm = self.planner.players.rollout, self.planner.algorithm
+        if made.info.conversation:
+            _refuse_conversation(rollout.env_name, self.planner.players.multi_turn, algorithm)
+            if self.has_interactions and not made.info.takes_answers:
+                raise _never_asked(rollout.env_name)
+        _refuse_unknown_state_keys(algorithm, rollout, made, self.client)
+        if estimator(algorithm.advantage).needs_branches:
+            try:
+                await self.client.snapshot(made.id)
+            except Refused as refused:
+                raise _job_error(refused, self.client, where="algorithm.advantage") from refused
+
+    def without_pay(self, made: Created) -> str | None:
+        """A warning where nothing but a penalty can be earned: such a job runs, and learns nothing else."""
+        rollout, algorithm = self.planner.players.rollout, self.planner.algorithm
+        by_outcome = rollout.reward_function is not None or algorithm.episode_score == "outcome"
+        by_decision = self.has_interactions or made.observation.achievements_counts
+        if by_outcome or by_decision or not self.planner.table.step_rewards.emits_decision_rewards:
+            return None
+        return (
+            f"training.step_rewards_mode = 'decision_stepwise' pays nothing in {rollout.env_name!r}: it has "
+            "no achievements, and no interaction or reward function scores a decision, so every r_t is 0 but "
+            'for penalties; "env_sparse" pays what the environment pays, "off" its outcome'
+        )
 
 
 def _refuse_unknown_state_keys(
@@ -253,8 +286,8 @@ def _refuse_conversation(name: str, multi_turn: MultiTurnTable, algorithm: Algor
         )
 
 
-def _told(refused: Refused, client: TaskAppClient, *, where: str) -> JobError:
-    """What a task app has against a job, by the key that it is about."""
+def _job_error(refused: Refused, client: TaskAppClient, *, where: str) -> JobError:
+    """The refusal of a task app, by the TOML key that it is about."""
     problem = refused.problem_found
     sentence = problem.detail.removeprefix(f"{problem.where}: ")
     return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=problem.hint)

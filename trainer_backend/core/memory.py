@@ -22,13 +22,13 @@ OVERHEAD = 2**30
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a decoder its memory follows from.
+    """The sizes of a decoder that decide how much memory it needs.
 
     parameters: all weights, tied ones once.
     adapters: weights of the adapters; 0 without [lora].
     value_head: weights of a critic's; 0 without one.
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
-    vectors: those of the parameters that are norms and biases, which are float32 everywhere.
+    vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
     """
 
     parameters: int
@@ -49,41 +49,55 @@ class ModelShape:
         return (self.adapters or self.parameters) + self.value_head
 
     def frozen_bytes(self, matrices: int) -> int:
-        """Of its own weights where nobody trains them; `matrices`: bytes of a number in one."""
+        """Bytes of all its weights but adapters and value head, for a copy that nobody trains.
+
+        Args:
+            matrices: bytes of a number in a matrix.
+        """
         return self.parameters * matrices + self.vectors * (FLOAT32 - matrices)
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """What a job does with a model.
+class EngineUse:
+    """What an engine does with a model.
 
-    low: products in bfloat16, and held copies too; otherwise float32.
-    masked: attention by a mask over rows, rather than over one row.
-    row_tokens: of the widest row: a segment may be as long as the engine's longest sequence.
-    micro_batch_tokens: of one forward and backward, at least a row.
-    logits_chunk: tokens whose logits exist at a time.
-    running, kept: rows and kept prefixes of the engine's cache, each of up to `cached_tokens`.
-    reference: whether a second copy is held for the KL term.
-    values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
+    low: whether products, and copies that nobody trains, are bfloat16; otherwise float32.
+    running, kept: rows and kept prefixes of the cache, each of up to `cached_tokens`.
     """
 
     low: bool
+    running: int
+    kept: int
+    cached_tokens: int
+
+    @property
+    def held(self) -> int:
+        """Bytes of a number in the cache, and in a matrix that nobody trains."""
+        return BFLOAT16 if self.low else FLOAT32
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse(EngineUse):
+    """What a run does with a model: it serves the model and trains it.
+
+    masked: whether attention is masked over rows of several segments, or runs over one long row.
+    row_tokens: width of the widest row: a segment may be as long as the engine's longest sequence.
+    micro_batch_tokens: tokens of one forward and backward, at least a row.
+    logits_chunk: tokens whose logits exist at a time.
+    reference: whether a second copy is held for the KL term.
+    checkpointing: whether each layer keeps its input alone (training.gradient_checkpointing).
+    offload: whether AdamW's moments are in main memory (training.optimizer_offload).
+    values_by_token: whether a critic reads every sampled token's state, which it keeps in float32.
+    """
+
     masked: bool
     row_tokens: int
     micro_batch_tokens: int
     logits_chunk: int
-    running: int
-    kept: int
-    cached_tokens: int
     reference: bool = False
     checkpointing: bool = False
     offload: bool = False
     values_by_token: bool = False
-
-    @property
-    def held(self) -> int:
-        """Bytes of a number in a matrix that nobody trains, and in the cache."""
-        return BFLOAT16 if self.low else FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +105,9 @@ class MemoryNeeds:
     """Bytes by kind.
 
     device: on the device that computes, each kind at its fullest.
-    host: in main memory beside it; empty where that is the device.
-    least: what the device must hold at the very least: no kept prefix, and activations as small as the
-        estimate may be off.
+    host: in main memory beside a GPU; empty on a CPU, whose main memory is the device.
+    least: the least that the device must hold: no kept prefixes, and activations at the lower end of the
+        estimate.
     """
 
     device: dict[str, int]
@@ -107,7 +121,7 @@ def memory_needs(
     """What a run holds at its peak, in an optimizer step.
 
     Args:
-        fixed: of fixed policies that are served beside: weights that are held, and a cache of their own.
+        fixed: shapes of the fixed policies that are served beside it, each with a cache of its own.
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
@@ -131,19 +145,29 @@ def memory_needs(
     caches = device["cache"] + device["fixed cache"]
     unsure = device["activations"] / 3 + caches * use.kept / (use.running + use.kept)
     device = {kind: size for kind, size in device.items() if size}
-    host = _host(shape, use, fixed) if is_gpu else {}
+    host = _main_memory_needs(shape, use, fixed) if is_gpu else {}
     return MemoryNeeds(device, host, int(sum(device.values()) - unsure))
 
 
-def cache(shape: ModelShape, use: MemoryUse) -> int:
+def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
+    """What an engine holds of a model that nobody trains. The model must fit; the cache grows with use."""
+    weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
+    device = {"engine": weights, "cache": cache(shape, use), "overhead": overhead}
+    return MemoryNeeds({kind: size for kind, size in device.items() if size}, {}, weights + overhead)
+
+
+def cache(shape: ModelShape, use: EngineUse) -> int:
     """Keys and values of an engine at its fullest."""
     keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * use.held
     return (use.running + use.kept) * use.cached_tokens * keys_and_values
 
 
-def _host(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape]) -> dict[str, int]:
-    """Main memory beside a GPU: weights in float32, then moments, pass through it to a checkpoint; at the
-    start, one after the other, those of fixed policies do, in float32 and as they are held."""
+def _main_memory_needs(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape]) -> dict[str, int]:
+    """Bytes of main memory that a run on a GPU needs.
+
+    Offloaded moments stay there. Weights in float32, then moments, pass through it to a checkpoint. At the
+    start each fixed policy passes through it, in float32 and once more in its served precision.
+    """
     weights, moments = shape.parameters * FLOAT32, shape.trained * MOMENTS
     passing = {
         "checkpoint": weights if use.offload else max(weights, moments),
@@ -156,7 +180,7 @@ def _host(shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape]) -> dic
 
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:
-    """What autograd keeps of one micro-batch, and what the backward pass of a layer needs at a time."""
+    """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
     layer = _layer_bytes_a_token(shape, use.low)
     kept = FLOAT32 * shape.width if use.checkpointing else layer
     tokens = use.micro_batch_tokens
@@ -178,7 +202,7 @@ def _layer_bytes_a_token(shape: ModelShape, low: bool) -> int:
 
 
 def logits(shape: ModelShape, use: MemoryUse) -> int:
-    """A chunk of logits, and of the head its rounded copy and the gradient that a chunk adds."""
+    """Bytes of a chunk of logits, of the head's rounded copy, and of the gradient that a chunk adds to it."""
     head = shape.vocabulary * shape.width
     by_head = (BFLOAT16 if use.low else 0) + (0 if shape.adapters else FLOAT32)
     return use.logits_chunk * shape.vocabulary * BYTES_PER_LOGIT + head * by_head

@@ -288,14 +288,18 @@ def recredit_run(
     for name in names:
         estimator(name)
     stored = stored_iterations(run, iterations)
-    found = recredited(
-        CreditAssignment.of(job), stored, names or list(ESTIMATORS), stored_measured(run, iterations)
-    )
+    credit = CreditAssignment.of(job)
+    found = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     cosines = None
     if checkpoint is not None:
-        from trainer_backend.learner.gradients import gradient_cosines  # torch
+        # torch
+        from trainer_backend.learner.config import LearnerConfig
+        from trainer_backend.learner.gradients import gradient_cosines
 
-        cosines = gradient_cosines(job, found.rollouts, found.credits, checkpoint)
+        config = LearnerConfig.of(job)
+        cosines = gradient_cosines(
+            config, credit.policies, found.rollouts, found.credits, checkpoint=checkpoint
+        )
     folder = out or run.path / "recredit"
     write_recredit(found, folder, cosines)
     return recredit_tables(found, cosines), folder

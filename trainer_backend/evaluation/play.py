@@ -3,9 +3,10 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,14 +17,14 @@ from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector
 from trainer_backend.collect.endpoints import endpoint, sends_key_in_the_open, warmup_key
 from trainer_backend.collect.metrics import refuse_empty
-from trainer_backend.collect.plan import Inference, Planner
+from trainer_backend.collect.plan import Inference, Planner, Players
 from trainer_backend.collect.task_apps import task_apps
-from trainer_backend.data.dataset import DataSet, data_of
+from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError
 from trainer_backend.evaluation.result import Evaluated, evaluated
 from trainer_backend.job.addresses import shown
 from trainer_backend.job.load import LoadedJob, load_job
-from trainer_backend.job.rollout_table import WarmupTable
+from trainer_backend.job.rollout_table import DataTable, WarmupTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
@@ -49,6 +50,9 @@ class Scripted:
 
 
 Player = Checkpoint | Scripted | Inference
+# The planner of an evaluation in which a model is asked at this server.
+PlannerFor = Callable[..., Planner]
+Play = Callable[[Sequence[RolloutRequest]], Coroutine[Any, Any, Collection]]
 
 
 def chosen_player(
@@ -133,14 +137,16 @@ async def evaluate(
                 timeout_s=job.services.iteration_timeout_s,
                 max_running=job.rollout.max_concurrent_rollouts,
             )
+            planner_for = partial(Planner.of, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data)
+            play = partial(_play, collector, tell)
             if isinstance(player, Checkpoint):
-                collection = await _checkpoint(job, player, collector, tell, data)
+                collection = await _play_checkpoint(job, player.folder, planner_for, play)
             else:
-                collection = await _played(collector, _plan(job, player, data), tell)
+                collection = await play(_plan(player, planner_for, job.warmup))
         if keep is not None:
             write_rollouts(keep, collection.all)
         refuse_empty(collection, "evaluation", log=log)
-    return evaluated(_name(player), collection, _setting(job, player))
+    return evaluated(_name(player), collection, _setting(planner_for().players, player, job.data))
 
 
 @contextmanager
@@ -160,38 +166,35 @@ def _task_app_log() -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-def _plan(job: JobConfig, player: Scripted | Inference, data: DataSet | None) -> list[RolloutRequest]:
+def _plan(
+    player: Scripted | Inference, planner_for: PlannerFor, warmup: WarmupTable | None
+) -> list[RolloutRequest]:
     if isinstance(player, Scripted):
-        teacher, config = _teacher(job.warmup, player.policy_name)
-        planner = Planner(job, _run_id(job.job.name), teacher, data)
-        return planner.evaluation(
+        teacher, config = _teacher(warmup, player.policy_name)
+        return planner_for(teacher).evaluation(
             "scripted", policy_name=player.policy_name, policy_config={**config, **player.config}
         )
+    planner = planner_for(player)
     # Token ids are needed to train on an episode, not to judge it, and only gateways of ours send them.
-    plain = {"ask_token_ids": False, **job.rollout.policy_config}
-    return Planner(job, _run_id(job.job.name), player, data).evaluation("model", policy_config=plain)
+    plain = {"ask_token_ids": False, **planner.players.rollout.policy_config}
+    return planner.evaluation("model", policy_config=plain)
 
 
-async def _checkpoint(
-    job: JobConfig, player: Checkpoint, collector: Collector, tell: Tell | None, data: DataSet | None
-) -> Collection:
+async def _play_checkpoint(job: JobConfig, folder: Path, planner_for: PlannerFor, play: Play) -> Collection:
     # torch is imported here alone: other policies are evaluated without it.
-    from trainer_backend.run.policy_server import FolderPolicy
+    from trainer_backend.run.policy_server import FolderPolicy, PolicyServer, gateway_listener
 
-    policy = await asyncio.to_thread(FolderPolicy, job, player.folder)
-    with policy.serving() as inference:
-        plan = Planner(job, _run_id(job.job.name), inference, data).evaluation("checkpoint")
-        return await policy.while_serving(_played(collector, plan, tell))
+    with gateway_listener(job.services) as listener:
+        server = PolicyServer(job.job.name, listener, job.inference)
+        policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
+        with policy.serving() as inference:
+            return await policy.while_serving(play(planner_for(inference).evaluation("checkpoint")))
 
 
-async def _played(collector: Collector, plan: Sequence[RolloutRequest], tell: Tell | None) -> Collection:
+async def _play(collector: Collector, tell: Tell | None, plan: Sequence[RolloutRequest]) -> Collection:
     collection = await collector.collect(plan, tell)
     await collector.ack(plan[0].run_id, collection.all)
     return collection
-
-
-def _run_id(job_name: str) -> str:
-    return f"{job_name}.eval.{uuid4().hex[:12]}"
 
 
 def _teacher(warmup: WarmupTable | None, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
@@ -210,19 +213,19 @@ def _name(player: Player) -> str:
     return player.policy_name if isinstance(player, Scripted) else str(player.folder)
 
 
-def _setting(job: JobConfig, player: Player) -> dict[str, Any]:
-    """What the figures depend on beside the policy."""
-    rollout = job.rollout
+def _setting(players: Players, player: Player, data: DataTable | None) -> dict[str, Any]:
+    """The settings that the figures depend on, beside the policy."""
+    rollout = players.rollout
     setting: dict[str, Any] = {
         "environment": f"{rollout.env_name} {rollout.env_config or ''}".strip(),
-        "decisions at most": job.max_decisions,
+        "decisions at most": players.max_decisions,
     }
-    if job.data is not None:
-        setting["held-out rows"] = job.data.held_out
+    if data is not None:
+        setting["held-out rows"] = data.held_out
     if isinstance(player, Scripted):
         return setting
     setting |= {
-        "temperature": job.evaluation_temperature,
+        "temperature": players.held_out_temperature,
         "tokens a decision at most": rollout.max_tokens,
     }
     return setting | ({"policy settings": rollout.policy_config} if rollout.policy_config else {})

@@ -1,7 +1,7 @@
 """Checks of a job beyond single keys: mixtures, keys without effect, and advice. No check reads the disk."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shared_schemas.base import did_you_mean
 from shared_schemas.state_keys import state_keys_of
@@ -9,8 +9,10 @@ from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
 from trainer_backend.core.allocation import Weighted
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
+from trainer_backend.job.rollout_table import RolloutTable
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.job.tables import Table
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import LOSSES, READS, aggregation, allocation, estimator, not_read, policy_loss
 
 Finding = tuple[str, str]  # a key, and a sentence about it
@@ -20,35 +22,39 @@ _WEIGHTS = [key for key in RolloutOnlyTable.model_fields if key.startswith("beha
 
 def mixture_findings(config: JobConfig) -> Iterator[Finding]:
     """Key and sentence for everything about fixed policies that would not do what it says."""
-    yield from _names(config)
+    yield from _names(config.rollout_only)
     schedule, active = config.rollout_allocation_schedule, config.fixed_policies
     if schedule is not None and not active:
-        yield _SCHEDULE, f"[{_SCHEDULE}] has nobody to choose but the actor: {_not_active(config)}"
+        reason = "[rollout_only] is active only when model_path, or inference_url, is set"
+        reason = reason if config.rollout_only else "there is no [rollout_only]"
+        yield _SCHEDULE, f"[{_SCHEDULE}] has nobody to choose but the actor: {reason}"
     if active and schedule is None:
         told = f"[rollout_only] {active[0].name!r} is active, and nothing says how often it samples; write"
         yield "rollout_only", f'{told} [{_SCHEDULE}] with type = "constant" and alpha = 0.5, for one half'
     if schedule is not None:
         yield from _keys_of_the_type(schedule)
         yield from _selection(schedule, active)
+    all_remote = all(table.is_remote for table in active)
     for table in active:
         yield from _address(table)
-        yield from _what_it_samples(config, table)
-    yield from _what_cannot_be_mixed(config)
+        yield from _sampling(config.rollout, table)
+        if all_remote and config.model.preset is not None:
+            yield (
+                "rollout_only",
+                f"[rollout_only] {table.name!r} answers at a server, and model.preset = "
+                f"{config.model.preset!r} has no tokenizer to share with it; name the actor's model with "
+                "model.path or model.name",
+            )
+        yield from _unread(table, config.training, config.algorithm)
+    if active:
+        yield from _what_cannot_be_mixed(config.training, config.algorithm)
 
 
-def _names(config: JobConfig) -> Iterator[Finding]:
-    twice = [
-        name for name, count in Counter(table.name for table in config.rollout_only).items() if count > 1
-    ]
+def _names(tables: Sequence[RolloutOnlyTable]) -> Iterator[Finding]:
+    twice = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
     if twice:
         told = "; give each [[rollout_only]] a 'name' of its own"
         yield "rollout_only", f"two fixed policies are called {twice[0]!r}{told}"
-
-
-def _not_active(config: JobConfig) -> str:
-    if not config.rollout_only:
-        return "there is no [rollout_only]"
-    return "[rollout_only] is active only when model_path, or inference_url, is set"
 
 
 def _keys_of_the_type(table: AllocationTable) -> Iterator[Finding]:
@@ -98,9 +104,9 @@ def _address(table: RolloutOnlyTable) -> Iterator[Finding]:
         yield "rollout_only", f"[rollout_only] {table.name!r}: inference_url {error}"
 
 
-def _what_it_samples(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Finding]:
-    where, sampling = f"[rollout_only] {table.name!r}", config.sampling_of(table)
-    if sampling.is_truncated and not config.rollout.allow_truncated_sampling:
+def _sampling(rollout: RolloutTable, table: RolloutOnlyTable) -> Iterator[Finding]:
+    where, sampling = f"[rollout_only] {table.name!r}", rollout.sampling_of(table)
+    if sampling.is_truncated and not rollout.allow_truncated_sampling:
         yield (
             "rollout_only",
             f"{where}: top_p < 1 or top_k > 0 gives log-probs on a part of the vocabulary, and the actor's "
@@ -115,19 +121,10 @@ def _what_it_samples(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Fin
             f"{sampling.temperature:g}, top_p {sampling.top_p:g} and top_k {sampling.top_k}: sample at 1, 1 "
             'and 0, or have the server return those it sampled with and set logprobs = "processed"',
         )
-    if table.is_remote and config.model.preset is not None and not any(
-        other.model_path is not None for other in config.fixed_policies
-    ):  # fmt: skip
-        yield (
-            "rollout_only",
-            f"{where} answers at a server, and model.preset = {config.model.preset!r} has no tokenizer to "
-            "share with it; name the actor's model with model.path or model.name",
-        )
-    yield from _unread(config, table)
 
 
-def _unread(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Finding]:
-    where, training = f"[rollout_only] {table.name!r}", config.training
+def _unread(table: RolloutOnlyTable, training: TrainingTable, algorithm: AlgorithmTable) -> Iterator[Finding]:
+    where = f"[rollout_only] {table.name!r}"
     mode = table.behaviour_weight_mode or training.behaviour_weight_mode
     weights = [key for key in _WEIGHTS if getattr(table, key) is not None]
     if weights and table.objective == "single_ratio" and not table.train_value_head:
@@ -138,15 +135,15 @@ def _unread(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Finding]:
             "rollout_only",
             f"{where}: behaviour_weight_floor is not read by behaviour_weight_mode = {mode!r}",
         )
-    if table.objective == "single_ratio" and not policy_loss(config.algorithm.loss).clips:
+    if table.objective == "single_ratio" and not policy_loss(algorithm.loss).clips:
         others = ", ".join(name for name, plug in LOSSES.items() if plug.clips)
         yield (
             "rollout_only",
             f"{where}: objective = 'single_ratio' weighs its samples by the ratio in the loss, and "
-            f"algorithm.loss = {config.algorithm.loss!r} has none: they would count as the actor's own; use "
+            f"algorithm.loss = {algorithm.loss!r} has none: they would count as the actor's own; use "
             f"objective = 'decoupled' or 'reinforce', or one of the losses {others}",
         )
-    plug, advantage = estimator(config.algorithm.advantage), config.algorithm.advantage
+    plug, advantage = estimator(algorithm.advantage), algorithm.advantage
     if table.train_value_head and not plug.needs_values:
         told = f"needs a critic, which algorithm.advantage = {advantage!r} has not"
         yield "rollout_only", f"{where}: train_value_head {told}"
@@ -155,17 +152,15 @@ def _unread(config: JobConfig, table: RolloutOnlyTable) -> Iterator[Finding]:
         yield "rollout_only", f"{where}: baseline = 'per_policy' {told}"
 
 
-def _what_cannot_be_mixed(config: JobConfig) -> Iterator[Finding]:
-    if not config.fixed_policies:
-        return
-    plug, name = estimator(config.algorithm.advantage), config.algorithm.advantage
+def _what_cannot_be_mixed(training: TrainingTable, algorithm: AlgorithmTable) -> Iterator[Finding]:
+    plug, name = estimator(algorithm.advantage), algorithm.advantage
     if plug.needs_branches:
         yield (
             "algorithm.advantage",
             f"algorithm.advantage = {name!r} measures what the actor would earn from a decision on, and "
             "[rollout_only] has others play; use another estimator",
         )
-    if config.training.kl_reward_coef > 0:
+    if training.kl_reward_coef > 0:
         yield (
             "training.kl_reward_coef",
             "training.kl_reward_coef makes the actor pay for the KL of its own samples, and those of "
@@ -203,7 +198,7 @@ def advice(config: JobConfig) -> list[str]:
             f"rollout.max_turns is 1: algorithm.advantage = {name!r} asks for no branches from a first "
             "decision, whose branches are its siblings, so every decision is compared as in 'stepwise'"
         )
-    found += _of_the_kl(config)
+    found += _of_the_kl(training, config.algorithm)
     if training.refill_rounds:
         found.append(
             "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
@@ -214,8 +209,8 @@ def advice(config: JobConfig) -> list[str]:
             f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
             "alone: what decisions earn beside the outcome (step rewards, penalties, KL) trains nothing"
         )
-    found += _unlike_the_paper(config)
-    found += _of_a_mixture(config)
+    found += _unlike_the_paper(training, config.algorithm)
+    found += _of_a_mixture(config.rollout_only, config.rollout_allocation_schedule, training.iterations)
     usual, fall = TrainingTable.model_fields["learning_rate_final"].default, training.learning_rate_schedule
     unread = not_read("training.learning_rate_schedule", fall)
     if "training.learning_rate_final" in unread and training.learning_rate_final != usual:
@@ -226,11 +221,11 @@ def advice(config: JobConfig) -> list[str]:
     return found
 
 
-def _of_the_kl(config: JobConfig) -> list[str]:
-    training, name = config.training, config.algorithm.advantage
+def _of_the_kl(training: TrainingTable, algorithm: AlgorithmTable) -> list[str]:
+    name = algorithm.advantage
     plug = estimator(name)
     found = []
-    if training.kl_reward_coef and plug.divides_by_std and config.algorithm.fnorm == "std":
+    if training.kl_reward_coef and plug.divides_by_std and algorithm.fnorm == "std":
         found.append(
             f"training.kl_reward_coef with algorithm.advantage = {name!r}, which divides by a standard "
             "deviation: where siblings earned the same, the KL alone is blown up to advantages of size 1, "
@@ -249,11 +244,13 @@ def _of_the_kl(config: JobConfig) -> list[str]:
     return found
 
 
-def _unlike_the_paper(config: JobConfig) -> list[str]:
+def _unlike_the_paper(training: TrainingTable, algorithm: AlgorithmTable) -> list[str]:
     """A loss that bears a paper's name, with values of another: often they stood in the job before it."""
-    name, given = config.algorithm.loss, config.model_dump(include={"algorithm", "training"})
+    name, tables = algorithm.loss, {"algorithm": algorithm, "training": training}
     values = policy_loss(name).values.items()
-    found = [(key, value, given[key.partition(".")[0]][key.partition(".")[2]]) for key, value in values]
+    found = [
+        (key, value, getattr(tables[key.partition(".")[0]], key.partition(".")[2])) for key, value in values
+    ]
     other = [f"{key} = {own!r} (there {value!r})" for key, value, own in found if own != value]
     return (
         [f"algorithm.loss = {name!r} with other values than its paper's: {', '.join(other)}"] if other else []
@@ -282,25 +279,27 @@ def biases(config: JobConfig) -> list[str]:
         found.append(f"algorithm.gamma = {algorithm.gamma:g} (discount)")
     if training.refill_rounds:
         found.append(f"training.refill_rounds = {training.refill_rounds} (worlds chosen by their outcome)")
-    if config.sampling_of(None).is_truncated:
+    if config.rollout.sampling_of().is_truncated:
         found.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
     if config.fixed_policies:
         found.append("[rollout_only] (truncated weights; docs/mixture.md)")
     return found
 
 
-def _of_a_mixture(config: JobConfig) -> list[str]:
-    table, active = config.rollout_allocation_schedule, config.fixed_policies
+def _of_a_mixture(
+    tables: Sequence[RolloutOnlyTable], schedule: AllocationTable | None, iterations: int
+) -> list[str]:
+    active = [item for item in tables if item.is_active]
     found = [
         f"[rollout_only] {item.name!r} is not active and samples nothing: neither model_path nor "
         "inference_url is set"
-        for item in config.rollout_only
+        for item in tables
         if not item.is_active
     ]
-    if table is None or not active:
+    if schedule is None or not active:
         return found
     told = "rollout_allocation_schedule: alpha, the actor's share, is"
-    alphas = _alphas(table, config.training.iterations)
+    alphas = _alphas(schedule, iterations)
     if alphas == {1.0}:
         found.append(f"{told} 1 in every iteration: no policy of [rollout_only] ever samples")
     if alphas == {0.0}:
@@ -308,10 +307,10 @@ def _of_a_mixture(config: JobConfig) -> list[str]:
             f"{told} 0 in every iteration: the actor never samples, so evaluations alone tell how it plays"
         )
     alone = [item.name for item in active if item.baseline == "per_policy"]
-    if alone and table.unit != "rollout":
+    if alone and schedule.unit != "rollout":
         found.append(
             f"[rollout_only] {alone[0]!r}: baseline = 'per_policy' makes no difference where siblings share "
-            f'their policy; rollout_allocation_schedule.unit is {table.unit!r}, and "rollout" mixes them'
+            f'their policy; rollout_allocation_schedule.unit is {schedule.unit!r}, and "rollout" mixes them'
         )
     return found
 
@@ -333,13 +332,15 @@ def _alphas(table: AllocationTable, iterations: int) -> set[float]:
 _NEVER_REFUSED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
 
-def unknown_state_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Key and sentence for each state key that the environment has not. What a plug-in's has, only its task
-    app knows, which is asked when the run starts."""
-    env_name = config.rollout.env_name
+def unknown_state_keys(rollout: RolloutTable, algorithm: AlgorithmTable) -> Iterator[Finding]:
+    """Key and sentence for each state key that the environment has not.
+
+    The state keys of a plug-in are known to its task app alone, which is asked when the run starts.
+    """
+    env_name = rollout.env_name
     known = state_keys_of(env_name)
-    named = [("rollout.state_keys", name) for name in config.rollout.state_keys]
-    named.append(("algorithm.state_hashing_function", config.algorithm.state_hashing_function))
+    named = [("rollout.state_keys", name) for name in rollout.state_keys]
+    named.append(("algorithm.state_hashing_function", algorithm.state_hashing_function))
     for key, name in named:
         if known is not None and name not in known:
             yield key, f"{key}: {env_name!r} has no state key {name!r}{did_you_mean(name, known)}"
@@ -384,7 +385,9 @@ def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
             continue
         name = getattr(getattr(config, table), key_of_name)
         for key, readers in not_read(board, name).items():
-            if key in _NEVER_REFUSED or not _is_set(config, key):
+            if key in _NEVER_REFUSED or not _is_set(
+                getattr(config, key.partition(".")[0]), key.partition(".")[2]
+            ):
                 continue
             chosen = f"{key_of_name if table not in ('algorithm', 'training') else board} = {name!r}"
             told = f"is not read by {chosen}"
@@ -393,8 +396,6 @@ def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield key, f"{key} {told}; known to: {', '.join(readers)}"
 
 
-def _is_set(config: JobConfig, dotted: str) -> bool:
+def _is_set(table: Table, key: str) -> bool:
     """Whether the key has another value than its default."""
-    table, _, key = dotted.partition(".")
-    home = getattr(config, table)
-    return bool(getattr(home, key) != type(home).model_fields[key].get_default())
+    return bool(getattr(table, key) != type(table).model_fields[key].get_default())

@@ -70,7 +70,11 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
             (f"{_place(key, told, places)}: {told}" for key, told in findings), error.error_count()
         ) from error
     _refuse_unknown_plugs(config, places)
-    found = [*unread_keys(config), *unknown_state_keys(config), *mixture_findings(config)]
+    found = [
+        *unread_keys(config),
+        *unknown_state_keys(config.rollout, config.algorithm),
+        *mixture_findings(config),
+    ]
     if found:
         raise join_findings((f"{places.of(key)}: {told}" for key, told in found), len(found))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]

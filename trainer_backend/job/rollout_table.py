@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from shared_schemas.context_tools import PUBLISHED, ContextTools, refuse_without_editing
 from shared_schemas.patterns import Pattern
 from shared_schemas.rollouts import MultiTurn, Name, Seed, TerminationTarget
-from shared_schemas.trajectory import MOST_TOKENS
+from shared_schemas.trajectory import MOST_TOKENS, Sampling
+from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.tables import Table
 
 # What the job itself sends with every rollout: given in a config too, the two must agree in every stage.
@@ -32,6 +33,7 @@ SET_BY_THE_JOB = {
     "chat_template_kwargs": "model.chat_template_kwargs",
 }
 
+_SAMPLING = ("temperature", "top_p", "top_k")
 # What a row of [data] puts into the environment's config.
 SET_BY_ROWS = ("prompt", "document_content", "question", "ground_truth")
 
@@ -96,6 +98,12 @@ class RolloutTable(Table):
         default=False,
         description="let training rollouts use top_p < 1 or top_k > 0; the lost mass is not trained",
     )
+
+    def sampling_of(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
+        """How the actor draws tokens in training; or how a fixed policy does, which inherits its settings."""
+        own = {} if fixed is None else fixed.model_dump(include=set(_SAMPLING), exclude_none=True)
+        inherited = {key: getattr(self, key) for key in _SAMPLING}
+        return Sampling(max_tokens=self.max_tokens, **(inherited | own))
 
     @field_validator("seeds")
     @classmethod
@@ -239,6 +247,14 @@ class MultiTurnTable(Table):
         min_length=1,
         description="what it edits it with (docs/conversations.md)",
     )
+
+    def max_decisions(self, max_turns: int) -> int:
+        """Decisions that an episode may take, by whichever limit is lower.
+
+        Args:
+            max_turns: the limit of [rollout].
+        """
+        return min(max_turns, self.max_assistant_turns or max_turns)
 
     def for_requests(self) -> MultiTurn:
         """Return the part of the table that every rollout request contains."""

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.rollouts import Seed
-from shared_schemas.trajectory import Sampling
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import (
@@ -29,8 +28,6 @@ from trainer_backend.job.tables import (
     Table,
 )
 from trainer_backend.job.training_table import AlgorithmTable, LoraTable, TrainingTable
-
-_SAMPLING = ("temperature", "top_p", "top_k")
 
 
 class JobTable(Table):
@@ -96,7 +93,7 @@ class JobConfig(Table):
 
     @property
     def evaluation_temperature(self) -> float:
-        """What held-out worlds are played at; 0 is greedy."""
+        """The temperature of evaluations; 0 is greedy."""
         own = self.evaluation.temperature
         return self.rollout.temperature if own is None else own
 
@@ -108,13 +105,6 @@ class JobConfig(Table):
     def fixed(self, name: str) -> RolloutOnlyTable:
         """The active fixed policy of that name; KeyError where there is none."""
         return {table.name: table for table in self.fixed_policies}[name]
-
-    def sampling_of(self, table: RolloutOnlyTable | None) -> Sampling:
-        """How training rollouts are drawn: by the actor (None), or by a fixed policy, which inherits."""
-        own = {} if table is None else table.model_dump(include=set(_SAMPLING), exclude_none=True)
-        rollout = self.rollout
-        inherited = {key: getattr(rollout, key) for key in _SAMPLING}
-        return Sampling(max_tokens=rollout.max_tokens, **(inherited | own))
 
     @field_validator("rollout_only", mode="before")
     @classmethod
@@ -143,7 +133,7 @@ class JobConfig(Table):
         self._refuse_interactions_for_others()
         if self.training.refill_rounds and not self.training.skip_flat_groups:
             raise ValueError("training.refill_rounds needs training.skip_flat_groups = true")
-        if self.sampling_of(None).is_truncated and not self.rollout.allow_truncated_sampling:
+        if self.rollout.sampling_of().is_truncated and not self.rollout.allow_truncated_sampling:
             raise ValueError(
                 "rollout.top_p < 1 or rollout.top_k > 0 cuts away probability that training would still "
                 "count; set rollout.allow_truncated_sampling = true to accept that"
@@ -165,11 +155,11 @@ class JobConfig(Table):
     @property
     def max_decisions(self) -> int:
         """Decisions that an episode may take, by whichever limit is lower."""
-        return min(self.rollout.max_turns, self.multi_turn.max_assistant_turns or self.rollout.max_turns)
+        return self.multi_turn.max_decisions(self.rollout.max_turns)
 
     @property
     def planned_tokens(self) -> int:
-        """What `training.aggregation = "constant"` divides an iteration by: the same whatever is sampled."""
+        """Tokens that `training.aggregation = "constant"` divides an iteration by, whatever is sampled."""
         budget = self.max_decisions * self.rollout.max_tokens
         most = min(budget, self.multi_turn.max_episode_tokens or budget)
         return self.rollout.episodes_per_batch * (self.training.constant_tokens or most)

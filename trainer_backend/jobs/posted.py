@@ -21,8 +21,10 @@ from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
 from trainer_backend.job.layers import anchor
 from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job
+from trainer_backend.job.mixture_table import RolloutOnlyTable
+from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig, JobTable
-from trainer_backend.job.tables import ServicesTable
+from trainer_backend.job.tables import ServicesTable, SinksTable
 from trainer_backend.jobs.settings import Bounds
 from trainer_backend.rundir.new_job import refuse_what_is_missing
 
@@ -319,23 +321,25 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             "model.name names a model of the hub that posted jobs may not have fetched "
             f"(--allow-model: {allowed})"
         )
-    yield from _foreign_keys(config, bounds)
+    yield from _foreign_keys(config.warmup, config.rollout_only, config.sinks, bounds)
 
 
-def _foreign_keys(config: JobConfig, bounds: Bounds) -> Iterator[str]:
+def _foreign_keys(
+    warmup: WarmupTable | None, fixed: Sequence[RolloutOnlyTable], sinks: SinksTable, bounds: Bounds
+) -> Iterator[str]:
     """Yield a finding for each of the operator's keys and each foreign host that the job would use."""
-    variables = [("warmup", config.warmup.api_key_env)] if config.warmup is not None else []
-    variables += [("rollout_only", table.api_key_env) for table in config.rollout_only]
+    variables = [("warmup", warmup.api_key_env)] if warmup is not None else []
+    variables += [("rollout_only", table.api_key_env) for table in fixed]
     for home, variable in variables:
         if variable is not None and variable not in bounds.key_variables:
             yield f"{home}.api_key_env names a variable that posted jobs may not read (--allow-key-variable)"
-    for host in (*hosts_to_call(config.warmup), *hosts_of_fixed_policies(config.fixed_policies)):
+    for host in (*hosts_to_call(warmup), *hosts_of_fixed_policies(fixed)):
         if host.lower() not in bounds.inference_hosts and _without_port(host) not in bounds.inference_hosts:
             yield (
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
                 "may not ask (--allow-inference-host)"
             )
-    wandb = config.sinks.wandb
+    wandb = sinks.wandb
     if wandb is not None and wandb.mode != "offline" and _WANDB_KEY not in bounds.key_variables:
         yield (
             f'sinks.wandb would use the service\'s account: take mode = "offline", or allow {_WANDB_KEY} '

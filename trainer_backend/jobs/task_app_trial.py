@@ -15,7 +15,7 @@ from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.load import parse_job
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import InferenceTable, ServicesTable
 from trainer_backend.jobs.posted import WHERE
 from trainer_backend.jobs.settings import Bounds
 
@@ -75,10 +75,10 @@ async def try_at_task_apps(toml: str) -> tuple[str, ...]:
     job = (await asyncio.to_thread(parse_job, tomli.loads(toml), where=WHERE)).config
     if not job.services.task_url or job.data is not None or job.rollout_only:
         return ()
-    planner = Planner(job, "trial", _gateway(job))
+    planner = Planner.of(job, "trial", _gateway(job.job.name, job.services, job.inference))
     try:
         async with asyncio.timeout(_AT_MOST_S), _apps(job.services.task_url, task_app_key()) as apps:
-            await try_job(planner, apps, from_scratch=True)
+            await try_job(planner, apps, from_scratch=True, preset=job.model.preset is not None)
     except (TaskAppLost, TimeoutError) as error:
         return (f"the job was not tried at its task app, which does not answer now: {_message(error)}",)
     except TaskAppError as error:
@@ -90,11 +90,11 @@ def _apps(urls: Sequence[str], key: SecretStr) -> TaskApps:
     return TaskApps(urls, key, timeout_s=_ONE_REQUEST_S)
 
 
-def _gateway(job: JobConfig) -> Inference:
+def _gateway(job_name: str, services: ServicesTable, inference: InferenceTable) -> Inference:
     """Describe the actor's gateway as far as it is known; a trial never calls it."""
-    host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
+    host, port = services.gateway_host, services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return Inference(url, model_of(job.job.name, ACTOR), SecretStr(""), job.inference.max_model_len)
+    return Inference(url, model_of(job_name, ACTOR), SecretStr(""), inference.max_model_len)
 
 
 def _message(error: Exception) -> str:

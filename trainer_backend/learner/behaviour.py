@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shared_schemas.trajectory import Sampling
 from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.behaviour import (
     WeightConfig,
@@ -29,8 +30,7 @@ from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import NonFiniteLoss, SamplerMismatch, place
 from trainer_backend.job.mixture_table import RolloutOnlyTable
-from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.plugins import policy_loss
 
@@ -51,25 +51,35 @@ class Weighed:
     token_means: dict[str, float]
 
 
-def objectives_of(job: JobConfig) -> dict[str, Objective]:
-    """Return the objective of each policy's samples: first the actor's, then the ones of [rollout_only]."""
-    table, plug = job.training, policy_loss(job.algorithm.loss)
-    clip = LossConfig(clip_low=table.clip_low, clip_high=table.clip_high, clip_dual=table.clip_dual)
-    own = Objective("decoupled", plug.compute, clip, job.algorithm.ratio_level, _own_weighting(table))
-    fixed = {
-        given.name: replace(
-            own,
-            kind=given.objective,
-            weighting=_weighting(table, given),
-            trains_head=given.train_value_head,
-            samples_truncated=job.sampling_of(given).is_truncated,
+def objectives_of(
+    training: TrainingTable,
+    algorithm: AlgorithmTable,
+    fixed: Sequence[tuple[RolloutOnlyTable, Sampling]] = (),
+) -> dict[str, Objective]:
+    """The objective of each policy's samples: first the actor's, then those of the fixed policies."""
+    actors = Objective(
+        kind="decoupled",
+        loss=policy_loss(algorithm.loss).compute,
+        clip=LossConfig(
+            clip_low=training.clip_low, clip_high=training.clip_high, clip_dual=training.clip_dual
+        ),
+        ratio_level=algorithm.ratio_level,
+        weighting=_actors_weighting(training),
+    )
+    others = {
+        table.name: replace(
+            actors,
+            kind=table.objective,
+            weighting=_weighting(training, table),
+            trains_head=table.train_value_head,
+            samples_truncated=sampling.is_truncated,
         )
-        for given in job.fixed_policies
+        for table, sampling in fixed
     }
-    return {ACTOR: own, **fixed}
+    return {ACTOR: actors, **others}
 
 
-def _own_weighting(table: TrainingTable) -> WeightConfig:
+def _actors_weighting(table: TrainingTable) -> WeightConfig:
     return WeightConfig(
         cap=table.behaviour_weight_cap,
         level=table.behaviour_weight_level,
@@ -78,19 +88,19 @@ def _own_weighting(table: TrainingTable) -> WeightConfig:
     )
 
 
-def _weighting(table: TrainingTable, given: RolloutOnlyTable) -> WeightConfig:
-    """Return the weighting of [training], with the keys that the fixed policy's own table sets."""
-    own = _own_weighting(table)
+def _weighting(training: TrainingTable, table: RolloutOnlyTable) -> WeightConfig:
+    """The weighting of [training], with the keys that the fixed policy's own table sets."""
+    actors = _actors_weighting(training)
     return WeightConfig(
-        cap=_or(given.behaviour_weight_cap, own.cap),
-        level=_or(given.behaviour_weight_level, own.level),
-        mode=_or(given.behaviour_weight_mode, own.mode),
-        floor=_or(given.behaviour_weight_floor, own.floor),
+        cap=_or(table.behaviour_weight_cap, actors.cap),
+        level=_or(table.behaviour_weight_level, actors.level),
+        mode=_or(table.behaviour_weight_mode, actors.mode),
+        floor=_or(table.behaviour_weight_floor, actors.floor),
     )
 
 
-def _or(given: Value | None, inherited: Value) -> Value:
-    return inherited if given is None else given
+def _or(own: Value | None, inherited: Value) -> Value:
+    return inherited if own is None else own
 
 
 def weighed(
@@ -98,6 +108,7 @@ def weighed(
     proximal: Sequence[Sequence[float]],
     policies: Sequence[str],
     objectives: Mapping[str, Objective],
+    *,
     reference: Sequence[Sequence[float]] | None = None,
 ) -> Weighed:
     """The weight of every sampled token, from all segments of an iteration: steps may part an episode.

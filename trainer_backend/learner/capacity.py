@@ -11,18 +11,24 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer_backend.core.logprobs import chunk_within
-from trainer_backend.core.memory import MemoryNeeds, MemoryUse, ModelShape, memory_needs
+from trainer_backend.core.memory import (
+    EngineUse,
+    MemoryNeeds,
+    MemoryUse,
+    ModelShape,
+    memory_needs,
+    serving_needs,
+)
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
-from trainer_backend.job.schema import JobConfig
-from trainer_backend.job.tables import ModelTable
+from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import BlockMask, attention_for, head_dim_of
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.models.layout import refuse_incomplete, refuse_untrainable
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
-from trainer_backend.plugins import estimator
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -68,37 +74,57 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
         raise JobError(f"{shortage}: {plan}.", hint=hint)
 
 
-def memory_plan(job: JobConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()) -> MemoryPlan:
-    """Plan a job's memory on this machine; the model's weights are not read.
+def memory_plan(
+    config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()
+) -> MemoryPlan:
+    """Plan the memory of a run on this machine; the model's weights are not read.
 
     Args:
-        checkpoint: a folder that the run goes on from; absent: what [model] names.
+        checkpoint: a folder that the run goes on from; None: the model of [model].
         fixed: model folders of the fixed policies that are served beside.
-
-    Raises:
-        JobError: the device is not there.
-        ModelFolderError: there is no such model, or its config.json describes none to train.
     """
-    placement = place(job.model.device)
-    has_critic = estimator(job.algorithm.advantage).needs_values is not None
+    placement = place(config.model.device)
+    has_critic = config.update.value_level is not None
     others = [_folder_config(folder) for folder in fixed]
     # A preset beside a fixed policy has the tokenizer of the first of them.
-    vocabulary = others[0].get_text_config().vocab_size if others else job.model.vocab_size
-    shape = model_shape(_config(job.model, checkpoint, vocabulary), job.lora, has_critic=has_critic)
+    vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
+    shape = model_shape(
+        _model_config(config.model, checkpoint, vocabulary), config.lora, has_critic=has_critic
+    )
     is_gpu = placement.device.type != "cpu"
     needs = memory_needs(
         shape,
-        memory_use(job, placement, shape),
+        memory_use(config, placement, shape),
         is_gpu=is_gpu,
-        fixed=[model_shape(config, None) for config in others],
+        fixed=[model_shape(other, None) for other in others],
     )
+    return _beside_what_is_free(needs, placement)
+
+
+def serving_plan(table: ModelTable, inference: InferenceTable, folder: Path) -> MemoryPlan:
+    """Plan the memory of serving the model of a folder, without training it; its weights are not read."""
+    placement = place(table.device)
+    shape = model_shape(_folder_config(folder), None)
+    use = EngineUse(
+        low=placement.low is not None,
+        running=inference.slots,
+        kept=inference.kept,
+        cached_tokens=inference.max_model_len,
+    )
+    needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
+    return _beside_what_is_free(needs, placement)
+
+
+def _beside_what_is_free(needs: MemoryNeeds, placement: Placement) -> MemoryPlan:
     main = main_memory()
-    return MemoryPlan(placement, needs, device_memory(placement) if is_gpu else main, main)
+    return MemoryPlan(
+        placement, needs, main if placement.device.type == "cpu" else device_memory(placement), main
+    )
 
 
-def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> MemoryUse:
-    """The job's limits as `core.memory` counts with them."""
-    training, inference = job.training, job.inference
+def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -> MemoryUse:
+    """The limits of [training] and [inference] in the form that `core.memory` counts with."""
+    training, inference = config.training, config.inference
     row = max(training.row_tokens, inference.max_model_len)
     return MemoryUse(
         low=placement.low is not None,
@@ -112,7 +138,7 @@ def memory_use(job: JobConfig, placement: Placement, shape: ModelShape) -> Memor
         reference=training.needs_reference,
         checkpointing=training.gradient_checkpointing,
         offload=training.optimizer_offload,
-        values_by_token=estimator(job.algorithm.advantage).needs_values == "token",
+        values_by_token=config.update.value_level == "token",
     )
 
 
@@ -170,24 +196,24 @@ def main_memory(cgroup: Path = _CGROUP) -> int:
         return available
 
 
-def less_memory(job: JobConfig) -> str:
-    """What would need less memory, from what costs least time to what costs most."""
-    table = job.training
+def less_memory(config: LearnerConfig) -> str:
+    """The keys that lower the need of memory; those that cost least time come first."""
+    table = config.training
     sizes = f"training.micro_batch_tokens ({table.micro_batch_tokens}) or row_tokens ({table.row_tokens})"
     knobs = [f"lower {sizes}"]
     if not table.gradient_checkpointing:
         knobs.append("set training.gradient_checkpointing = true")
-    if job.lora is None:
+    if config.lora is None:
         knobs.append("train adapters with [lora]")
-    if not table.optimizer_offload and place(job.model.device).device.type != "cpu":
+    if not table.optimizer_offload and place(config.model.device).device.type != "cpu":
         knobs.append("set training.optimizer_offload = true")
     knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
-    if any(not table.is_remote for table in job.fixed_policies):
+    if config.shares_device:
         knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
     return f"To need less: {'; '.join(knobs)}."
 
 
-def _config(table: ModelTable, checkpoint: Path | None, vocabulary: int) -> Any:
+def _model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) -> Any:
     if checkpoint is None and table.preset is not None:
         return preset_config(PRESETS[table.preset], vocabulary=vocabulary)
     return _folder_config(checkpoint or model_folder(table))

@@ -17,11 +17,11 @@ from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, take_out
 from trainer_backend.learner.attention import attention_for, head_dim_of
 from trainer_backend.learner.capacity import less_memory
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in, load_checkpoint, load_named
 from trainer_backend.learner.lora import Adapter
@@ -29,12 +29,11 @@ from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.learner.update import Known, PolicyUpdate, Reference
+from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.plugins import estimator
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 
@@ -46,108 +45,103 @@ class LocalLearner:
         started_from: the checkpoint that RL started from, which a KL pulls towards; None: the policy
             of the first update.
         adapter_folder: adapters to go on with; None: fresh ones.
-
-    Raises:
-        CheckpointError: the adapters are not those of [lora].
-        JobError: the device is not there, or [lora] does not fit the model.
-        ModelFolderError: the model cannot be trained exactly.
     """
 
     def __init__(
         self,
-        job: JobConfig,
+        config: LearnerConfig,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerFast,
         *,
         started_from: Path | None = None,
         adapter_folder: Path | None = None,
     ) -> None:
-        refuse_unsupported(model, longest=job.inference.max_model_len)
-        self.job, self.model, self.tokenizer = job, model, tokenizer
-        placement = place(job.model.device)
+        refuse_unsupported(model, longest=config.inference.max_model_len)
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        training, placement = config.training, place(config.model.device)
         # Under adapters the model's own weights are held, not trained.
-        hold_in(model, torch.float32 if job.lora is None else placement.held)
+        hold_in(model, torch.float32 if config.lora is None else placement.held)
         model.to(placement.device)  # type: ignore[arg-type]
         self._adapter = None
-        if job.lora is not None:
-            base = job.model.name if job.model.path is None else str(job.model.path.resolve())
-            self._adapter = Adapter.fresh(model, job.lora, seed=derived_seed(job.job.seed, "lora"), base=base)
+        if config.lora is not None:
+            table, seed = config.model, derived_seed(config.seed, "lora")
+            base = table.name if table.path is None else str(table.path.resolve())
+            self._adapter = Adapter.fresh(model, config.lora, seed=seed, base=base)
         if self._adapter is not None and adapter_folder is not None:
             self._adapter.restore(adapter_folder)
-        if job.training.gradient_checkpointing:
+        if training.gradient_checkpointing:
             checkpoint_layers(model)
-        self.scorer = scorer_of(model, placement, job.training.logits_chunk_tokens)
+        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens)
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model,
-            learning_rate=job.training.learning_rate,
-            weight_decay=job.training.weight_decay,
-            offload=job.training.optimizer_offload,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            offload=training.optimizer_offload,
         )
-        level = estimator(job.algorithm.advantage).needs_values
-        width, self._head = model.config.hidden_size, None
+        level, self._head = config.update.value_level, None
         if level is not None:
-            self._head = ValueHead(width, placement.device, job.training, level)
-        # Log-probs that `values` and `score` found, by rollout id, until the next update: of the weights, and
-        # of the policy that RL started from.
+            self._head = ValueHead(model.config.hidden_size, placement.device, training, level)
+        # Log-probs from `values` and `score`, by rollout id, until the next update: under the weights of now,
+        # and under the policy that RL started from.
         self._proximal: dict[str, list[list[float]]] = {}
         self._of_reference: dict[str, list[list[float]]] = {}
 
     @classmethod
     def fresh(
         cls,
-        job: JobConfig,
+        config: LearnerConfig,
         prompts: Sequence[Trajectory],
         tokenizer: PreTrainedTokenizerFast | None = None,
     ) -> "LocalLearner":
-        """The model that the job names.
+        """A learner of the model that [model] names.
 
-        A preset takes the `tokenizer` of the fixed policy that it is to be weighed against; where there is
-        none, one is trained on the texts of `prompts`.
+        Args:
+            prompts: a preset's tokenizer is trained on their texts, where none is given.
+            tokenizer: for a preset beside a fixed policy, which must share its tokenizer.
         """
-        # The dropout of adapters draws from it; a checkpoint holds where it is.
-        torch.manual_seed(derived_seed(job.job.seed, "torch"))
-        if job.model.preset is None:
-            return cls(job, *load_named(job.model))
+        # The dropout of adapters draws from this generator, whose state a checkpoint holds.
+        torch.manual_seed(derived_seed(config.seed, "torch"))
+        table = config.model
+        if table.preset is None:
+            return cls(config, *load_named(table))
         if tokenizer is None:
             texts, words = prompt_texts(prompts), tool_words(prompts)
-            tokenizer = train_tokenizer(texts, job.model.vocab_size, whole_words=words)
-        return cls(job, build_preset(job.model.preset, tokenizer, seed=job.job.seed), tokenizer)
+            tokenizer = train_tokenizer(texts, table.vocab_size, whole_words=words)
+        return cls(config, build_preset(table.preset, tokenizer, seed=config.seed), tokenizer)
 
     @classmethod
-    def resumed(cls, job: JobConfig, checkpoint: Path) -> "tuple[LocalLearner, Progress]":
-        """Model, optimizer, value head, RNG and progress of a checkpoint.
+    def resumed(cls, config: LearnerConfig, checkpoint: Path) -> "tuple[LocalLearner, Progress]":
+        """A learner with a checkpoint's model, optimizer, value head and RNG; and the checkpoint's progress.
 
-        What RL started from is iteration_0: the adapters' base with those of then, and what the KL term
-        pulls towards.
+        RL started from iteration_0. The KL term pulls towards it, and adapters are over its base.
         """
         started_from = checkpoint.with_name("iteration_0")
-        reference = started_from if job.training.needs_reference else None
-        if job.lora is not None:
-            model, tokenizer = load_checkpoint(job.model, started_from)
+        reference = started_from if config.training.needs_reference else None
+        if config.lora is not None:
+            model, tokenizer = load_checkpoint(config.model, started_from)
             take_out(model, started_from / FOLDER)
             adapters = checkpoint / FOLDER
         else:
-            model, tokenizer = load_checkpoint(job.model, checkpoint)
+            model, tokenizer = load_checkpoint(config.model, checkpoint)
             adapters = None
-        learner = cls(job, model, tokenizer, started_from=reference, adapter_folder=adapters)
+        learner = cls(config, model, tokenizer, started_from=reference, adapter_folder=adapters)
         if learner._head is not None:
             learner._head.restore(checkpoint)
         return learner, restore_progress(checkpoint, learner._optimizer)
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
         """Imitate the teacher; see `learner.warmup`."""
-        table = self.job.warmup
+        table, training = self.config.warmup, self.config.training
         if table is None:
             raise JobError("the job has no [warmup]")
-        torch.set_num_threads(self.job.training.threads)
+        torch.set_num_threads(training.threads)
         segments = demonstrations(
             episodes, ChatRenderer(self.tokenizer), min_outcome_reward=table.min_outcome_reward
         )
         self.model.train()
-        with memory_watched("the warm-up ran out of memory", hint=less_memory(self.job)):
-            seed, training = self.job.job.seed, self.job.training
-            result = warm_up(self.scorer, segments, table, training, seed=seed, tell=tell)
+        with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
+            result = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
             self._adapter.begin()
@@ -158,41 +152,35 @@ class LocalLearner:
         }
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        """V of each episode by rollout id, by decision or by token as the job's estimator reads it.
-
-        Raises:
-            AdvantageError: see `values_of_episode`.
-            OutOfMemory: scoring did not fit the device.
-        """
+        """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""
         head, scorer = self._head, self.scorer
         assert head is not None, "asked only where the estimator needs values"
-        torch.set_num_threads(self.job.training.threads)
+        torch.set_num_threads(self.config.training.threads)
         segments = [segment for parts in episodes.values() for segment in parts]
-        with memory_watched("scoring the values ran out of memory", hint=less_memory(self.job)):
-            found, logprobs = scorer.each(
+        with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
+            values, logprobs = scorer.each(
                 segments,
                 lambda states: (head.scored(states), scorer.logprobs_at(states)[0]),
-                row_tokens=self.job.training.row_tokens,
-                micro_batch_tokens=self.job.training.micro_batch_tokens,
+                row_tokens=self.config.training.row_tokens,
+                micro_batch_tokens=self.config.training.micro_batch_tokens,
             )
-        of_segments, own = iter(found), iter(logprobs)
-        values = {
+        of_segments, own = iter(values), iter(logprobs)
+        by_episode = {
             name: values_of_episode(parts, [next(of_segments) for _ in parts], level=head.level)
             for name, parts in episodes.items()
         }
         self._proximal |= {name: [next(own) for _ in parts] for name, parts in episodes.items()}
         head.settle()
-        return values
+        return by_episode
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """What the policy and the one that RL started from say of each episode's tokens, by rollout id.
+        """Log-probs of each episode's tokens, under the policy and the one that RL started from.
 
-        Raises:
-            OutOfMemory: scoring did not fit the device.
+        By rollout id.
         """
-        torch.set_num_threads(self.job.training.threads)
+        torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
-        with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.job)):
+        with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.config)):
             self._proximal |= self._logprobs(new, lambda piece: self.scorer.logprobs(piece)[0])
             self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
@@ -206,26 +194,28 @@ class LocalLearner:
         """By rollout id, for each segment the log-probs of its sampled tokens."""
         if not episodes:
             return {}
-        table = self.job.training
-        found = logprobs_in_pieces(
+        table = self.config.training
+        logprobs = logprobs_in_pieces(
             policy,
             [segment for parts in episodes.values() for segment in parts],
             row_tokens=table.row_tokens,
             micro_batch_tokens=table.micro_batch_tokens,
         )
-        of_segments = iter(found)
+        of_segments = iter(logprobs)
         return {name: [next(of_segments) for _ in parts] for name, parts in episodes.items()}
 
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
         """One iteration of policy updates; see `learner.update`."""
-        torch.set_num_threads(self.job.training.threads)
-        known = Known(self._proximal, self._of_reference)
+        torch.set_num_threads(self.config.training.threads)
+        cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
-        return self.policy_update().run(episodes, iteration=iteration, known=known)
+        return self.policy_update().run(episodes, iteration=iteration, cache=cache)
 
     def policy_update(self) -> PolicyUpdate:
-        """What updates the weights as the job says."""
-        return PolicyUpdate(self.scorer, self._optimizer, self.job, self._pull(), self._head)
+        """The update of the weights as they are now."""
+        return PolicyUpdate(
+            self.scorer, self._optimizer, self.config, reference=self._pull(), head=self._head
+        )
 
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""
@@ -251,7 +241,7 @@ class LocalLearner:
 
     def _pull(self) -> Reference | None:
         """What the KL term of the loss pulls towards."""
-        return None if self.job.training.kl_coef == 0 else self._held_reference()
+        return None if self.config.training.kl_coef == 0 else self._held_reference()
 
     def _held_reference(self) -> Reference:
         if self._reference is None:
@@ -269,7 +259,7 @@ class LocalLearner:
                     return scorer.logprobs(packed)[0]
 
             return with_those
-        model = self.model if folder is None else load_checkpoint(self.job.model, folder)[0]
+        model = self.model if folder is None else load_checkpoint(self.config.model, folder)[0]
         held = held_scorer(scorer, model)
         return lambda packed: held.logprobs(packed)[0]
 

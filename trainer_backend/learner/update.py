@@ -16,10 +16,10 @@ from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
-from trainer_backend.learner.behaviour import Weighed, mismatch, mixture_metrics, objectives_of, weighed
+from trainer_backend.learner.behaviour import Weighed, mismatch, mixture_metrics, weighed
 from trainer_backend.learner.capacity import less_memory
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, row_width
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
@@ -32,47 +32,52 @@ Reference = Callable[[Packed], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Log-probs that were scored before an update, by rollout id for each segment; of weights that are still
-    the same. Where those of all episodes are there, none is scored again."""
+class LogprobCache:
+    """Log-probs that the weights of now gave before an update, by rollout id, [N] for each segment.
+
+    An update that finds all its episodes here scores none again.
+    """
 
     proximal: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     reference: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
 
-NOTHING_KNOWN = Known()
+EMPTY = LogprobCache()
 
 
 class PolicyUpdate:
     """Updates the scorer's model in place, and `head` beside it.
 
-    `reference` is needed only where the job has a KL term, `head` only where episodes have targets for it.
+    Args:
+        reference: the policy that a KL term pulls towards; None without such a term.
+        head: a critic's; None where no episode has targets for it.
     """
 
     def __init__(
         self,
         scorer: Scorer,
         optimizer: torch.optim.Optimizer,
-        job: JobConfig,
+        config: LearnerConfig,
+        *,
         reference: Reference | None = None,
         head: ValueHead | None = None,
     ) -> None:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
-        self._job, self._table = job, job.training
-        self._terms = PolicyTerms(objectives_of(job), job.training)
-        self._aggregation = aggregation(job.training.aggregation)
+        self._config, self._table = config, config.training
+        self._terms = PolicyTerms(config.update.objectives, config.training)
+        self._aggregation = aggregation(config.training.aggregation)
 
     def run(
         self,
         episodes: Sequence[CreditedEpisode],
         *,
         iteration: int,
-        known: Known = NOTHING_KNOWN,
+        cache: LogprobCache = EMPTY,
     ) -> dict[str, float]:
-        """Score all segments, then `update_passes` passes over them in shuffled optimizer steps.
+        """Score all segments, then make `update_passes` passes over them in shuffled optimizer steps.
 
-        With `target_kl`, no step is taken on from where the policy was found further away than that. `known`
-        are log-probs of the same weights.
+        With `target_kl`, the first step that finds the policy further away than that is not taken, nor is
+        any step after it.
 
         Raises:
             SamplerMismatch: a token of the actor's is further from what its sampler said than
@@ -85,10 +90,10 @@ class PolicyUpdate:
         by_id = {episode.rollout_id: episode for episode in episodes}
         parts: list[dict[str, float]] = []
         try:
-            with memory_watched("the update ran out of memory", hint=less_memory(self._job)):
-                found = self.weighed(episodes, known)
-                gaps = mismatch(found.scored, limit=self._mismatch_limit())
-                steps = list(self._steps(found.scored, iteration))
+            with memory_watched("the update ran out of memory", hint=less_memory(self._config)):
+                samples = self.weighed(episodes, cache)
+                gaps = mismatch(samples.scored, limit=self._mismatch_limit())
+                steps = list(self._steps(samples.scored, iteration))
                 for number, (step, in_pass) in enumerate(steps):
                     part = self.gradient(step, by_id, steps=in_pass, is_first=number == 0)
                     moved = part.pop(DRIFT)
@@ -108,53 +113,56 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **mixture_metrics(self._terms.objectives, found, metrics),
+            **mixture_metrics(self._terms.objectives, samples, metrics),
         }
 
     def weighed(
         self,
         episodes: Sequence[CreditedEpisode],
-        known: Known = NOTHING_KNOWN,
+        cache: LogprobCache = EMPTY,
     ) -> Weighed:
-        """Stop 8: log-probs of the learner and of the reference before the first step, without dropout; the
-        weights to who sampled; what each token counts of the iteration, where the aggregation is over that.
+        """Stop 8: score each segment before the first step, without dropout, and weigh its tokens.
+
+        Where the aggregation is over the iteration, each token gets its share of it too.
 
         Raises:
             NonFiniteLoss: a log-prob is not finite, by the name of its token.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
         policies = [episode.policy for episode in episodes for _ in episode.segments]
-        proximal = self._logprobs(episodes, known.proximal, self._scorer.score)
+        proximal = self._logprobs(episodes, cache.proximal, self._scorer.score)
         reference, pull = None, self._reference
         if pull is not None:
-            reference = self._logprobs(episodes, known.reference, partial(logprobs_in_pieces, pull))
-        found = weighed(segments, proximal, policies, self._terms.objectives, reference)
+            reference = self._logprobs(episodes, cache.reference, partial(logprobs_in_pieces, pull))
+        samples = weighed(segments, proximal, policies, self._terms.objectives, reference=reference)
         if self._aggregation.over != "iteration":
-            return found
+            return samples
         shares = self._aggregation.weights(segments)
-        scored = [replace(item, share=share) for item, share in zip(found.scored, shares, strict=True)]
-        return replace(found, scored=scored)
+        scored = [replace(item, share=share) for item, share in zip(samples.scored, shares, strict=True)]
+        return replace(samples, scored=scored)
 
     def _logprobs(
         self,
         episodes: Sequence[CreditedEpisode],
-        known: Mapping[str, Sequence[Sequence[float]]],
+        cached: Mapping[str, Sequence[Sequence[float]]],
         score: Callable[..., list[list[float]]],
     ) -> list[Sequence[float]]:
-        """For each segment, [N]: as they are known, or else scored now."""
-        if all(episode.rollout_id in known for episode in episodes):
-            return list(chain.from_iterable(known[episode.rollout_id] for episode in episodes))
+        """For each segment, [N] its log-probs: all from the cache, or all scored now."""
+        if all(episode.rollout_id in cached for episode in episodes):
+            return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
         table = self._table
         size = {"row_tokens": table.row_tokens, "micro_batch_tokens": table.micro_batch_tokens}
         segments = [segment for episode in episodes for segment in episode.segments]
         return [*score(segments, **size)]
 
     def _steps(self, scored: Sequence[Scored], iteration: int) -> Iterator[tuple[list[Scored], int]]:
-        """Optimizer steps of about `batch_decisions` decisions, each with how many its pass has; the shuffle
-        follows from the job's seed."""
+        """Optimizer steps of about `batch_decisions` decisions, each with the number of steps in its pass.
+
+        The shuffle follows from the job's seed.
+        """
         for number in range(self._table.update_passes):
             order = together(scored, self._terms.unit_levels)
-            random.Random(derived_seed(self._job.job.seed, "shuffle", iteration, number)).shuffle(order)
+            random.Random(derived_seed(self._config.seed, "shuffle", iteration, number)).shuffle(order)
             steps = list(in_steps(order, self._table.batch_decisions))
             yield from ((step, len(steps)) for step in steps)
 
@@ -199,7 +207,7 @@ class PolicyUpdate:
         weights = self._aggregation.weights([item.segment for item in step])
         if self._aggregation.over == "step":
             return weights
-        return [[weight / self._job.planned_tokens for weight in row] for row in weights]
+        return [[weight / self._config.update.planned_tokens for weight in row] for row in weights]
 
     def _batch(
         self,
@@ -228,7 +236,7 @@ class PolicyUpdate:
         """The step in pieces of one forward and backward. They know what their own forward pass cannot tell:
         what units share that lie in several pieces, and log-probs without the adapters' dropout."""
         pieces = list(cut_batch(batch, max_rows))
-        spans, lora = self._terms.spans_pieces(batch), self._job.lora
+        spans, lora = self._terms.spans_pieces(batch), self._config.lora
         drops = lora is not None and lora.dropout > 0
         if not (spans or drops):
             return pieces

@@ -44,17 +44,17 @@ def played_frames(job: JobConfig, episode: Trajectory, turns: Collection[int]) -
     Raises:
         NoPictures: there never are any; any other TrainerError may go away.
     """
-    return asyncio.run(_with_task_app(job, episode, turns))
 
+    async def frames() -> list[Frame]:
+        config = job.rollout.env_config
+        with tempfile.TemporaryDirectory() as folder:
+            async with task_apps(job, Path(folder) / "task_app.log") as apps:
+                for client in apps[:-1]:
+                    with suppress(TaskAppLost):  # another task app can draw it too
+                        return await replay(client, episode, turns, config=config)
+                return await replay(apps[-1], episode, turns, config=config)
 
-async def _with_task_app(job: JobConfig, episode: Trajectory, turns: Collection[int]) -> list[Frame]:
-    config = job.rollout.env_config
-    with tempfile.TemporaryDirectory() as folder:
-        async with task_apps(job, Path(folder) / "task_app.log") as apps:
-            for client in apps[:-1]:
-                with suppress(TaskAppLost):  # another task app can draw it too
-                    return await replay(client, episode, turns, config=config)
-            return await replay(apps[-1], episode, turns, config=config)
+    return asyncio.run(frames())
 
 
 async def replay(

@@ -1,4 +1,4 @@
-"""What of a run is saved, and when: its checkpoints, which of them is the best, which may go."""
+"""The checkpoints of a run: when one is saved, which of them is the best, and which may go."""
 
 import asyncio
 import time
@@ -24,45 +24,45 @@ class Saving:
         self, training: TrainingTable, evaluation: EvaluationTable, directory: RunDirectory, learner: Learner
     ) -> None:
         self._training, self._evaluation = training, evaluation
-        self._directory, self._learner = directory, learner
+        self.directory, self.learner = directory, learner
         self._spent_s = 0.0
 
+    @property
+    def last_iteration(self) -> int:
+        return self._training.iterations
+
     def folder(self, iteration: int) -> Path:
-        return self._directory.checkpoints / f"iteration_{iteration}"
+        return self.directory.checkpoints / f"iteration_{iteration}"
 
     def is_saved(self, iteration: int) -> bool:
         return is_whole(self.folder(iteration))
 
     def evaluation_due(self, progress: Progress) -> bool:
-        """At both ends and every so often; also when a stop came before an evaluation that was due."""
+        """Whether the evaluation after this iteration is still to be played."""
         if not self._evaluates(progress.iteration):
             return False
-        rows = self._directory.metrics()
+        rows = self.directory.metrics()
         return not any(row["kind"] == "evaluation" and row["iteration"] == progress.iteration for row in rows)
 
     def due(self, iteration: int) -> bool:
-        """Whether a checkpoint of this iteration is wanted, if only until the next one."""
+        """Whether this iteration gets a checkpoint, if only until the next one."""
         every = self._training.recovery_every
         return self._stays(iteration) or (every > 0 and iteration % every == 0)
 
     async def save(self, progress: Progress) -> None:
-        """A checkpoint of this iteration, unless it is on disk; then what only the last one needed goes.
-
-        Raises:
-            CheckpointError: the disk is full, or refuses.
-        """
+        """Save this iteration unless it is on disk; then remove what only the last checkpoint needed."""
         if not self.is_saved(progress.iteration):
             started = time.monotonic()
             await asyncio.to_thread(self.write, progress)
             self._spent_s += time.monotonic() - started
 
     def write(self, progress: Progress) -> None:
-        """As `save`, here and now."""
-        self._learner.save(self.folder(progress.iteration), progress)
-        # What they hold is in these weights: nobody will ask for it again.
-        for spool in self._directory.rollouts.glob("iteration_*.spool.jsonl"):
+        """As `save`, on this thread."""
+        self.learner.save(self.folder(progress.iteration), progress)
+        # These weights have learned from their rollouts: nobody will ask for them again.
+        for spool in self.directory.rollouts.glob("iteration_*.spool.jsonl"):
             spool.unlink()
-        prune_checkpoints(self._directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
+        prune_checkpoints(self.directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
 
     def take_seconds(self) -> float:
         """Return the seconds that saving took since the last call."""
@@ -72,17 +72,17 @@ class Saving:
     def mark_best(self) -> None:
         """Point at the checkpoint with the best evaluation, the first of equals.
 
-        Derived from the rows and the folders, so that a kill between any two writes is made good by the next
-        start; and from the mark itself, where its row is lost. An evaluation that lost worlds to failures is
-        not comparable, and never the best.
+        The mark is derived anew from rows and folders, so the next start repairs a mark that a kill left
+        behind. A mark whose row is lost stands until an evaluation is better. An evaluation that lost worlds
+        to failures is not comparable, and never the best.
         """
-        rows = [row for row in self._directory.metrics() if row["kind"] == "evaluation"]
+        rows = [row for row in self.directory.metrics() if row["kind"] == "evaluation"]
         marks = [
             BestMark(self.folder(row["iteration"]), row["eval/outcome_reward"])
             for row in rows
             if row["rollout/failed"] == 0 and self.is_saved(row["iteration"])
         ]
-        standing = best_mark(self._directory.checkpoints)
+        standing = best_mark(self.directory.checkpoints)
         if standing is not None and standing.folder not in [self.folder(row["iteration"]) for row in rows]:
             marks.insert(0, standing)
         if marks:
@@ -93,5 +93,4 @@ class Saving:
         return iteration % self._training.checkpoint_every == 0 or self._evaluates(iteration)
 
     def _evaluates(self, iteration: int) -> bool:
-        last = iteration == self._training.iterations
-        return last or iteration % self._evaluation.every_n_iters == 0
+        return iteration == self.last_iteration or iteration % self._evaluation.every_n_iters == 0

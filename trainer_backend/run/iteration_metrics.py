@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
@@ -11,7 +11,6 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.metrics import collection_metrics
 from trainer_backend.collect.sources import sampler_of
 from trainer_backend.collect.work import Collection
-from trainer_backend.core.allocation import DrawnSchedule
 from trainer_backend.core.conversations import (
     context_metrics,
     failure_metrics,
@@ -37,62 +36,127 @@ from trainer_backend.rundir.rollout_files import Credit
 
 
 @dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """Moments on the monotonic clock, and seconds.
+
+    started, credited: when the iteration began, and when its rollouts had their credit.
+    collect_s: how much of the time between the two went into collecting.
+    """
+
+    started: float
+    credited: float
+    collect_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class IterationResult:
     """Stops 2 to 10 of an iteration: collected, credited, stored.
 
     Attributes:
-        branches: rollouts that were played on from decisions of those collected; measured with, not trained.
+        branches: rollouts that were played on from decisions of the collected ones; they are measured with,
+            and not trained on.
         refilled: groups that were asked for beyond the plan, in place of flat ones.
-        started, ended: on the monotonic clock; collect_s of what lies between went into collecting.
-        mixture: the metrics by policy (`rollout_metrics`).
+        inference: metrics of the engine (`inference_metrics`).
+        mixture: metrics by policy (`IterationMetrics.by_policy`).
     """
 
     collection: Collection
     branches: Collection
-    trajectories: list[Trajectory]
     credited: Credited
-    inference: dict[str, float]
-    refilled: int
-    started: float
-    collect_s: float
-    ended: float
-    mixture: Mapping[str, float] = field(default_factory=dict)
+    times: IterationTimes
+    inference: Mapping[str, float]
+    mixture: Mapping[str, float]
+    refilled: int = 0
 
 
-def iteration_metrics(result: IterationResult, own: Sequence[Rollout], *, ended: float) -> dict[str, Any]:
-    """What the rollouts of an iteration that ended at `ended` say of themselves.
+@dataclass(frozen=True, slots=True)
+class IterationMetrics:
+    """The metrics of a job's iterations, told apart by the policy that sampled."""
 
-    What tells how well is played is of the actor's rollouts alone, and absent where it has none; what tells
-    of time and of failures is of all.
+    policies: Policies
 
-    Args:
-        own: the actor's rollouts of it.
-    """
-    episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
-    steps = [step.step_info for item in result.trajectories for step in item.steps]
-    played_on = branch_metrics(result.branches)
-    decisions = len(steps) + played_on.get("branch/decisions", 0.0) - _reused_decisions(result)
-    return {
-        **(episode_metrics(episodes) if episodes else {}),
-        **outcome_bounds(own),
-        "episode/outcome_definition": outcome_definition(result.trajectories),
-        **result.credited.metrics,
-        **conversation_metrics(own, result.collection.failures),
-        **collection_metrics(result.collection),
-        "recovery/rollouts_reused": float(len(result.collection.reused) + len(result.branches.reused)),
-        **played_on,
-        **result.mixture,
-        **(result.inference if own else {}),
-        **(_by_turn(episodes) if episodes else {}),
-        "group/refilled": float(result.refilled),
-        "time/collect_s": result.collect_s,
-        "time/credit_s": result.ended - result.started - result.collect_s,
-        "time/environment_s": sum(step.environment_s for step in steps),
-        "time/interaction_s": sum(step.interaction_s for step in steps),
-        "time/policy_s": sum(step.policy_s for step in steps),
-        "perf/decisions_per_s": decisions / (ended - result.started),
-        "perf/collect_decisions_per_s": decisions / result.collect_s,
-    }
+    def row(self, result: IterationResult, *, ended: float) -> dict[str, Any]:
+        """The metrics of an iteration that ended at `ended`.
+
+        Metrics of skill are of the actor's rollouts alone, and absent where it has none. Metrics of time and
+        of failures are of all.
+        """
+        collection, times = result.collection, result.times
+        own = self.policies.by_actor(collection.rollouts)
+        episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
+        trajectories = [item.trajectory for item in collection.rollouts if item.trajectory is not None]
+        steps = [step.step_info for item in trajectories for step in item.steps]
+        branched = branch_metrics(result.branches)
+        decisions = len(steps) + branched.get("branch/decisions", 0.0) - _reused_decisions(result)
+        return {
+            **(episode_metrics(episodes) if episodes else {}),
+            **outcome_bounds(own),
+            "episode/outcome_definition": outcome_definition(trajectories),
+            **result.credited.metrics,
+            **conversation_metrics(own, collection.failures),
+            **collection_metrics(collection),
+            "recovery/rollouts_reused": float(len(collection.reused) + len(result.branches.reused)),
+            **branched,
+            **result.mixture,
+            **(result.inference if own else {}),
+            **(_by_turn(episodes) if episodes else {}),
+            "group/refilled": float(result.refilled),
+            "time/collect_s": times.collect_s,
+            "time/credit_s": times.credited - times.started - times.collect_s,
+            "time/environment_s": sum(step.environment_s for step in steps),
+            "time/interaction_s": sum(step.interaction_s for step in steps),
+            "time/policy_s": sum(step.policy_s for step in steps),
+            "perf/decisions_per_s": decisions / (ended - times.started),
+            "perf/collect_decisions_per_s": decisions / times.collect_s,
+        }
+
+    def by_policy(
+        self,
+        requests: Iterable[RolloutRequest],
+        rollouts: Sequence[Rollout],
+        credits: Sequence[Credit],
+        *,
+        alpha: float | None,
+    ) -> dict[str, float]:
+        """The share and the episodes of each policy in an iteration; empty without fixed policies.
+
+            rollout/policy_choice           share of the rollouts that the actor was to sample
+            rollout/using_actor, …_fixed    1 where any was
+            mixture/alpha                   P(actor), as the schedule had it
+            mixture/{policy}/episodes       finished rollouts; 0 too
+            mixture/{policy}/failed         the other rollouts that it was to sample
+            mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
+                                            mean of an episode; `reward` is the sum of r_t
+
+        Args:
+            requests: of all rounds of the iteration.
+            credits: of the rollouts, in their order.
+            alpha: None without fixed policies.
+
+        Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
+        """
+        if alpha is None:
+            return {}
+        planned = Counter(map(sampler_of, requests))
+        by_policy: dict[str, list[tuple[Rollout, Credit]]] = {
+            ACTOR: [],
+            **{table.name: [] for table in self.policies.fixed},
+        }
+        for rollout, credit in zip(rollouts, credits, strict=True):
+            by_policy[self.policies.policy_by(rollout)].append((rollout, credit))
+        metrics = {
+            "rollout/policy_choice": planned[ACTOR] / planned.total(),
+            "rollout/using_actor": float(planned[ACTOR] > 0),
+            "rollout/using_fixed": float(planned[ACTOR] < planned.total()),
+            "mixture/alpha": alpha,
+        }
+        for policy, played in by_policy.items():
+            metrics |= {
+                metric_of(policy, EPISODES): float(len(played)),
+                metric_of(policy, "failed"): float(planned[policy] - len(played)),
+                **{metric_of(policy, name): value for name, value in _means(played).items()},
+            }
+        return metrics
 
 
 def _by_turn(episodes: Sequence[Trajectory]) -> dict[str, list[float]]:
@@ -113,25 +177,25 @@ def _reused_decisions(result: IterationResult) -> int:
 
 
 def outcome_bounds(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """95 % interval of the mean outcome, over groups; nothing where there is only one."""
-    found = group_interval(
+    """95 % interval of the mean outcome, over groups; empty where there is only one group."""
+    interval = group_interval(
         (item.group_id, item.trajectory.outcome_reward) for item in rollouts if item.trajectory is not None
     )
-    if found is None or found.low is None or found.high is None:
+    if interval is None or interval.low is None or interval.high is None:
         return {}
-    return {"episode/outcome_reward_low": found.low, "episode/outcome_reward_high": found.high}
+    return {"episode/outcome_reward_low": interval.low, "episode/outcome_reward_high": interval.high}
 
 
 def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) -> dict[str, Any]:
     """Return the metrics of conversations; empty where none were played.
 
     Args:
-        failures: by code, of all rollouts that were asked for.
+        failures: of all rollouts of the plan, by code.
     """
     trajectories = [item.trajectory for item in rollouts if item.trajectory is not None]
     answered = interaction_metrics(trajectories)
     failed = failure_metrics(failures)
-    kept = [
+    segments = [
         segments_of(item.trajectory.steps, rollout_id=item.rollout_id)
         for item in rollouts
         if item.trajectory is not None and item.trajectory.full_history
@@ -140,7 +204,7 @@ def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) ->
         **answered,
         **(failed if answered or any(failed.values()) else {}),
         **context_metrics(trajectories),
-        **segment_metrics(kept),
+        **segment_metrics(segments),
     }
 
 
@@ -159,8 +223,9 @@ def branch_metrics(branches: Collection) -> dict[str, float]:
 def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of inference between two readings of `InferenceServer.totals`. Pure.
 
-    A step samples one token for every running request, so the mean number of requests is tokens a step. The
-    probability that truncation removed is a mean over tokens sampled under it; absent without such tokens.
+    A step samples one token for every running request, so the mean number of running requests is the number
+    of tokens a step. `lost_mass`, the probability that truncation removed, is a mean over the tokens that
+    were sampled under truncation; absent without such tokens.
     """
     used = {name: float(after[name] - before[name]) for name in after}
     steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
@@ -172,54 +237,57 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
 
 
 # Codes of a task app for a model that does not answer, or answers wrongly, for example without log-probs.
-_UNASKED = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
+_SILENT = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
 # A policy of whose decisions at least this share is invalid is refused, once it has made this many.
 _NEARLY_ALL = 0.95
 _ENOUGH = 20
 
 
-def refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest], found: Collection) -> None:
-    """Nothing is played in place of a fixed policy that is gone, and without it the job would be another one.
+def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], collection: Collection) -> None:
+    """Refuse a round of rollouts in which a fixed policy did not play its part.
+
+    Nothing is played in place of a fixed policy: without it the job would be another one.
 
     Args:
-        requests: of a round; `found` is what came of them.
+        collection: the rollouts of the requests.
 
     Raises:
-        NothingToLearnFrom: a fixed policy finished none of its rollouts, and did not answer as it must.
+        NothingToLearnFrom: a fixed policy finished none of its rollouts, because it did not answer as it
+            must; or nearly no decision of a remote one was a call that could be carried out.
+        SegmentError: a rollout names another policy than its request.
     """
-    if not policies.fixed:
-        return
+    if policies.fixed:
+        _refuse_silent_policy(policies, requests, collection)
+        _refuse_other_sampler(policies, requests, collection)
+        _refuse_unreadable_policy(policies, collection)
+
+
+def _refuse_silent_policy(
+    policies: Policies, requests: Sequence[RolloutRequest], collection: Collection
+) -> None:
     samplers = _samplers(requests)
-    finished = {samplers[_name(rollout.rollout_id)] for rollout in found.rollouts}
+    finished = {samplers[_name(rollout.rollout_id)] for rollout in collection.rollouts}
     for table in policies.fixed:
-        lost = [item for item in found.failed if samplers[_name(item.rollout_id)] == table.name]
-        unasked = [item.failure for item in lost if item.failure and item.failure.code in _UNASKED]
-        if unasked and table.name not in finished:
+        lost = [item for item in collection.failed if samplers[_name(item.rollout_id)] == table.name]
+        silent = [item.failure for item in lost if item.failure and item.failure.code in _SILENT]
+        if silent and table.name not in finished:
             raise NothingToLearnFrom(
-                f"none of its {len(lost)} rollouts was finished, {len(unasked)} x {unasked[0].code}: "
-                f"{unasked[0].detail}",
+                f"none of its {len(lost)} rollouts was finished, {len(silent)} x {silent[0].code}: "
+                f"{silent[0].detail}",
                 where=f"[rollout_only] {table.name!r} ({table.source})",
                 hint="Nothing is played in its place; a run that is resumed goes on where it ended.",
             )
 
 
-def refuse_unreadable_policy(policies: Policies, found: Collection) -> None:
-    """What answers under a name at a server may be any model. One that writes no calls teaches nothing, and
-    an iteration of its noops looks like one of bad luck.
-
-    Args:
-        found: what came of a round's requests.
-
-    Raises:
-        NothingToLearnFrom: nearly no decision of a fixed policy at a server was a call that could be carried
-            out.
-    """
+def _refuse_unreadable_policy(policies: Policies, collection: Collection) -> None:
+    """A server may serve any model under a name. One that writes no calls teaches nothing, and an iteration
+    of its noops looks like one of bad luck."""
     for table in policies.fixed:
         if not table.is_remote:
             continue
         decisions = [
             step.step_info.invalid_reason
-            for rollout in found.rollouts
+            for rollout in collection.rollouts
             if rollout.trajectory is not None and policies.policy_by(rollout) == table.name
             for step in rollout.trajectory.steps
         ]
@@ -235,97 +303,39 @@ def refuse_unreadable_policy(policies: Policies, found: Collection) -> None:
             )
 
 
-def refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], found: Collection) -> None:
-    """Refuse a rollout that another policy sampled than the one that was asked.
-
-    Samples of a fixed policy are trained on differently from the actor's, so a rollout must name its policy;
-    a rollout without a name counts as the actor's.
-
-    Args:
-        requests: of a round; `found` holds their rollouts.
-
-    Raises:
-        SegmentError: a rollout names another policy, or none although a fixed one was asked.
-    """
-    if not policies.fixed:
-        return
+def _refuse_other_sampler(
+    policies: Policies, requests: Sequence[RolloutRequest], collection: Collection
+) -> None:
+    """Samples of a fixed policy are trained on differently from the actor's, so a rollout must name its
+    policy; a rollout without a name counts as the actor's."""
     samplers = _samplers(requests)
-    for rollout in found.rollouts:
-        asked, told = samplers[_name(rollout.rollout_id)], policies.policy_by(rollout)
-        if asked != told:
+    for rollout in collection.rollouts:
+        planned, sampler = samplers[_name(rollout.rollout_id)], policies.policy_by(rollout)
+        if planned != sampler:
             model = rollout.trajectory.model if rollout.trajectory is not None else None
             raise SegmentError(
-                f"{asked!r} was asked to sample it, and its model is {model!r}, which is that of {told!r}",
+                f"{planned!r} was asked to sample it, and its model is {model!r}, which is that of "
+                f"{sampler!r}",
                 where=place(rollout.rollout_id),
                 hint=f"The policy {requests[0].policy.policy_name!r} must tell the model that its request "
                 "names.",
             )
 
 
-def rollout_metrics(
-    policies: Policies,
-    schedule: DrawnSchedule | None,
-    iteration: int,
-    *,
-    asked: Iterable[RolloutRequest],
-    rollouts: Sequence[Rollout],
-    credits: Sequence[Credit],
-) -> dict[str, float]:
-    """Return metrics of each policy's share and episodes in an iteration; empty without fixed policies.
-
-        rollout/policy_choice           share of the rollouts that the actor was to sample
-        rollout/using_actor, …_fixed    1 where any was
-        mixture/alpha                   P(actor), as the schedule had it
-        mixture/{policy}/episodes       finished rollouts; 0 too
-        mixture/{policy}/failed         of those that it was to sample, the others
-        mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
-                                        mean of an episode; `reward` is the sum of r_t
-
-    Args:
-        schedule: as the iteration was planned with; None without fixed policies.
-        asked: the requests of all its rounds.
-        credits: of the rollouts, in their order.
-
-    Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
-    """
-    if schedule is None:
-        return {}
-    planned = Counter(map(sampler_of, asked))
-    by_policy: dict[str, list[tuple[Rollout, Credit]]] = {
-        ACTOR: [],
-        **{table.name: [] for table in policies.fixed},
-    }
-    for rollout, credit in zip(rollouts, credits, strict=True):
-        by_policy[policies.policy_by(rollout)].append((rollout, credit))
-    told = {
-        "rollout/policy_choice": planned[ACTOR] / planned.total(),
-        "rollout/using_actor": float(planned[ACTOR] > 0),
-        "rollout/using_fixed": float(planned[ACTOR] < planned.total()),
-        "mixture/alpha": schedule.alpha_at(iteration),
-    }
-    for policy, played in by_policy.items():
-        told |= {
-            metric_of(policy, EPISODES): float(len(played)),
-            metric_of(policy, "failed"): float(planned[policy] - len(played)),
-            **{metric_of(policy, name): value for name, value in _means(played).items()},
-        }
-    return told
-
-
 def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
-    """Of one policy's episodes; nothing where it has none."""
+    """Means over one policy's episodes; empty where it has none."""
     episodes = [rollout.trajectory for rollout, _ in played if rollout.trajectory is not None]
     if not episodes:
         return {}
     count = len(episodes)
-    told = {
+    means = {
         "decisions": sum(len(item.steps) for item in episodes) / count,
         OUTCOME: math.fsum(item.outcome_reward for item in episodes) / count,
         "reward": math.fsum(math.fsum(credit.rewards_T) for _, credit in played) / count,
     }
     if have_achievements(episodes):
-        told["unique_achievements"] = sum(map(unique_achievements, episodes)) / count
-    return told
+        means["unique_achievements"] = sum(map(unique_achievements, episodes)) / count
+    return means
 
 
 def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
@@ -334,5 +344,5 @@ def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
 
 
 def _name(rollout_id: str) -> str:
-    """Whatever the attempt."""
+    """The id without the attempt."""
     return rollout_id.partition(":")[0]

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from pydantic import SecretStr
 from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, ServerThread, is_wildcard
 from trainer_backend.collect.plan import Inference
-from trainer_backend.core.memory import MemoryNeeds
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.asgi import error_response
@@ -26,42 +25,15 @@ from trainer_backend.inference.engine import EngineLimits, LocalEngine, stop_tok
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.mixture_table import AllocationTable
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
-from trainer_backend.learner.capacity import MemoryPlan, memory_plan
+from trainer_backend.learner.capacity import serving_plan
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named
 from trainer_backend.learner.support import refuse_unsupported
 
 Result = TypeVar("Result")
-
-
-class LocalServer:
-    """Implements `protocols.InferenceServer` for the actor; it never touches policies served beside it."""
-
-    def __init__(
-        self,
-        engine: LocalEngine,
-        policy: ServedPolicy,
-        learner: LocalLearner,
-        inference: Inference,
-        broken: asyncio.Future[str],
-    ) -> None:
-        self._engine, self._policy = engine, policy
-        self._learner, self.inference = learner, inference
-        self._broken = broken
-
-    async def publish(self, policy_version: int) -> None:
-        """Copy the learner's weights to the actor's engine between two requests."""
-        await self._engine.load_weights(policy_version, self._learner.weights())
-
-    async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return await while_unbroken(self._broken, work)
-
-    def totals(self) -> dict[str, float]:
-        """The actor's: the engine's counters, and what the gateway counted of the conversations."""
-        return asdict(self._engine.counters) | self._policy.figures.totals()
+NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
 
 
 def gateway_listener(table: ServicesTable) -> Listener:
@@ -80,41 +52,104 @@ def gateway_listener(table: ServicesTable) -> Listener:
     return Listener(host, table.gateway_port)
 
 
-@asynccontextmanager
-async def serving(
-    job: JobConfig,
-    learner: LocalLearner,
-    listener: Listener | None = None,
-    *,
-    fixed: Mapping[str, ServedPolicy] = MappingProxyType({}),
-) -> AsyncIterator[LocalServer]:
-    """A gateway for `{job}/actor` with a fresh key; ended when the context is left.
+class LocalServer:
+    """Implements `protocols.InferenceServer` for the actor; it never touches policies served beside it."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        engine: LocalEngine,
+        policy: ServedPolicy,
+        learner: LocalLearner,
+        *,
+        broken: asyncio.Future[str],
+    ) -> None:
+        self._engine, self._policy = engine, policy
+        self._learner, self.inference = learner, inference
+        self._broken = broken
+
+    async def publish(self, policy_version: int) -> None:
+        """Copy the learner's weights to the actor's engine between two requests."""
+        await self._engine.load_weights(policy_version, self._learner.weights())
+
+    async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return await while_unbroken(self._broken, work)
+
+    def totals(self) -> dict[str, float]:
+        """The counters of the actor's engine, and what the gateway counted of the actor's conversations."""
+        return asdict(self._engine.counters) | self._policy.figures.totals()
+
+
+class PolicyServer:
+    """The gateway of a job: it serves the actor, and policies beside it, behind one address and one key.
 
     Args:
-        listener: where it listens; absent: `gateway_listener`, and raises what that raises.
-        fixed: by name, policies that are served beside it, as `{job}/{name}` with the same key.
+        job_name: policies are called after it: `{job}/actor`.
+        listener: where the gateway listens.
+        table: [inference], the limits of an engine.
+        schedule: says whether several policies may sample at the same time; None: the actor is alone.
+        key: what callers must know; None: a fresh one.
+
+    Attributes:
+        inference: how the actor is asked, once it is served.
     """
-    engine = LocalEngine(
-        learner.copy_to_serve(),
-        stop_ids=stop_token_ids(learner.model, learner.tokenizer),
-        limits=engine_limits(job.inference, job.rollout_allocation_schedule, engines=1 + len(fixed)),
-    )
-    policy = ServedPolicy(engine, learner.tokenizer)
-    names = {model_of(job.job.name, name): item for name, item in {ACTOR: policy, **fixed}.items()}
-    listener = listener or gateway_listener(job.services)
-    with _gateway(names, listener, None, max_model_len=job.inference.max_model_len) as inference:
-        broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()]))
-        try:
-            yield LocalServer(engine, policy, learner, inference, broken)
-        finally:
-            broken.cancel()
+
+    def __init__(
+        self,
+        job_name: str,
+        listener: Listener,
+        table: InferenceTable,
+        *,
+        schedule: AllocationTable | None = None,
+        key: SecretStr | None = None,
+    ) -> None:
+        self._job_name, self._listener, self._schedule, self.table = job_name, listener, schedule, table
+        self._key = key or SecretStr(secrets.token_urlsafe(32))
+        self.inference = Inference(listener.url, model_of(job_name, ACTOR), self._key, table.max_model_len)
+
+    def limits(self, *, engines: int = 1) -> EngineLimits:
+        """The limits of each of so many engines."""
+        return engine_limits(self.table, self._schedule, engines=engines)
+
+    @contextmanager
+    def gateway(self, actor: ServedPolicy, fixed: Mapping[str, ServedPolicy] = NOBODY) -> Iterator[None]:
+        """Serve policies until the context is left; it is not begun again."""
+        configure_logs_from()
+        served = {model_of(self._job_name, name): item for name, item in {ACTOR: actor, **fixed}.items()}
+        server = ServerThread(create_gateway(served, key=self._key), self._listener, respond=error_response)
+        with ExitStack() as stack:
+            for policy in served.values():
+                stack.callback(policy.engine.stop)
+                policy.engine.start()
+            server.start()
+            stack.callback(server.stop)
+            yield
+
+    @asynccontextmanager
+    async def serving(
+        self, learner: LocalLearner, fixed: Mapping[str, ServedPolicy] = NOBODY
+    ) -> AsyncIterator["LocalServer"]:
+        """Serve the learner's policy, and fixed policies by name, until the context is left."""
+        engine = LocalEngine(
+            learner.copy_to_serve(),
+            stop_ids=stop_token_ids(learner.model, learner.tokenizer),
+            limits=self.limits(engines=1 + len(fixed)),
+        )
+        policy = ServedPolicy(engine, learner.tokenizer)
+        with self.gateway(policy, fixed):
+            broken = asyncio.ensure_future(first_breakdown([policy, *fixed.values()]))
+            try:
+                yield LocalServer(self.inference, engine, policy, learner, broken=broken)
+            finally:
+                broken.cancel()
 
 
 class FolderPolicy:
     """The model of a folder as it is played, not trained: one copy, without optimizer or adapters.
 
     Args:
-        job: [model] says how it is spoken to and where it computes, [inference] within which limits.
+        table: [model], which says how the model is spoken to and where it computes.
+        server: serves it, within its limits.
         folder: a model folder, such as a checkpoint of a run; its weights are read here.
 
     Raises:
@@ -122,37 +157,26 @@ class FolderPolicy:
         ModelFolderError: there is no such model, or it cannot be played exactly.
     """
 
-    def __init__(self, job: JobConfig, folder: Path) -> None:
-        self._job = job
-        self.plan = serving_part(memory_plan(job.model_copy(update={"lora": None}), folder))
+    def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
+        self._server = server
+        self.plan = serving_plan(table, server.table, folder)
         if shortage := self.plan.shortage():
             raise JobError(f"{shortage}, for the model alone: {self.plan}")
-        model, tokenizer = load_named(in_folder(job.model, folder))
-        refuse_unsupported(model, longest=job.inference.max_model_len)
-        served = folder_to_serve(model, folder, place(job.model.device))
+        model, tokenizer = load_named(in_folder(table, folder))
+        refuse_unsupported(model, longest=server.table.max_model_len)
+        served = folder_to_serve(model, folder, place(table.device))
         stop_ids = stop_token_ids(served, tokenizer)
-        self._policy = ServedPolicy(
-            LocalEngine(served, stop_ids=stop_ids, limits=engine_limits(job.inference)), tokenizer
-        )
+        engine = LocalEngine(served, stop_ids=stop_ids, limits=server.limits())
+        self._policy = ServedPolicy(engine, tokenizer)
 
     @contextmanager
-    def serving(self, listener: Listener | None = None, key: SecretStr | None = None) -> Iterator[Inference]:
-        """A gateway for `{job}/actor`; ended when the context is left, and not begun again.
-
-        Args:
-            listener: as `serving` takes it.
-            key: what callers must know; absent: a fresh one.
-        """
-        job = self._job
-        served, listener = (
-            {model_of(job.job.name, ACTOR): self._policy},
-            listener or gateway_listener(job.services),
-        )
-        with _gateway(served, listener, key, max_model_len=job.inference.max_model_len) as inference:
-            yield inference
+    def serving(self) -> Iterator[Inference]:
+        """Serve it as the actor until the context is left; it is not begun again."""
+        with self._server.gateway(self._policy):
+            yield self._server.inference
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """As `protocols.InferenceServer` has it."""
+        """As `protocols.InferenceServer.while_serving`."""
         broken = asyncio.ensure_future(first_breakdown([self._policy]))
         try:
             return await while_unbroken(broken, work)
@@ -161,7 +185,7 @@ class FolderPolicy:
 
 
 async def first_breakdown(policies: Iterable[ServedPolicy]) -> str:
-    """Waits until one of them can answer nobody any more; why that is."""
+    """Wait until an engine can answer nobody any more; return the reason."""
     loop = asyncio.get_running_loop()
     first: asyncio.Future[str] = loop.create_future()
 
@@ -182,7 +206,7 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
     """The result of `work`, which has ended in any case.
 
     Raises:
-        EngineStopped: an engine ended by itself before; what waits for it would wait in vain.
+        EngineStopped: an engine ended by itself first; `work` would wait for it in vain.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -195,28 +219,17 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
         await asyncio.gather(task, return_exceptions=True)
 
 
-@contextmanager
-def _gateway(
-    served: Mapping[str, ServedPolicy], listener: Listener, key: SecretStr | None, *, max_model_len: int
-) -> Iterator[Inference]:
-    """Serve policies by model name in a gateway; yield the address of the first one."""
-    configure_logs_from()
-    key = key or SecretStr(secrets.token_urlsafe(32))
-    server = ServerThread(create_gateway(served, key=key), listener, respond=error_response)
-    with ExitStack() as stack:
-        for policy in served.values():
-            stack.callback(policy.engine.stop)
-            policy.engine.start()
-        url = server.start()
-        stack.callback(server.stop)
-        yield Inference(url=url, model=next(iter(served)), key=key, max_model_len=max_model_len)
-
-
 def engine_limits(
     table: InferenceTable, schedule: AllocationTable | None = None, *, engines: int = 1
 ) -> EngineLimits:
-    """Of one of so many engines. Where several may sample at a time they share the job's threads: more would
-    take the task app's cores. Where an iteration is sampled by one policy, that one has all of them."""
+    """The limits of each engine of a job.
+
+    Engines that may sample at the same time share the job's threads: more would take the task app's cores.
+    Where one policy samples a whole iteration, its engine has all of them.
+
+    Args:
+        engines: how many there are.
+    """
     sharing = 1 if schedule is None or schedule.unit == "iteration" else engines
     return EngineLimits(
         slots=table.slots,
@@ -229,10 +242,3 @@ def engine_limits(
 def in_folder(table: ModelTable, folder: Path) -> ModelTable:
     """Return the job's [model] table for another folder, with the same chat and device settings."""
     return table.model_copy(update={"preset": None, "name": None, "path": folder})
-
-
-def serving_part(plan: MemoryPlan) -> MemoryPlan:
-    """Return the part of a job's plan that serving needs. The model must fit; the cache grows with use."""
-    needs = plan.needs.device
-    device: dict[str, int] = {kind: needs[kind] for kind in ("engine", "cache", "overhead") if kind in needs}
-    return replace(plan, needs=MemoryNeeds(device, {}, sum(device.values()) - needs["cache"]))

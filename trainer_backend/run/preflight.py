@@ -3,7 +3,7 @@
 They read config.json and the tokenizer, not the weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,30 +23,33 @@ from trainer_backend.models.sources import model_folder, remember_chat_settings
 from trainer_backend.rundir.checkpoint_paths import model_in
 
 
-def checked_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
-    """By name, the model folder of each fixed policy that is served from here.
+def checked_folders(
+    tables: Sequence[RolloutOnlyTable], model: ModelTable, checkpoint: Path | None = None
+) -> dict[str, Path]:
+    """By name, the model folder of each fixed policy that is served from this machine.
 
     Args:
-        checkpoint: of the actor, where its run goes on; absent: what [model] names.
+        tables: of all fixed policies.
+        checkpoint: the actor's, where its run goes on; None: the model of [model].
 
     Raises:
-        JobError: a folder or run is not there; its model speaks with other tokens than the actor, and the
-            first difference is named; a remote one's key is not set.
+        JobError: a folder or run is missing; its model has other tokens than the actor, and the first
+            difference is named; the key of a remote policy is not set.
         ModelFolderError: a folder holds no model that can be played.
     """
-    folders = {table.name: _folder(table) for table in job.fixed_policies if not table.is_remote}
-    for table in job.fixed_policies:
+    folders = {table.name: _folder(table) for table in tables if not table.is_remote}
+    for table in tables:
         server_key(table)
-    reference = _actors(job.model, checkpoint) if folders else None
+    reference = _actors(model, checkpoint) if folders else None
     for name, folder in folders.items():
         with naming(name):
             refuse_incomplete(folder)
             refuse_untrainable(folder)
-            tokenizer = tokenizer_in(folder, job.model)
+            tokenizer = tokenizer_in(folder, model)
             refuse_without_tools(tokenizer)
         if reference is not None:
             refuse_other_tokens(name, reference, tokenizer)
-        reference = reference or tokenizer  # of a preset, whose tokenizer is that of the first of them
+        reference = reference or tokenizer  # a preset takes the tokenizer of the first of them
     return folders
 
 
@@ -58,10 +61,7 @@ def tokenizer_in(folder: Path, table: ModelTable) -> Tokenizer:
 
 
 def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
-    """
-    Raises:
-        JobError: what the fixed policy samples cannot be weighed by the actor; with the first difference.
-    """
+    """Refuse a fixed policy whose samples the actor cannot weigh; name the first difference."""
     difference = first_difference(actors, own)
     if difference is not None:
         raise JobError(
@@ -73,18 +73,14 @@ def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
 
 
 def server_key(table: RolloutOnlyTable) -> SecretStr | None:
-    """The key of the server that a fixed policy answers at, if the job names a variable for it.
-
-    Raises:
-        JobError: the variable holds no key.
-    """
+    """The key of a remote policy's server, if the job names a variable for it."""
     if table.api_key_env is None:
         return None
     return key_from(table.api_key_env, where=f"{place(table.name)}: api_key_env")
 
 
 def place(name: str) -> str:
-    """Where an error about a fixed policy is, for who wrote the job."""
+    """The place of a fixed policy in the job, as error messages name it."""
     return f"[rollout_only] {name!r}"
 
 
@@ -99,7 +95,7 @@ def naming(name: str) -> Iterator[None]:
 
 def _folder(table: RolloutOnlyTable) -> Path:
     path = table.model_path
-    assert path is not None, "asked for those served from here alone"
+    assert path is not None, "remote policies have no folder"
     try:
         return model_in(path)
     except RunDirectoryError as error:
@@ -107,7 +103,7 @@ def _folder(table: RolloutOnlyTable) -> Path:
 
 
 def _actors(table: ModelTable, checkpoint: Path | None) -> Tokenizer | None:
-    """None for a preset, and for a model of the hub that is yet to be fetched."""
+    """The actor's tokenizer; None for a preset, and for a model of the hub that is not in the cache yet."""
     if checkpoint is not None:
         return tokenizer_in(checkpoint, table)
     if table.preset is not None:
@@ -119,22 +115,17 @@ def _actors(table: ModelTable, checkpoint: Path | None) -> Tokenizer | None:
     return tokenizer_in(folder, table)
 
 
-def told_before_a_run(job: JobConfig) -> list[str]:
-    """Return a line for each fact to show before a run: the rows of [data], the fixed policies, and settings
-    that bias the gradient.
+def lines_before_a_run(job: JobConfig) -> list[str]:
+    """Check the rows of [data] and the fixed policies, and describe them to a person before a run.
 
-    Raises:
-        DataError: a row cannot be used.
-        JobError, ModelFolderError: a fixed policy cannot be mixed with the actor.
+    Settings that bias the gradient are named too.
     """
     data = data_of(job)
-    told = list(data.told) if data is not None else []
+    lines = list(data.told) if data is not None else []
     if job.fixed_policies:
-        # Here alone: it reads tokenizers, and importing what reads them takes seconds.
-
-        folders = checked_folders(job)
-        told += [
+        folders = checked_folders(job.fixed_policies, job.model)
+        lines += [
             f"fixed policy {name!r}: {folder}, which speaks as the actor" for name, folder in folders.items()
         ]
-    named = "; ".join(biases(job)) or "nothing that is known"
-    return [*told, f"expected policy gradient, biased by: {named} (docs/credit.md)"]
+    names = "; ".join(biases(job)) or "nothing that is known"
+    return [*lines, f"expected policy gradient, biased by: {names} (docs/credit.md)"]

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import SinksTable
 from trainer_backend.plugins import SINKS
 from trainer_backend.protocols import Reporter
 from trainer_backend.rundir.files import now
@@ -20,7 +20,7 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.state import FINAL, RunState, StateName, append_log, read_state, write_state
 from trainer_backend.sinks import Opening, OpenSink, Sink
 
-# How far a stage has come is written so often at most; another stage at once.
+# The progress of a stage is written at most this often; another stage is written at once.
 _EVERY_S = 1.0
 _CRASHED = "crashed"
 
@@ -32,7 +32,7 @@ class RecordingReporter:
         clock: seconds that only grow.
 
     Attributes:
-        left_behind: what the start before was known by to task apps, which may still work for it; or empty.
+        left_behind: run id of the start before, for which task apps may still work; or empty.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class RecordingReporter:
         self._written_s = clock()
         before = read_state(directory.path) or RunState("starting", 0, starts=0)
         self.left_behind = before.run_id
-        # Known by the old name until `runs_as`: a start that fails before it has ended what was left behind
-        # must leave that to the next one.
+        # The old run id stands until `runs_as`: a start that fails before it has aborted those rollouts must
+        # leave them to the next one.
         self._state = RunState(
             "starting",
             os.getpid(),
@@ -85,7 +85,7 @@ class RecordingReporter:
             self._write()
 
     def goes_on_from(self, iteration: int) -> None:
-        """The checkpoint that a resumed run begins with."""
+        """Record the iteration of the checkpoint that a resumed run begins with."""
         with self._lock:
             self._change(self._state.state, iteration=iteration)
             self._write()
@@ -111,7 +111,7 @@ class RecordingReporter:
                 self._write()
 
     def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
-        """The last word; a later one is not heard."""
+        """Record the last state; a later call changes nothing."""
         with self._lock:
             if self._state.state in FINAL:
                 return
@@ -127,7 +127,7 @@ class RecordingReporter:
         self._tolerantly("state.json", lambda: write_state(self._folder, self._state))
 
     def _tolerantly(self, name: str, call: Callable[[], None]) -> None:
-        # On a full disk the run ends where it must not go on; what only tells of it is no such place.
+        # A full disk ends the run where checkpoints and metrics are written; a lost log line does not.
         try:
             call()
         except RunDirectoryError as error:
@@ -140,26 +140,23 @@ class SinkReporter:
     """A `protocols.Reporter` around another one, which also passes rows to the job's sinks.
 
     Use it as a context manager. With the first row the sinks get all of metrics.jsonl: rows written earlier
-    and, in a resumed run, rows that replace those an earlier start had sent.
+    and, in a resumed run, rows that replace those an earlier start had sent. A sink that cannot be opened is
+    a JobError: the job names it, so nothing is trained without it.
 
-    Raises (on entering):
-        JobError: a sink cannot be opened; it was asked for, so nothing is trained without it.
+    Args:
+        job: the whole job as plain values, without its keys.
     """
 
     def __init__(
         self,
-        job: JobConfig,
+        sinks: SinksTable,
         directory: RunDirectory,
         reporter: Reporter,
         *,
+        job: Mapping[str, Any],
         board: Mapping[str, OpenSink] = SINKS,
     ) -> None:
-        self._opening = Opening(
-            job.sinks,
-            directory.path,
-            directory.run_id,
-            job.model_dump(mode="json", exclude={"services": {"task_api_key"}}),
-        )
+        self._opening = Opening(sinks, directory.path, directory.run_id, job)
         self._directory, self._reporter, self._board = directory, reporter, board
         self._sinks: dict[str, Sink] = {}
         self._caught_up = False
@@ -171,7 +168,7 @@ class SinkReporter:
                     self._sinks[name] = open_sink(self._opening)
                 except Exception as error:
                     self._close()
-                    raise JobError(f"sinks.{name} cannot be opened: {_told(error)}") from error
+                    raise JobError(f"sinks.{name} cannot be opened: {_sentence(error)}") from error
         return self
 
     def __exit__(
@@ -203,7 +200,7 @@ class SinkReporter:
             call()
         except Exception as error:
             self._sinks.pop(name, None)
-            self._reporter.say(f"sinks.{name} failed and gets no further rows: {_told(error)}")
+            self._reporter.say(f"sinks.{name} failed and gets no further rows: {_sentence(error)}")
 
 
 def _write(sink: Sink, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -211,5 +208,5 @@ def _write(sink: Sink, rows: Sequence[Mapping[str, Any]]) -> None:
         sink.write(row)
 
 
-def _told(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

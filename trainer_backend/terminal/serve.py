@@ -12,7 +12,7 @@ from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.models.layout import read_config
-from trainer_backend.run.policy_server import FolderPolicy
+from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 
@@ -49,9 +49,10 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
     """
     # The port first: a taken one must not cost the reading of the weights.
     with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:
-        policy = await asyncio.to_thread(FolderPolicy, job, folder)
+        server = PolicyServer(job.job.name, listener, job.inference, key=key)
+        policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
         say(str(policy.plan))
-        with policy.serving(listener, key) as inference:
+        with policy.serving() as inference:
             say(f"{folder} is served as {inference.model} at {inference.url}/v1; Ctrl-C ends it")
             await policy.while_serving(stop.wait())
 

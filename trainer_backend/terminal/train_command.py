@@ -187,10 +187,10 @@ def _trained(out: Console, planned: Planned) -> Ended | None:
     with ConsoleReporter(out) as console:
         console.say(f"run directory: {directory.path}")
         try:
-            refuse_if_locked(
-                directory.path
-            )  # `run_job` would, when sinks have told theirs that the run begins
-            with SinkReporter(config, directory, console) as reporter:
+            # `run_job` would, when sinks have told theirs that the run begins.
+            refuse_if_locked(directory.path)
+            values = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
+            with SinkReporter(config.sinks, directory, console, job=values) as reporter:
                 ended = asyncio.run(run_job(config, directory, reporter, resume=resume))
         except Stopped as stopped:
             console.say(str(stopped))

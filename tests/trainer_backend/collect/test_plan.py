@@ -33,7 +33,7 @@ def planner(**tables: dict[str, object]) -> Planner:
         **tables,
     }
     inference = Inference("http://127.0.0.1:1", "job/actor", SecretStr("key"))
-    return Planner(parse_job(document, where="test").config, "run", inference)
+    return Planner.of(parse_job(document, where="test").config, "run", inference)
 
 
 def test_siblings_share_a_world_and_nothing_else_of_their_seeds():

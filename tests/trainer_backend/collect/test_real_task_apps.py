@@ -20,7 +20,7 @@ from trainer_backend.collect.work import Collection
 from trainer_backend.pages.stored import played_frames
 
 JOB = tiny_job(rollout__max_turns=20, warmup__episodes=24, rollout__max_concurrent_rollouts=8)
-PLAN = Planner(JOB, "run").warmup()
+PLAN = Planner.of(JOB, "run").warmup()
 
 
 def played(collection: Collection) -> list[Any]:
@@ -125,7 +125,7 @@ async def test_a_name_with_two_addresses_is_two_task_apps(undisturbed):
 
 
 async def test_the_siblings_of_a_group_live_on_one_task_app():
-    plan = Planner(JOB, "run").prompts(4)
+    plan = Planner.of(JOB, "run").prompts(4)
     plan = [
         request.model_copy(update={"group_id": f"g{number // 4}", "rollout_id": f"run/{number}"})
         for number, request in enumerate(plan * 4)
@@ -150,7 +150,7 @@ async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_eve
         job = JOB.model_copy(update={"services": services})
         async with task_apps(job, tmp_path / "log") as apps:
             assert told_of(apps).startswith(f"task app: {one}; not there: {gone}: GET /info: ")
-            planner = Planner(job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")))
+            planner = Planner.of(job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")))
             await try_job(planner, apps, from_scratch=True)
             found = await Collector(apps, timeout_s=60).collect(PLAN[:2])
         assert [figures.finished for figures in found.apps.values()] == [0, 2]

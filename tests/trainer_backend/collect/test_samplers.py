@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.plan import Inference, Planner, retried
-from trainer_backend.collect.sources import looks_back, sampler_of
+from trainer_backend.collect.sources import sampler_of
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.job.load import load_job, parse_job
 
@@ -34,7 +34,15 @@ def plan_of(schedule: dict[str, Any] | None, only: Any = ONE, **tables: Any) -> 
     if schedule is not None:
         document |= {"rollout_only": only, "rollout_allocation_schedule": schedule}
     job = parse_job(document, where="test").config
-    return Planner(job, "run", GATEWAY, fixed={"teacher": TEACHER, "far": FAR})
+    return Planner.of(job, "run", GATEWAY)
+
+
+def without_servers(plan: Planner) -> Planner:
+    return replace(plan, players=replace(plan.players, servers={"actor": GATEWAY}))
+
+
+def after(plan: Planner, history: list[Past]) -> Planner:
+    return replace(plan, allocation=replace(plan.allocation, history=history))
 
 
 def constant(alpha: float, **keys: Any) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def test_ten_thousand_rollouts_of_several_policies_are_shared_out():
 
 def test_the_plan_of_a_job_without_fixed_policies_is_what_it_was_before_there_were_any():
     job = load_job(ROOT / "configs/crafter_cpu.toml").config
-    plan = Planner(job, "run", Inference("http://127.0.0.1:9", "crafter_cpu/actor", SecretStr("key"), 256))
+    plan = Planner.of(job, "run", Inference("http://127.0.0.1:9", "crafter_cpu/actor", SecretStr("key"), 256))
     stages = (plan.training(1), plan.refill(3, 1, 5), plan.evaluation("0"), plan.warmup(), plan.prompts(3))
     told = [
         [request.rollout_id, request.group_id, request.start.seed, request.policy.config]
@@ -138,7 +146,7 @@ def test_evaluation_warm_up_and_prompts_are_the_actors_and_the_teachers():
 
 
 def test_a_plan_that_was_not_told_where_a_fixed_policy_is_asked_cannot_ask_it():
-    plan = replace(plan_of(constant(0.0)), fixed={})
+    plan = without_servers(plan_of(constant(0.0)))
     with pytest.raises(ValueError, match="needs the fixed policy 'teacher', and no inference server"):
         plan.training(1)
 
@@ -146,17 +154,17 @@ def test_a_plan_that_was_not_told_where_a_fixed_policy_is_asked_cannot_ask_it():
 def test_adaptive_looks_at_what_earlier_iterations_told():
     adaptive = {"type": "adaptive", "alpha_0": 0.5, "unit": "rollout"}
     plan = plan_of(adaptive)
-    assert looks_back(plan.job.rollout_allocation_schedule)
+    assert plan.allocation.looks_back
     worse = Past(1, {"actor": 4, "teacher": 4}, {"actor": 5.0, "teacher": 1.0}, {"teacher": 1.0})
     assert {sampler_of(item) for item in plan.training(2)} == {"actor", "teacher"}
-    assert {sampler_of(item) for item in replace(plan, history=[worse]).training(2)} == {"actor"}
+    assert {sampler_of(item) for item in after(plan, [worse]).training(2)} == {"actor"}
 
 
 def test_by_reward_the_better_one_samples_what_the_actor_does_not():
     plan = plan_of(constant(0.0, selection="reward"), only=TWO)
-    assert looks_back(plan.job.rollout_allocation_schedule)
-    assert not looks_back(plan_of(constant(0.0), only=TWO).job.rollout_allocation_schedule)
+    assert plan.allocation.looks_back
+    assert not plan_of(constant(0.0), only=TWO).allocation.looks_back
     history = [Past(1, {"teacher": 24}, {"teacher": 1.0}), Past(2, {"far": 24}, {"far": 3.0})]
     for iteration, policy in ((1, "teacher"), (2, "far"), (3, "far")):
-        requests = replace(plan, history=history).training(iteration)
+        requests = after(plan, history).training(iteration)
         assert {sampler_of(request) for request in requests} == {policy}

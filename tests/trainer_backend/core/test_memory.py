@@ -1,5 +1,7 @@
 """The plan of memory, by hand and beside real models."""
 
+from dataclasses import replace
+
 import pytest
 
 from trainer_backend.core.memory import OVERHEAD, MemoryUse, ModelShape, memory_needs
@@ -18,10 +20,6 @@ CPU = MemoryUse(
     kept=2,
     cached_tokens=11,
 )
-
-
-def changed(base, **fields):
-    return type(base)(**{name: getattr(base, name) for name in base.__slots__} | fields)
 
 
 def test_float32_on_a_cpu_by_hand():
@@ -43,7 +41,7 @@ def test_float32_on_a_cpu_by_hand():
 
 
 def test_bfloat16_on_a_gpu_by_hand():
-    use = changed(CPU, low=True, masked=False)
+    use = replace(CPU, low=True, masked=False)
     needs = memory_needs(SHAPE, use, is_gpu=True)
     assert needs.device["weights"] == 4000, "the master copy stays float32"
     assert needs.device["engine"] == 2000
@@ -55,8 +53,8 @@ def test_bfloat16_on_a_gpu_by_hand():
 
 
 def test_adapters_need_gradients_and_moments_of_their_own_and_a_reference_of_theirs():
-    shape = changed(SHAPE, adapters=50)
-    use = changed(CPU, low=True, masked=False, reference=True)
+    shape = replace(SHAPE, adapters=50)
+    use = replace(CPU, low=True, masked=False, reference=True)
     found = memory_needs(shape, use, is_gpu=True).device
     assert found["weights"] == 1000 * 2 + 50 * 4
     assert (found["gradients"], found["optimizer"]) == (200, 400)
@@ -66,30 +64,30 @@ def test_adapters_need_gradients_and_moments_of_their_own_and_a_reference_of_the
 
 
 def test_norms_and_biases_are_float32_in_every_copy():
-    shape, use = changed(SHAPE, vectors=100), changed(CPU, low=True, masked=False, reference=True)
+    shape, use = replace(SHAPE, vectors=100), replace(CPU, low=True, masked=False, reference=True)
     found = memory_needs(shape, use, is_gpu=True, fixed=[shape]).device
     assert found["weights"] == 4000
     assert found["engine"] == found["reference"] == found["fixed"] == 900 * 2 + 100 * 4
-    adapted = memory_needs(changed(shape, adapters=50), use, is_gpu=True).device
+    adapted = memory_needs(replace(shape, adapters=50), use, is_gpu=True).device
     assert adapted["weights"] == 900 * 2 + 100 * 4 + 50 * 4
     assert memory_needs(shape, CPU, is_gpu=False).device["engine"] == 4000, "float32 as all else"
 
 
 def test_head_norms_keep_queries_and_keys_three_times():
     plain, normed = (
-        memory_needs(changed(SHAPE, head_norms=norms), CPU, is_gpu=False).device["activations"]
+        memory_needs(replace(SHAPE, head_norms=norms), CPU, is_gpu=False).device["activations"]
         for norms in (False, True)
     )
     assert normed - plain == 10 * 4 * (8 * 4 + 8 * 2)
 
 
 def test_checkpointed_layers_keep_their_input_and_one_layer_is_computed_at_a_time():
-    found = memory_needs(SHAPE, changed(CPU, checkpointing=True), is_gpu=False).device["activations"]
+    found = memory_needs(SHAPE, replace(CPU, checkpointing=True), is_gpu=False).device["activations"]
     assert found == 10 * (3 * 16 + 288) + 10 * 5 * 5
 
 
 def test_offloaded_moments_are_in_main_memory_beside_a_gpu_and_where_they_were_on_a_cpu():
-    use = changed(CPU, offload=True)
+    use = replace(CPU, offload=True)
     on_gpu, on_cpu = (memory_needs(SHAPE, use, is_gpu=is_gpu) for is_gpu in (True, False))
     assert "optimizer" not in on_gpu.device
     assert on_gpu.host == {"optimizer": 8000, "checkpoint": 4000}
@@ -98,25 +96,25 @@ def test_offloaded_moments_are_in_main_memory_beside_a_gpu_and_where_they_were_o
 
 def test_a_checkpoint_passes_through_main_memory_as_weights_first_and_moments_next():
     assert memory_needs(SHAPE, CPU, is_gpu=True).host == {"checkpoint": 8000}
-    assert memory_needs(changed(SHAPE, adapters=50), CPU, is_gpu=True).host == {"checkpoint": 4000}
+    assert memory_needs(replace(SHAPE, adapters=50), CPU, is_gpu=True).host == {"checkpoint": 4000}
 
 
 @pytest.mark.parametrize(
     "field", ["micro_batch_tokens", "row_tokens", "logits_chunk", "running", "cached_tokens"]
 )
 def test_every_limit_that_an_error_names_makes_a_difference(field: str):
-    more = changed(CPU, **{field: 10 * getattr(CPU, field)})
+    more = replace(CPU, **{field: 10 * getattr(CPU, field)})
     assert memory_needs(SHAPE, more, is_gpu=False).least > memory_needs(SHAPE, CPU, is_gpu=False).least
 
 
 def test_kept_prefixes_give_way_before_anything_fails():
-    few, many = (memory_needs(SHAPE, changed(CPU, kept=kept), is_gpu=False) for kept in (0, 20))
+    few, many = (memory_needs(SHAPE, replace(CPU, kept=kept), is_gpu=False) for kept in (0, 20))
     assert many.least == few.least
     assert many.device["cache"] == 5 * few.device["cache"]
 
 
 def test_fixed_policies_hold_weights_and_a_cache_of_their_own():
-    other = changed(SHAPE, parameters=3000, layers=2)
+    other = replace(SHAPE, parameters=3000, layers=2)
     alone = memory_needs(SHAPE, CPU, is_gpu=False)
     needs = memory_needs(SHAPE, CPU, is_gpu=False, fixed=[SHAPE, other])
     more = {"fixed": (1000 + 3000) * 4, "fixed cache": 7 * 11 * (12 + 8) * 4}
@@ -126,8 +124,8 @@ def test_fixed_policies_hold_weights_and_a_cache_of_their_own():
 
 
 def test_the_largest_fixed_policy_passes_through_main_memory_before_any_checkpoint_does():
-    use = changed(CPU, low=True, masked=False)
-    small, large = changed(SHAPE, parameters=900), changed(SHAPE, parameters=3000)
+    use = replace(CPU, low=True, masked=False)
+    small, large = replace(SHAPE, parameters=900), replace(SHAPE, parameters=3000)
     # moments, 8 bytes a weight of the actor, are more than the small one in float32 and bfloat16
     assert memory_needs(SHAPE, use, is_gpu=True, fixed=[small]).host == {"checkpoint": 8000}
     needs = memory_needs(SHAPE, use, is_gpu=True, fixed=[small, large])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import TASK_APP_KEY, at_the_task_app, task_app_thread, tiny_job
+from tests.conftest import TASK_APP_KEY, at_the_task_app, policy_server, task_app_thread, tiny_job
 from tests.foreign_server import (
     busy,
     foreign_server,
@@ -22,8 +22,8 @@ from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import NothingToLearnFrom, TaskAppError
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.job.load import dump_job
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.run.policy_server import serving
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 KEY = "sk-very-secret-0123456789abcdef"
@@ -115,11 +115,12 @@ async def test_our_own_gateway_asked_as_a_foreign_one_gives_the_checkpoints_figu
     directory = trained[0]
     job, folder = directory.job(), directory.checkpoints / "iteration_2"
     model = job.model.model_copy(update={"preset": None, "path": folder})
-    learner = LocalLearner.fresh(job.model_copy(update={"model": model}), [])
+    learner = LocalLearner.fresh(LearnerConfig.of(job.model_copy(update={"model": model})), [])
     job = at_the_task_app(job)
-    async with serving(job, learner) as server:
-        await server.publish(0)
-        over_the_wire = await evaluate(job, server.inference)
+    with policy_server(job) as gateway:
+        async with gateway.serving(learner) as server:
+            await server.publish(0)
+            over_the_wire = await evaluate(job, server.inference)
     here = await evaluate(job, Checkpoint(folder))
     assert over_the_wire.rates == here.rates
     assert over_the_wire.env_reward == here.env_reward

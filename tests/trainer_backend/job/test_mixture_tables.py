@@ -45,14 +45,14 @@ def test_the_published_tables_are_taken(published: dict[str, Any]):
     )
     (fixed,) = job.fixed_policies
     assert (fixed.name, fixed.model_path) == ("fixed", Path("/a/model"))
-    sampling = job.sampling_of(fixed)
+    sampling = job.rollout.sampling_of(fixed)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.8, 0.95, 40)
-    assert job.sampling_of(None).temperature == 1.0
+    assert job.rollout.sampling_of().temperature == 1.0
 
 
 def test_what_a_fixed_policy_leaves_open_is_that_of_the_rollouts():
     job = job_of(rollout={"temperature": 0.7, "max_tokens": 9})
-    sampling = job.sampling_of(job.fixed("fixed"))
+    sampling = job.rollout.sampling_of(job.fixed("fixed"))
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.7, 1.0, 0, 9)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from tests.conftest import tiny_job
 from trainer_backend.core.segments import CONTEXT, Segment
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode
@@ -21,7 +22,9 @@ def learner_of(tokenizer, **overrides) -> LocalLearner:
     """One that takes log-probs which nobody sampled with."""
     torch.set_num_threads(1)
     overrides = {"training__mismatch_limit": 1e9, **overrides}
-    return LocalLearner(tiny_job(**overrides), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer)
+    return LocalLearner(
+        LearnerConfig.of(tiny_job(**overrides)), build_preset("tiny-0.3m", tokenizer, seed=3), tokenizer
+    )
 
 
 def segment(name: str, prompt: Sequence[int], answer: Sequence[int], logprobs: Sequence[float]) -> Segment:

@@ -7,7 +7,7 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.critic import targets_of
-from trainer_backend.learner.update import Known, PolicyUpdate
+from trainer_backend.learner.update import LogprobCache, PolicyUpdate
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
 from trainer_backend.protocols import CreditedEpisode
 
@@ -52,7 +52,9 @@ def gradient(tokenizer, cut, **settings):
         for item in given
     }
     update = learner.policy_update()
-    update.gradient(update.weighed(given, Known(known)).scored, {item.rollout_id: item for item in given})
+    update.gradient(
+        update.weighed(given, LogprobCache(known)).scored, {item.rollout_id: item for item in given}
+    )
     weights = [*learner.model.parameters(), *([] if head is None else head._trained.values())]
     return torch.cat([weight.grad.flatten() for weight in weights]).double()
 
@@ -121,7 +123,7 @@ def gradients_of_passes(tokenizer, batch_decisions, **settings) -> list[list[tor
         training__entropy_coef=0.1,
     )
     recorder = Recorder(learner.model)
-    PolicyUpdate(learner.scorer, recorder, learner.job).run(long_and_short(), iteration=1)
+    PolicyUpdate(learner.scorer, recorder, learner.config).run(long_and_short(), iteration=1)
     half = len(recorder.gradients) // 2
     return [recorder.gradients[:half], recorder.gradients[half:]]
 

@@ -23,6 +23,7 @@ from trainer_backend.learner.capacity import (
     model_shape,
     refuse_too_large,
 )
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.scoring import Scorer
@@ -44,8 +45,8 @@ def bytes_of(tensors) -> int:
 def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrides):
     learner = learner_of(tokenizer, **overrides)
     learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
-    shape = model_shape(learner.model.config, learner.job.lora)
-    planned = memory_needs(shape, memory_use(learner.job, place("cpu"), shape), is_gpu=False).device
+    shape = model_shape(learner.model.config, learner.config.lora)
+    planned = memory_needs(shape, memory_use(learner.config, place("cpu"), shape), is_gpu=False).device
     weights = list(learner.model.parameters())
     assert planned["weights"] == bytes_of(weights)
     assert planned["gradients"] == bytes_of(weight.grad for weight in weights if weight.requires_grad)
@@ -53,7 +54,7 @@ def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrid
     moments = [values[name] for values in state for name in ("exp_avg", "exp_avg_sq")]
     assert planned["optimizer"] == bytes_of(moments)
     assert planned["engine"] == bytes_of(learner.copy_to_serve().parameters())
-    rounded = replace(memory_use(learner.job, place("cpu"), shape), low=True)
+    rounded = replace(memory_use(learner.config, place("cpu"), shape), low=True)
     copied = bytes_of(copy_to_serve(learner.model, torch.bfloat16).parameters())
     assert memory_needs(shape, rounded, is_gpu=False).device["engine"] == copied
 
@@ -122,7 +123,7 @@ def plan_of(free: int, *, host: dict[str, int] | None = None, host_free: int = 0
 
 def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
     with pytest.raises(JobError) as caught:
-        refuse_too_large(plan_of(5 * GIB), hint=less_memory(tiny_job()))
+        refuse_too_large(plan_of(5 * GIB), hint=less_memory(LearnerConfig.of(tiny_job())))
     told = str(caught.value)
     assert "at least 6.00 GiB on cpu" in told
     assert "13.0 of 5.0 GiB free: weights 3.0, activations 3.0, cache 7.0" in told
@@ -132,7 +133,7 @@ def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
 
 def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
     plan = plan_of(8 * GIB)
-    refuse_too_large(plan, hint=less_memory(tiny_job()))
+    refuse_too_large(plan, hint=less_memory(LearnerConfig.of(tiny_job())))
     assert "fits only while sequences are shorter than allowed" in str(plan)
     assert "fits only" not in str(plan_of(13 * GIB))
 
@@ -140,7 +141,8 @@ def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
 def test_moments_that_do_not_fit_main_memory_are_refused_too():
     with pytest.raises(JobError, match=r"needs 9.00 of 8.00 GiB of main memory"):
         refuse_too_large(
-            plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB), hint=less_memory(tiny_job())
+            plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB),
+            hint=less_memory(LearnerConfig.of(tiny_job())),
         )
 
 
@@ -152,7 +154,9 @@ def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_ha
         served(input_ids=torch.ones((1, 200), dtype=torch.int64), past_key_values=cache, use_cache=True)
     shape = model_shape(served.config, None)
     job = tiny_job(inference__max_running=5, inference__max_model_len=200, inference__kept_prefixes=0)
-    planned = memory_needs(shape, memory_use(job, place("cpu"), shape), is_gpu=False).device["cache"]
+    planned = memory_needs(
+        shape, memory_use(LearnerConfig.of(job), place("cpu"), shape), is_gpu=False
+    ).device["cache"]
     assert bytes_of((*cache._keys, *cache._values)) == planned
 
 
@@ -161,16 +165,18 @@ def test_a_model_folder_is_planned_for_without_its_weights(tokenizer, tmp_path: 
     save_model_folder(tmp_path, learner.model, tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     job = tiny_job(model__preset=None, model__path=str(tmp_path))
-    assert memory_plan(job).needs.device["weights"] == bytes_of(learner.model.parameters())
-    assert memory_plan(tiny_job(), tmp_path).needs.device["weights"] == bytes_of(learner.model.parameters())
+    assert memory_plan(LearnerConfig.of(job)).needs.device["weights"] == bytes_of(learner.model.parameters())
+    assert memory_plan(LearnerConfig.of(tiny_job()), tmp_path).needs.device["weights"] == bytes_of(
+        learner.model.parameters()
+    )
 
 
 def test_a_fixed_policy_is_planned_for_without_its_weights(tokenizer, tmp_path: Path):
     learner = learner_of(tokenizer)
     save_model_folder(tmp_path, learner.model, tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
-    plan = memory_plan(learner.job, fixed=[tmp_path])
-    own = memory_plan(learner.job, tmp_path).needs.device
+    plan = memory_plan(learner.config, fixed=[tmp_path])
+    own = memory_plan(learner.config, tmp_path).needs.device
     # a preset beside it has its vocabulary, whatever model.vocab_size says
     assert plan.needs.device == own | {"fixed": own["engine"], "fixed cache": own["cache"]}
     assert ", fixed 1." in str(plan) and ", fixed cache " in str(plan)
@@ -180,17 +186,17 @@ def test_a_config_that_cannot_be_read_is_told_as_such(tmp_path: Path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFolderError, match=r"config\.json"):
-        memory_plan(tiny_job(), tmp_path)
+        memory_plan(LearnerConfig.of(tiny_job()), tmp_path)
 
 
 def test_the_jobs_limits_are_what_is_counted_with():
     job = tiny_job(inference__max_model_len=500, inference__kept_prefixes=3, training__kl_coef=0.1)
     shape = model_shape(Qwen3Config(), None)
-    use = memory_use(job, place("cpu"), shape)
+    use = memory_use(LearnerConfig.of(job), place("cpu"), shape)
     assert (use.row_tokens, use.micro_batch_tokens) == (500, 4096)
     assert (use.running, use.kept, use.cached_tokens) == (16, 3, 500)
     assert (use.reference, use.masked, use.low) == (True, False, False)
-    assert memory_use(job, place("mps", Found(cuda=None, mps=True)), shape).masked
+    assert memory_use(LearnerConfig.of(job), place("mps", Found(cuda=None, mps=True)), shape).masked
 
 
 def test_main_memory_is_the_containers_where_that_is_less(tmp_path: Path):

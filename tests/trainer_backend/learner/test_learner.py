@@ -21,6 +21,7 @@ from trainer_backend.errors import (
     SamplerMismatch,
 )
 from trainer_backend.learner.checkpoints import _put_in_place
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, held_scorer
 from trainer_backend.learner.stepping import Scored, in_steps
@@ -139,7 +140,7 @@ def test_a_checkpoint_restores_model_optimizer_and_progress(tokenizer, tmp_path:
     learner.update(episodes, iteration=1)
     folder = tmp_path / "iteration_1"
     learner.save(folder, Progress(iteration=1, policy_version=1, updates=2))
-    again, progress = LocalLearner.resumed(learner.job, folder)
+    again, progress = LocalLearner.resumed(learner.config, folder)
     assert progress == Progress(1, 1, 2)
     for other in (learner, again):  # equal optimizer state: the next update is equal too
         other.update(episodes, iteration=2)
@@ -168,7 +169,7 @@ def test_a_broken_checkpoint_is_refused_with_its_path(tokenizer, tmp_path: Path)
     learner.save(folder, Progress(iteration=1))
     (folder / "training_state/optimizer.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="iteration_1"):
-        LocalLearner.resumed(learner.job, folder)
+        LocalLearner.resumed(learner.config, folder)
 
 
 def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
@@ -180,7 +181,7 @@ def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
     optimizer = "training_state/optimizer.safetensors"
     (tmp_path / "iteration_1" / optimizer).replace(tmp_path / "iteration_2" / optimizer)
     with pytest.raises(CheckpointError, match="another model"):
-        LocalLearner.resumed(tiny_job(model__preset="tiny-0.8m"), tmp_path / "iteration_2")
+        LocalLearner.resumed(LearnerConfig.of(tiny_job(model__preset="tiny-0.8m")), tmp_path / "iteration_2")
 
 
 def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
@@ -192,9 +193,11 @@ def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
         )
     )  # fmt: skip
     with pytest.raises(ModelFolderError, match=r"sliding_attention of 255 tokens.*max_model_len \(256\)"):
-        LocalLearner(tiny_job(), windowed, tokenizer)
+        LocalLearner(LearnerConfig.of(tiny_job()), windowed, tokenizer)
     with pytest.raises(ModelFolderError, match="no `model` and `lm_head`"):
-        LocalLearner(tiny_job(), GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=300, **size)), tokenizer)
+        LocalLearner(
+            LearnerConfig.of(tiny_job()), GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=300, **size)), tokenizer
+        )
 
 
 def test_a_warm_up_needs_something_to_imitate(tokenizer):
@@ -212,8 +215,8 @@ def test_a_warm_up_whose_gradient_is_not_finite_says_so_and_takes_no_step(tokeni
         warm_up(
             learner.scorer,
             segments,
-            learner.job.warmup,
-            learner.job.training,
+            learner.config.warmup,
+            learner.config.training,
             seed=1,
             tell=lambda done, total: None,
         )
@@ -236,8 +239,8 @@ def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
         warm_up(
             learner.scorer,
             [segment("r", [5], [7], [0.0])],
-            learner.job.warmup,
-            learner.job.training,
+            learner.config.warmup,
+            learner.config.training,
             seed=1,
             tell=tell,
         )
@@ -296,7 +299,7 @@ def test_a_resumed_run_pulls_towards_where_rl_started_as_the_run_itself_did(toke
     learner.save(tmp_path / "iteration_0", Progress())
     learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    again, _ = LocalLearner.resumed(learner.job, tmp_path / "iteration_1")
+    again, _ = LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
     episodes = episodes_of(learner, [0.5, -1.0])
     found = again.update(episodes, iteration=2)
     assert found == learner.update(episodes, iteration=2)

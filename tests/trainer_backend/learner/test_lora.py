@@ -14,6 +14,7 @@ from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_o
 from trainer_backend.errors import CheckpointError, JobError, WeightsRefused
 from trainer_backend.inference.weights import copy_weights
 from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import copy_to_serve, folder_to_serve, held_copy, hold_in
@@ -173,7 +174,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tokenizer, tmp
     whole = updated(tokenizer)
     learner_of(tokenizer, **LORA).save(tmp_path / "iteration_0", Progress())
     whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    again, progress = LocalLearner.resumed(whole.job, tmp_path / "iteration_1")
+    again, progress = LocalLearner.resumed(whole.config, tmp_path / "iteration_1")
     assert progress == Progress(1, 1, 2)
     episodes = episodes_of(whole, [0.5, -1.0])
     for learner in (whole, again):
@@ -195,7 +196,7 @@ def test_a_checkpoint_is_a_plain_model_with_the_adapter_beside_it(tokenizer, tmp
 def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp_path: Path):
     learner_of(tokenizer).save(tmp_path / "iteration_0", Progress())
     with pytest.raises(CheckpointError, match=r"no adapter in this checkpoint, but the job has \[lora\]"):
-        LocalLearner.resumed(learner_of(tokenizer, **LORA).job, tmp_path / "iteration_0")
+        LocalLearner.resumed(learner_of(tokenizer, **LORA).config, tmp_path / "iteration_0")
 
 
 def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(tokenizer, tmp_path: Path):
@@ -207,7 +208,7 @@ def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(toke
     learner.save(tmp_path / "iteration_0", Progress())
     exported, _ = load_model_folder(tmp_path / "iteration_0")
     torch.testing.assert_close(logits(exported), warm, rtol=0, atol=1e-5)
-    again, _ = LocalLearner.resumed(learner.job, tmp_path / "iteration_0")
+    again, _ = LocalLearner.resumed(learner.config, tmp_path / "iteration_0")
     assert torch.equal(logits(again.copy_to_serve()), warm)
     episodes = episodes_of(learner, [1.0, -1.0])
     for iteration in (1, 2):
@@ -216,7 +217,7 @@ def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(toke
         # of the one step of an iteration: where the first looks, RL has not gone anywhere yet
         assert (found["loss/kl"] == 0) == (iteration == 1)
     learner.save(tmp_path / "iteration_2", Progress(2, 2, 4))
-    later, _ = LocalLearner.resumed(learner.job, tmp_path / "iteration_2")
+    later, _ = LocalLearner.resumed(learner.config, tmp_path / "iteration_2")
     assert later.update(episodes, iteration=3) == learner.update(episodes, iteration=3)
     other = tensors_of(later)
     assert all(torch.equal(tensor, other[name]) for name, tensor in tensors_of(learner).items())
@@ -249,16 +250,16 @@ def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_i
 def test_a_run_is_not_resumed_with_adapters_of_other_settings(tokenizer, tmp_path: Path, changed, told: str):
     learner_of(tokenizer, **LORA).save(tmp_path / "iteration_0", Progress())
     with pytest.raises(CheckpointError, match=told):
-        LocalLearner.resumed(learner_of(tokenizer, **{**LORA, **changed}).job, tmp_path / "iteration_0")
+        LocalLearner.resumed(learner_of(tokenizer, **{**LORA, **changed}).config, tmp_path / "iteration_0")
 
 
 def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, tmp_path: Path):
     folder = tmp_path / "base"
     save_model_folder(folder, learner_of(tokenizer).model, tokenizer)
     job = tiny_job(model__preset=None, model__path=str(folder), **LORA)
-    learner = LocalLearner.fresh(job, [])
+    learner = LocalLearner.fresh(LearnerConfig.of(job), [])
     learner.save(tmp_path / "iteration_0", Progress())
-    again, _ = LocalLearner.resumed(job, tmp_path / "iteration_0")
+    again, _ = LocalLearner.resumed(LearnerConfig.of(job), tmp_path / "iteration_0")
     again.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     for name in ("iteration_0", "iteration_1"):
         settings = json.loads((tmp_path / name / "adapter/adapter_config.json").read_text())

@@ -11,7 +11,7 @@ from trainer_backend.core.critic import targets_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT, Segment
 from trainer_backend.errors import NonFiniteLoss, SegmentError
-from trainer_backend.learner.update import Known
+from trainer_backend.learner.update import LogprobCache
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode
 
@@ -132,7 +132,7 @@ def test_a_mixed_step_is_the_same_however_it_is_cut(tokenizer, kind, level):
                 for item in episodes
             }
         update = learner.policy_update()
-        weighed = update.weighed(episodes, Known(known))
+        weighed = update.weighed(episodes, LogprobCache(known))
         metrics = update.gradient(weighed.scored, {item.rollout_id: item for item in episodes})
         weights = torch.cat([w.grad.flatten() for w in learner.model.parameters()]).double()
         found.append((metrics, weights))

@@ -105,8 +105,8 @@ def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_valu
     learner.update(episodes_of(learner, [1.0, -1.0] * 6), iteration=1)  # so that no weight is 0
     episodes, found = episodes_of(learner, [2.0, -1.0, 0.5] * 4), []
     for tokens in (4096, 64):
-        training = learner.job.training.model_copy(update={"micro_batch_tokens": tokens})
-        learner.job = learner.job.model_copy(update={"training": training})
+        training = learner.config.training.model_copy(update={"micro_batch_tokens": tokens})
+        learner.config = replace(learner.config, update=replace(learner.config.update, training=training))
         update = learner.policy_update()
         parts = update.weighed(episodes).scored
         metrics = update.gradient(parts, {episode.rollout_id: episode for episode in episodes})
@@ -128,7 +128,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
     whole.save(tmp_path / "iteration_0", Progress())
     whole.update(episodes_of(whole, [1.0, -2.0]), iteration=1)
     whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    again, _ = LocalLearner.resumed(whole.job, tmp_path / "iteration_1")
+    again, _ = LocalLearner.resumed(whole.config, tmp_path / "iteration_1")
     assert scored(again, states(4)) == scored(whole, states(4))
     assert scored(again, states(2))["r0"] != [0.0]
     for learner in (whole, again):
@@ -143,7 +143,7 @@ def test_a_run_that_was_interrupted_before_anything_was_scored_begins_with_the_s
 ):
     whole = critic_of(tokenizer)
     whole.save(tmp_path / "iteration_0", Progress())
-    again, _ = LocalLearner.resumed(whole.job, tmp_path / "iteration_0")
+    again, _ = LocalLearner.resumed(whole.config, tmp_path / "iteration_0")
     for learner in (whole, again):
         learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
     assert scored(again, states(4)) == scored(whole, states(4))
@@ -163,12 +163,11 @@ def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it
 
 def test_a_run_that_takes_up_a_critic_begins_with_a_fresh_head_and_says_so(tokenizer, tmp_path: Path):
     learner_of(tokenizer).save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    job = critic_of(tokenizer).job
-    assert told_on_resume(job.algorithm.advantage, tmp_path / "iteration_1") == (
+    assert told_on_resume("gae", tmp_path / "iteration_1") == (
         "iteration_1 has no value head, which algorithm.advantage = 'gae' needs: a fresh one begins, "
         "all values 0"
     )
-    again, _ = LocalLearner.resumed(job, tmp_path / "iteration_1")
+    again, _ = LocalLearner.resumed(critic_of(tokenizer).config, tmp_path / "iteration_1")
     assert scored(again, states(1)) == {"r0": [0.0]}
 
 
@@ -176,11 +175,10 @@ def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path:
     learner = critic_of(tokenizer)
     learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    job = learner_of(tokenizer).job
-    told = told_on_resume(job.algorithm.advantage, tmp_path / "iteration_1")
+    told = told_on_resume("stepwise", tmp_path / "iteration_1")
     assert told == "the value head of iteration_1 is left behind: algorithm.advantage = 'stepwise' needs none"
-    assert told_on_resume(learner.job.algorithm.advantage, tmp_path / "iteration_1") is None
-    again, progress = LocalLearner.resumed(job, tmp_path / "iteration_1")
+    assert told_on_resume("gae", tmp_path / "iteration_1") is None
+    again, progress = LocalLearner.resumed(learner_of(tokenizer).config, tmp_path / "iteration_1")
     assert progress.iteration == 1
     again.save(tmp_path / "iteration_2", Progress(2, 2, 3))
     assert not (tmp_path / "iteration_2/training_state" / FILE).exists()
@@ -193,7 +191,7 @@ def test_a_broken_head_is_refused_with_its_path(tokenizer, tmp_path: Path):
     with pytest.raises(
         CheckpointError, match=r"training_state/value_head\.safetensors: the value head cannot"
     ):
-        LocalLearner.resumed(learner.job, tmp_path / "iteration_1")
+        LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
 
 
 @pytest.mark.parametrize("advantage", LEVELS)
@@ -241,7 +239,7 @@ def test_the_plan_of_memory_counts_the_head(tokenizer):
     learner = critic_of(tokenizer, "gae_token")
     config, use = (
         learner.model.config,
-        memory_use(learner.job, place("cpu"), model_shape(learner.model.config, None)),
+        memory_use(learner.config, place("cpu"), model_shape(learner.model.config, None)),
     )
     plain, more = (
         memory_needs(model_shape(config, None, has_critic=has), use, is_gpu=False).device
@@ -251,5 +249,7 @@ def test_the_plan_of_memory_counts_the_head(tokenizer):
     assert {kind: more[kind] - plain[kind] for kind in ("weights", "gradients", "optimizer")} == {
         "weights": 4 * 97, "gradients": 4 * 97, "optimizer": 8 * 97,
     }  # fmt: skip
-    assert more["values"] == learner.job.training.micro_batch_tokens * 96 * 8
-    assert not memory_use(learner_of(tokenizer).job, place("cpu"), model_shape(config, None)).values_by_token
+    assert more["values"] == learner.config.training.micro_batch_tokens * 96 * 8
+    assert not memory_use(
+        learner_of(tokenizer).config, place("cpu"), model_shape(config, None)
+    ).values_by_token

@@ -19,9 +19,12 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Server, finished
+from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.core.segments import Segment
+from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.files import write_errors
@@ -122,7 +125,11 @@ def start(folder: Path, *, kill_at: int | None = None, **settings: Any) -> None:
         directory.go_back_to(-1 if checkpoint is None else progress.iteration, reporter.say)
         run_id = f"{directory.run_id}.{os.getpid()}"
         collector: Any = Collector(learner, folder / "told.txt")
-        run = Run(job, directory, run_id, collector, learner, Server(), reporter, resumes=reporter.resumes)
+        run = Run(
+            Planner.of(job, run_id, Server.inference), CreditAssignment.of(job), collector, Server(),
+            saving=Saving(job.training, job.evaluation, directory, learner), reporter=reporter,
+            resumes=reporter.resumes,
+        )  # fmt: skip
         asyncio.run(train(run, progress, asyncio.Event()))
         reporter.end("ended")
     (folder / "writes.txt").write_text(str(writes.count))

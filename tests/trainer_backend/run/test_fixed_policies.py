@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ from pydantic import SecretStr
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
-from tests.conftest import tiny_job
+from tests.conftest import policy_server, tiny_job
 from tests.model_folders import edit_json
 from tests.trainer_backend.inference.test_gateway_edges import BrokenRule
 from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
-from trainer_backend.collect.plan import Inference
+from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
-from trainer_backend.run.fixed_policies import FixedPolicies, fixed_inferences
-from trainer_backend.run.policy_server import engine_limits, serving
+from trainer_backend.run.fixed_policies import FixedPolicies
+from trainer_backend.run.policy_server import PolicyServer, engine_limits
 from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -55,6 +55,22 @@ def mixed(*tables: Mapping[str, Any], unit: str = "iteration", **overrides: Any)
     return JobConfig.model_validate({**job.model_dump(), "rollout_only": list(tables)})
 
 
+def folders_of(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
+    return checked_folders(job.fixed_policies, job.model, checkpoint)
+
+
+def fixed_servers(job: JobConfig) -> dict[str, Inference]:
+    servers = dict(Planner.of(job, "run", GATEWAY).players.servers)
+    assert servers.pop("actor") == GATEWAY
+    return servers
+
+
+@pytest.fixture
+def server() -> Iterator[PolicyServer]:
+    with policy_server(tiny_job()) as held:
+        yield held
+
+
 def local(path: Path, **keys: Any) -> dict[str, Any]:
     return {"model_path": str(path), **keys}
 
@@ -64,29 +80,29 @@ def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
 ):
     run = trained[0].path
     newest = run / "checkpoints" / "iteration_2"
-    assert checked_folders(mixed(local(newest)))["fixed"] == newest
+    assert folders_of(mixed(local(newest)))["fixed"] == newest
     best = best_checkpoint(run / "checkpoints")
-    assert checked_folders(mixed(local(run, name="old")))["old"] == best
+    assert folders_of(mixed(local(run, name="old")))["old"] == best
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "checkpoints" / "best").unlink()
-    assert checked_folders(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
+    assert folders_of(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
 
 
 def test_a_job_without_fixed_policies_looks_at_nothing():
     job = tiny_job()
-    assert (checked_folders(job), fixed_inferences(job, GATEWAY)) == ({}, {})
-    assert FixedPolicies().policies == {} and FixedPolicies().compared() == []
+    assert (folders_of(job), fixed_servers(job)) == ({}, {})
+    assert FixedPolicies().policies == {} and FixedPolicies().verify() == []
 
 
 def test_what_is_no_model_is_told_by_the_name_of_the_policy(tmp_path: Path, folder: Path):
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*nowhere: no such folder"):
-        checked_folders(mixed(local(tmp_path / "nowhere")))
+        folders_of(mixed(local(tmp_path / "nowhere")))
     with pytest.raises(JobError, match=r"'fixed': model_path is a run directory, and .* no checkpoint yet"):
-        checked_folders(mixed(local(create_run(tiny_job(), tmp_path / "run").path)))
+        folders_of(mixed(local(create_run(tiny_job(), tmp_path / "run").path)))
     shutil.copytree(folder, tmp_path / "half", ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'b': .*half: no weights in this folder"):
-        checked_folders(mixed(local(folder, name="a"), local(tmp_path / "half", name="b")))
+        folders_of(mixed(local(folder, name="a"), local(tmp_path / "half", name="b")))
 
 
 def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
@@ -96,25 +112,25 @@ def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"never read")
     job = mixed(local(tmp_path / "copy"), model__preset=None, model__path=str(model_folders["qwen3"]))
     with pytest.raises(JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed .*vocabulary has"):
-        checked_folders(job)
+        folders_of(job)
 
 
 def test_those_beside_a_preset_must_be_alike(folder: Path, tmp_path: Path):
     other = train_tokenizer(["other words of another run"] * 20, 300, whole_words=["noop", "do"])
     save_model_folder(tmp_path, build_preset("tiny-0.3m", other, seed=1), other)
     with pytest.raises(JobError, match=r"'b': it cannot be weighed against the actor: "):
-        checked_folders(mixed(local(folder, name="a"), local(tmp_path, name="b")))
-    assert set(checked_folders(mixed(local(folder, name="a"), local(folder, name="b")))) == {"a", "b"}
+        folders_of(mixed(local(folder, name="a"), local(tmp_path, name="b")))
+    assert set(folders_of(mixed(local(folder, name="a"), local(folder, name="b")))) == {"a", "b"}
 
 
 def test_a_run_that_goes_on_is_compared_with_its_checkpoint(folder: Path, model_folders: Mapping[str, Path]):
-    assert checked_folders(mixed(local(folder)), folder) == {"fixed": folder}
+    assert folders_of(mixed(local(folder)), folder) == {"fixed": folder}
     with pytest.raises(JobError, match="cannot be weighed against the actor"):
-        checked_folders(mixed(local(folder)), model_folders["qwen3"])
+        folders_of(mixed(local(folder)), model_folders["qwen3"])
 
 
 def test_a_model_that_ends_its_answers_otherwise_is_refused(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer
 ):
     shutil.copytree(folder, tmp_path / "copy")
     end = tokenizer.eos_token_id
@@ -123,41 +139,41 @@ def test_a_model_that_ends_its_answers_otherwise_is_refused(
     with pytest.raises(
         JobError, match=rf"ends its answers with the ids \[0, {end}\], the actor with \[{end}\]"
     ):
-        FixedPolicies.of(learner.job, {"fixed": tmp_path / "copy"}, learner)
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner, server)
 
 
 def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer
 ):
     shutil.copytree(folder, tmp_path / "copy")
     edit_json(tmp_path / "copy" / "config.json", max_position_embeddings=64)
     learner = learner_of(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*made for 64 positions"):
-        FixedPolicies.of(learner.job, {"fixed": tmp_path / "copy"}, learner)
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner, server)
 
 
 def test_ids_that_the_actor_does_not_embed_are_never_sampled(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, server: PolicyServer
 ):
     model = build_preset("tiny-0.3m", tokenizer, seed=8)
     model.resize_token_embeddings(len(tokenizer) + 28, mean_resizing=False)
     save_model_folder(tmp_path, model, tokenizer)
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(learner.job, {"large": tmp_path}, learner)
-    (line,) = found.told()
+    found = FixedPolicies.of((), {"large": tmp_path}, learner, server)
+    (line,) = found.lines()
     assert line.endswith("; it never samples the 28 ids that no tokenizer has and the actor does not embed")
     assert found.policies["large"].engine._vocabulary == len(tokenizer)
-    assert len(found.compared()) == 1
+    assert len(found.verify()) == 1
 
 
 async def test_weights_that_changed_while_they_served_are_told_and_published_ones_change_none(
-    tokenizer: PreTrainedTokenizerFast, folder: Path
+    tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(mixed(local(folder)), {"fixed": folder}, learner)
-    async with serving(learner.job, learner, fixed=found.policies) as server:
-        await server.publish(1)
-    (line,) = found.compared()
+    found = FixedPolicies.of(mixed(local(folder)).fixed_policies, {"fixed": folder}, learner, server)
+    async with server.serving(learner, found.policies) as actor:
+        await actor.publish(1)
+    (line,) = found.verify()
     assert line == (
         "fixed policy 'fixed': its weights are as they were loaded, sha256 "
         f"{found.weights['fixed'].sha256[:12]}"
@@ -167,18 +183,18 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
     with pytest.raises(
         TrainerError, match=r"'fixed': its weights have changed since they were loaded: sha256"
     ):
-        found.compared()
+        found.verify()
 
 
 async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason(
-    tokenizer: PreTrainedTokenizerFast, folder: Path
+    tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(mixed(local(folder)), {"fixed": folder}, learner)
-    async with serving(learner.job, learner, fixed=found.policies) as server:
-        assert await server.while_serving(asyncio.sleep(0, "done")) == "done"
-        waiting = asyncio.ensure_future(server.while_serving(asyncio.Event().wait()))
+    found = FixedPolicies.of(mixed(local(folder)).fixed_policies, {"fixed": folder}, learner, server)
+    async with server.serving(learner, found.policies) as actor:
+        assert await actor.while_serving(asyncio.sleep(0, "done")) == "done"
+        waiting = asyncio.ensure_future(actor.while_serving(asyncio.Event().wait()))
         engine = found.policies["fixed"].engine
         with pytest.raises(EngineStopped):
             await engine.generate([1], Sampling(), request_id="r", extras=Extras(stop=BrokenRule()))
@@ -195,7 +211,7 @@ def test_each_is_asked_at_the_gateway_by_its_own_name_and_a_servers_key_goes_now
         rollout__allow_truncated_sampling=True,
     )
     processed = {"processed_logprobs": True}
-    assert fixed_inferences(job, GATEWAY) == {
+    assert fixed_servers(job) == {
         "near": Inference(GATEWAY.url, "tiny/near", GATEWAY.key, 256),
         "cut": Inference(GATEWAY.url, "tiny/cut", GATEWAY.key, 256, processed),
         "far": Inference(GATEWAY.url, "tiny/far", GATEWAY.key, 256),
@@ -209,7 +225,7 @@ def test_a_key_that_is_not_set_is_told_before_anything_is_started(
     monkeypatch.delenv("GPU_KEY", raising=False)
     job = mixed(local(folder), {"name": "far", "api_key_env": "GPU_KEY", **SERVER})
     with pytest.raises(JobError, match=r"'far': api_key_env: the environment variable GPU_KEY is not set"):
-        checked_folders(job)
+        folders_of(job)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +252,10 @@ def test_an_engine_of_a_job_without_fixed_policies_has_all_threads():
 
 
 def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, folder: Path
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, folder: Path, server: PolicyServer
 ):
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
     learner = learner_of(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"):
-        FixedPolicies.of(learner.job, {"fixed": tmp_path / "copy"}, learner)
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner, server)

@@ -13,16 +13,15 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, run_of
-from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.sources import sampler_of
 from trainer_backend.collect.work import Collection
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import NothingToLearnFrom, SegmentError
 from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.run.checkpointing import Saving
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.train import Run, train
 
-FIXED = {name: Inference("http://127.0.0.1:1", f"tiny/{name}", None) for name in ("teacher", "weak")}
 TWO = {"rollout_only": [{"name": "teacher", "model_path": "t"}, {"name": "weak", "model_path": "w"}]}
 PLAYED = {"teacher": [WOOD, COW, TABLE], "weak": [()], ACTOR: [WOOD, ()]}
 
@@ -47,8 +46,7 @@ def mixed_run(
     tmp_path: Path, answer: Callable[[Sequence[RolloutRequest]], Collection] = all_sampled, **keys: Any
 ) -> Run:
     settings = {"rollout_only__name": "teacher", "rollout_only__model_path": "t", **keys}
-    run = run_of(tmp_path, train=answer, evaluation=all_finished, **settings)
-    return replace(run, fixed=FIXED)
+    return run_of(tmp_path, train=answer, evaluation=all_finished, **settings)
 
 
 async def test_an_iteration_of_the_fixed_policy_tells_nothing_of_the_actor(tmp_path: Path):
@@ -120,12 +118,13 @@ async def test_a_run_that_is_resumed_chooses_as_it_would_have(tmp_path: Path, ke
             asked.extend(sampler_of(request) for request in requests)
             return all_sampled(requests)
 
-        run = replace(mixed_run(tmp_path / name, answer, **keys), learner=Telling())
-        progress = Progress()
+        run = mixed_run(tmp_path / name, answer, learner=Telling(), **keys)
+        progress, held_out = Progress(), run.planner.players.held_out
         for end in (*ends, 8):
-            training = run.job.training.model_copy(update={"iterations": end})
-            job = run.job.model_copy(update={"training": training})
-            progress = await train(replace(run, job=job, run_id=f"run.{end}"), progress, asyncio.Event())
+            table = run.planner.table.model_copy(update={"iterations": end})
+            planner = replace(run.planner, run_id=f"run.{end}", table=table)
+            saving = Saving(table, held_out, run.directory, run.learner)
+            progress = await train(replace(run, planner=planner, saving=saving), progress, asyncio.Event())
         return asked, [row["mixture/alpha"] for row in rows_of(run.directory, "iteration")]
 
     (tmp_path / "whole").mkdir()

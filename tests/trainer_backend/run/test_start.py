@@ -21,7 +21,9 @@ from tests.trainer_backend.test_train import finished
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.work import Collection
 from trainer_backend.errors import CheckpointError, TaskAppError
-from trainer_backend.run.beginning import Beginning, Stopped
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.run.beginning import Beginning, FixedSetup, Stopped
 from trainer_backend.run.stopping import STOPPING
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
@@ -111,9 +113,19 @@ class OneEpisode:
 
 async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter) -> list[Trajectory]:
     collector: Any = OneEpisode()
-    planner = Planner(tiny_job(), "run.1")
-    beginning = Beginning(directory, planner, {}, collector, reporter, asyncio.Event())
-    return await beginning._played("teacher", planner.warmup())
+    planner = Planner.of(tiny_job(), "run.1")
+    beginning = beginning_of(tiny_job(), directory, planner, collector, reporter)
+    return await beginning._play("teacher", planner.warmup())
+
+
+def beginning_of(
+    job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
+) -> Beginning:
+    server: Any = None
+    return Beginning(
+        directory, planner, LearnerConfig.of(job), FixedSetup((), {}, server),
+        collector=collector, reporter=reporter, stop=asyncio.Event(),
+    )  # fmt: skip
 
 
 async def test_a_stored_stage_in_which_nothing_was_finished_is_played_again(tmp_path: Path):
@@ -163,14 +175,14 @@ async def test_what_a_killed_start_had_of_the_teachers_episodes_is_not_played_ag
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     for start, most in ((1, 10), (2, 24)):
         collector: Any = Collector(most)
-        planner = Planner(job, f"run.{start}")
-        beginning = Beginning(directory, planner, {}, collector, reporter, asyncio.Event())
+        planner = Planner.of(job, f"run.{start}")
+        beginning = beginning_of(job, directory, planner, collector, reporter)
         plan = planner.warmup()
         if start == 1:
             with pytest.raises(TaskAppError):
-                await beginning._played("teacher", plan)
+                await beginning._play("teacher", plan)
         else:
-            assert len(await beginning._played("teacher", plan)) == 24
+            assert len(await beginning._play("teacher", plan)) == 24
     assert asked == [24, 14]
     assert rows_of(directory, "teacher")[0]["recovery/rollouts_reused"] == 10.0
     assert "10 rollouts of warmup.spool.jsonl were collected before, and are used" in reporter.lines

@@ -44,10 +44,15 @@ def test_a_row_becomes_the_numbers_that_a_curve_can_be_drawn_of():
     assert scalars({**FIRST, "loss/entropy": float("nan")}) == {}
 
 
+def opened(job: Any, directory: RunDirectory, reporter: ListReporter, **boards: Any) -> SinkReporter:
+    values = job.model_dump(mode="json", exclude={"services": {"task_api_key"}})
+    return SinkReporter(job.sinks, directory, reporter, job=values, **boards)
+
+
 def written(directory: RunDirectory, rows: list[dict[str, Any]], job: Any) -> ListReporter:
     """One start of a run: each row is written to metrics.jsonl and then told, as `train` does."""
     reporter = ListReporter()
-    with SinkReporter(job, directory, reporter) as sinks:
+    with opened(job, directory, reporter) as sinks:
         for row in rows:
             directory.append_metrics(row)
             if row["kind"] != "warmup":  # the start of a run writes it, and tells nobody
@@ -117,7 +122,7 @@ def test_a_sink_that_fails_is_told_once_and_dropped_and_the_others_go_on(tmp_pat
     job = tiny_job(sinks__tensorboard=True, sinks__wandb={"project": "p"})
     directory = create_run(job, tmp_path / "run")
     reporter = ListReporter()
-    with SinkReporter(job, directory, reporter, board=board) as sinks:
+    with opened(job, directory, reporter, board=board) as sinks:
         for row in (FIRST, SECOND, {**SECOND, "iteration": 3}):
             directory.append_metrics(row)
             sinks.metrics(row)
@@ -134,7 +139,7 @@ def test_a_sink_that_cannot_be_opened_is_an_error_at_once(tmp_path: Path):
     (directory.path / "tensorboard").write_text("a file where the folder belongs")
     with (
         pytest.raises(JobError, match=r"^sinks\.tensorboard cannot be opened: FileExistsError"),
-        SinkReporter(job, directory, ListReporter()),
+        opened(job, directory, ListReporter()),
     ):
         raise AssertionError("entered")
 
@@ -190,7 +195,7 @@ def offline(path: Path, rows: list[dict[str, Any]]) -> None:
     """The child process of the test above."""
     directory = open_run(path)
     reporter = ListReporter()
-    with SinkReporter(directory.job(), directory, reporter) as sinks:
+    with opened(directory.job(), directory, reporter) as sinks:
         for row in rows:
             directory.append_metrics(row)
             sinks.metrics(row)

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tests.conftest import tiny_job
+from tests.conftest import policy_server, tiny_job
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, ModelFolderError, RunDirectoryError
 from trainer_backend.run.policy_server import FolderPolicy
@@ -81,7 +81,9 @@ def test_what_is_served_is_what_a_person_means(trained, model_folders: Mapping[s
 
 def test_serving_needs_one_copy_of_the_model_and_its_cache(trained):
     folder = trained[0].path / "checkpoints" / "iteration_0"
-    policy = FolderPolicy(tiny_job(training__kl_coef=0.1), folder)
+    job = tiny_job()
+    with policy_server(job) as server:
+        policy = FolderPolicy(job.model, server, folder)
     weights = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     assert policy.plan.needs.device.keys() == {"engine", "cache"}
     assert policy.plan.needs.device["engine"] == 4 * weights, "float32 on a CPU"

@@ -1,0 +1,72 @@
+"""The tables and objects that a learner reads of a job."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from trainer_backend.core.critic import ValueLevel
+from trainer_backend.core.objective import Objective
+from trainer_backend.job.rollout_table import WarmupTable
+from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.job.training_table import LoraTable, TrainingTable
+from trainer_backend.learner.behaviour import objectives_of
+from trainer_backend.plugins import estimator
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateConfig:
+    """How an iteration updates the policy.
+
+    Attributes:
+        objectives: by policy, for its samples; the actor's comes first.
+        value_level: where a critic's values are read; None without a critic.
+        planned_tokens: `training.aggregation = "constant"` divides by them.
+        seed: of the job.
+    """
+
+    training: TrainingTable
+    objectives: Mapping[str, Objective]
+    value_level: ValueLevel | None
+    planned_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerConfig:
+    """What a learner trains, on which device, and how.
+
+    Attributes:
+        lora: None: all weights are trained.
+        warmup: None: there is no warm-up.
+        inference: the limits of the engine that samples, which shares the device.
+        shares_device: whether fixed policies are served from this machine too.
+    """
+
+    model: ModelTable
+    lora: LoraTable | None
+    warmup: WarmupTable | None
+    inference: InferenceTable
+    update: UpdateConfig
+    shares_device: bool
+
+    @classmethod
+    def of(cls, job: JobConfig) -> Self:
+        samplings = [(table, job.rollout.sampling_of(table)) for table in job.fixed_policies]
+        update = UpdateConfig(
+            training=job.training,
+            objectives=objectives_of(job.training, job.algorithm, samplings),
+            value_level=estimator(job.algorithm.advantage).needs_values,
+            planned_tokens=job.planned_tokens,
+            seed=job.job.seed,
+        )
+        shares_device = any(not table.is_remote for table in job.fixed_policies)
+        return cls(job.model, job.lora, job.warmup, job.inference, update, shares_device)
+
+    @property
+    def training(self) -> TrainingTable:
+        return self.update.training
+
+    @property
+    def seed(self) -> int:
+        return self.update.seed
