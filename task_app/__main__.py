@@ -1,8 +1,9 @@
 """`python -m task_app --host 127.0.0.1 --port 8001`: the task app alone.
 
-Port 0 takes a free one. When it is ready, one line on stdout says where: `listening on http://host:port`;
-the trainer's embedded mode reads it. With --replicas the line is `task_url = [...]`, for a job's [services].
-Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file is wrong.
+Port 0 takes a free port. When the task app is ready, it prints one line to stdout, which the trainer's
+embedded
+mode reads: `listening on http://host:port`. With --replicas the line is `task_url = [...]`, for a job's
+[services]. Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file is wrong.
 """
 
 import argparse
@@ -52,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_replicas(options, settings)
         boards = with_plugins(default_plug_boards(), options.plugins)
         if settings.interaction_config_path is not None:
-            found = load_interactions(settings.interaction_config_path, settings)
-            boards = replace(boards, interactions=found)
+            interactions = load_interactions(settings.interaction_config_path, settings)
+            boards = replace(boards, interactions=interactions)
         app = create_app(settings, boards=boards)
         listener = Listener(options.host, options.port)
     except (SettingsError, PortTaken) as exc:
@@ -71,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m task_app", description="Environments behind HTTP.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=_port, default=8001, help="0 takes a free one")
+    parser.add_argument("--port", type=_port, default=8001, help="0 takes a free port")
     parser.add_argument(
         "--allow-inference-host", action="append", default=[], metavar="HOST[:PORT]",
-        help="an inference_url may name it, beside those that the environment allows; may be repeated",
+        help="a host that an inference_url may name, beside those of the environment; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--plugins", action="append", default=[], type=Path, metavar="FILE",
@@ -82,15 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--interactions", type=Path, metavar="FILE", default=None,
-        help="the YAML or TOML file that says which interactions there are (docs/plugins.md)",
+        help="the YAML or TOML file of interactions (docs/plugins.md)",
     )  # fmt: skip
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR", default=None,
-        help="write sessions there: after a restart, or a kill, each goes on at its last decision",
+        help="write sessions there: after a restart or a kill each continues from its last decision",
     )  # fmt: skip
     parser.add_argument(
         "--replicas", type=_count, metavar="N", default=None,
-        help="serve N of them on consecutive ports, each started again when it dies",
+        help="serve N task apps on consecutive ports, and restart each when it dies",
     )  # fmt: skip
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input is closed")
     return parser
@@ -114,7 +115,7 @@ def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
     settings = services.settings
 
     async def drain(orphaned: bool) -> None:
-        # Without its parent, nobody is left to fetch what would end.
+        # Without the parent nobody would fetch further results.
         await services.drain(within_s=0.0 if orphaned else settings.drain_s)
 
     bounds = ConnectionBounds(

@@ -1,4 +1,4 @@
-"""The task app as FastAPI: routes, the gate before them, what lives as long as the service."""
+"""The task app as FastAPI: its routes, the middleware before them, and its lifespan."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,9 +27,9 @@ from task_app.sessions.idempotency import Once
 from task_app.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/health"})
-# Whole rollouts and long polls answer when they have something, within bounds that their requests name.
+# Whole rollouts and long polls take longer, within limits of their own.
 LONG = frozenset({"/rollout", "/rollouts"})
-# The statuses of errors that a route may answer with.
+# Statuses of errors that a route may answer with.
 ERRORS = (401, 404, 408, 409, 413, 422, 428, 429, 500, 502, 503, 504, 507)
 
 
@@ -37,8 +37,7 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
     """Build the app. Nothing runs and no connection is open before its lifespan starts.
 
     Args:
-        settings: bounds and keys.
-        boards: what requests may name; the plug boards of `plugins.py` when absent.
+        boards: plug-ins; by default those of `plugins.py`.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY)
     services = Services(settings, boards or default_plug_boards(), keys)
@@ -51,7 +50,7 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
         lifespan=_lifespan,
     )
     app.state.services = services
-    # Pictures are for people: they wait for one another, and leave the threads to those who play.
+    # Pictures are only for people: one is drawn at a time, so that episodes keep the threads.
     app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
     for router in (
@@ -77,23 +76,23 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
     install_problem_handlers(app)
     app.add_exception_handler(RequestValidationError, validation_response)
     describe(app, open_paths=OPEN_PATHS)
-    app.front = _guarded(app.front, services)
+    app.front = _with_middleware(app.front, services)
     return app
 
 
 class TaskApp(FastAPI):
-    """FastAPI behind its guards: as its own middleware they would stand inside it."""
+    """FastAPI with our middleware outside of its own."""
 
-    def __init__(self, **named: Any) -> None:
-        super().__init__(**named)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.front: ASGIApp = super().__call__
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.front(scope, receive, send)
 
 
-def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
-    """What stands before the routes; the last one is the first one met."""
+def _with_middleware(app: ASGIApp, services: Services) -> ASGIApp:
+    """The middleware before the routes, from the inside out."""
     settings, keys = services.settings, services.keys
     app = Once(app, database=services.database)
     app = Deadline(app, at_most_s=settings.request_deadline_s, long=LONG)
@@ -132,9 +131,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _sweep(services: Services) -> None:
-    """Look after what nobody uses any more, at intervals."""
+    """Forget expired sessions and results, at intervals."""
     while True:
         await asyncio.sleep(services.settings.sweep_every_s)
-        # What fails is in the log by then; a sweep that ended would let sessions pile up for ever.
+        # boundary() logs an error; without the sweep sessions would pile up.
         with suppress(CriticalError), boundary("expiry"):
             services.expire()

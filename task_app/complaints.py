@@ -1,4 +1,4 @@
-"""Pure: what pydantic says about a body -> one sentence: the place, what was found, what is allowed."""
+"""Pure: turn pydantic's errors into one sentence with the place, the value and what is allowed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,61 +11,61 @@ from task_app.errors import InvalidRequest, clipped
 M = TypeVar("M", bound=BaseModel)
 
 
-def most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The one to report: an unknown key before the missing one that it was meant to be."""
+def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The error to report: an unknown key before the missing key that was probably meant."""
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
 def invalid(error: Mapping[str, Any], *, where: str = "", known: Iterable[str] = ()) -> InvalidRequest:
-    """Turn the first of pydantic's errors into one of ours.
+    """An InvalidRequest from one of pydantic's errors.
 
     Args:
         error: an element of `ValidationError.errors()`.
         where: the body path that `error["loc"]` continues.
-        known: field names, for the suggestion when a key is unknown.
+        known: field names, to suggest one for an unknown key.
     """
     place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
         name = clipped(str(error["loc"][-1]))
         return InvalidRequest(f"{place}: unknown key {name!r}{did_you_mean(name, known)}", where=place)
-    told = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "tuple_type":
-        told = "a list is needed"
+        message = "a list is needed"
     elif error["type"] == "too_short":
-        found, least = error["ctx"]["actual_length"], error["ctx"]["min_length"]
-        told = f"has {found} elements; at least {least} is needed"
-    return InvalidRequest(f"{place}: {told}{_found(error, place)}", where=place)
+        count, least = error["ctx"]["actual_length"], error["ctx"]["min_length"]
+        message = f"has {count} elements; at least {least} is needed"
+    return InvalidRequest(f"{place}: {message}{_value_of(error, place)}", where=place)
 
 
 def validated(model: type[M], value: Any, *, where: str) -> M:
-    """What a part of a body holds, as the model of it."""
+    """A part of a body as its model."""
     try:
         return model.model_validate(value)
     except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
+        error = most_specific(exc.errors(include_url=False))
         raise invalid(error, where=where, known=model.model_fields) from exc
 
 
 def state_in(model: type[M], data: bytes) -> M:
-    """The state that a snapshot of an environment holds.
+    """Read the state in an environment's snapshot.
 
     Raises:
-        ValueError: it is no such state; with the place, as `RestorableEnvironment.restore` is to say it.
+        ValueError: the bytes are no such state; the message has the place, as `restore` must raise it.
     """
     try:
         return model.model_validate_json(data)
     except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
+        error = most_specific(exc.errors(include_url=False))
         place = ".".join(("snapshot", *map(str, error["loc"])))
         raise ValueError(f"{place}: {error['msg']}") from exc
 
 
-def _found(error: Mapping[str, Any], place: str) -> str:
-    """The beginning of the offending value, when it is a scalar and can be neither a key nor an answer."""
+def _value_of(error: Mapping[str, Any], place: str) -> str:
+    """The beginning of the offending value, if it is a scalar and no secret."""
     value = error.get("input")
     secret = "key" in place or "ground_truth" in place
     if error["type"] == "missing" or secret or not isinstance(value, str | int | float | bool):
         return ""
     if shown(value) in error["msg"]:
-        return ""  # a check of ours has said it
+        return ""  # the message holds it already
     return f"; found {value[:80]!r}" if isinstance(value, str) else f"; found {clipped(str(value))}"

@@ -10,9 +10,9 @@
     ├── Conflict                        conflict                      409
     │   ├── CursorExpired               cursor_expired                409
     │   ├── IdempotencyConflict         idempotency_conflict          409
-    │   ├── AnswerLost                  answer_lost                   409  done, but not to be told again
+    │   ├── AnswerLost                  answer_lost                   409  carried out, but its answer is lost
     │   └── EpisodeOver                 episode_over                  409
-    ├── InferenceKeyNeeded              inference_key_needed          428  of a policy that outlived a restart
+    ├── InferenceKeyNeeded              inference_key_needed          428  a restart lost the policy's key
     ├── CapacityReached                 capacity_reached              429
     ├── ShuttingDown                    shutting_down                 503
     ├── SessionBusy                     session_busy                  503  an earlier request holds it
@@ -26,9 +26,9 @@
         ├── InteractionFailed           interaction_failed            500  or interaction_deadline
         └── CriticalError               critical_error                500  the environment or policy broke
 
-Every one says where, what was found, what is allowed and the likely intent. `service_kit.problems` turns them
-into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one broad
-except.
+Every message says where, what was found, what is allowed and the likely intent. `service_kit.problems` turns
+errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure. `boundary()` is the one
+broad except.
 """
 
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ log = structlog.get_logger("task_app")
 
 
 def clipped(name: str, at_most: int = 80) -> str:
-    """A caller's name as a message shows it: it may be as long as a whole body."""
+    """A caller's text, shortened for a message: it may be as long as a whole body."""
     return name if len(name) <= at_most else name[:at_most] + "..."
 
 
@@ -65,7 +65,7 @@ class InvalidRequest(TaskAppError):
 
 
 class UnknownName(InvalidRequest):
-    """`UnknownName("environment", "craftr", ENVIRONMENTS)`: found, known, did you mean."""
+    """`UnknownName("environment", "craftr", ENVIRONMENTS)` suggests "crafter"."""
 
     code = "unknown_name"
 
@@ -79,7 +79,7 @@ class HostNotAllowed(InvalidRequest):
 
 
 class SnapshotRefused(InvalidRequest):
-    """What came as a snapshot is none of ours, not whole, or of something else."""
+    """The bytes are no snapshot, not whole, or a snapshot of something else."""
 
     code = "snapshot_refused"
 
@@ -88,7 +88,7 @@ class SnapshotRefused(InvalidRequest):
 
 
 class NotRestorable(InvalidRequest):
-    """The environment or policy cannot tell its state: a plug-in without snapshot() and restore()."""
+    """The plug-in has no snapshot() and restore()."""
 
     code = "not_restorable"
 
@@ -120,13 +120,13 @@ class IdempotencyConflict(Conflict):
 
 
 class AnswerLost(Conflict):
-    """A retry of what was carried out, whose answer is not there any more."""
+    """A retry of a request that was carried out, but whose answer is lost."""
 
     code = "answer_lost"
 
 
 class EpisodeOver(Conflict):
-    """A step was asked for after the end of the episode."""
+    """A step after the end of the episode."""
 
     code = "episode_over"
 
@@ -141,7 +141,7 @@ class EpisodeOver(Conflict):
 
 
 class InferenceKeyNeeded(TaskAppError):
-    """The policy outlived the process that knew its key."""
+    """The policy survived a restart, but its key did not."""
 
     code = "inference_key_needed"
     status = 428
@@ -171,27 +171,27 @@ class JournalFailed(TaskAppError):
 
 
 class JournalDamaged(TaskAppError):
-    """A session under --state-dir that cannot be brought back; it stays in the database."""
+    """A stored session that cannot be restored; it stays in the database."""
 
     code = "journal_damaged"
 
 
 class EpisodeFailed(TaskAppError):
-    """An episode that has no trajectory. `decisions_done` were complete when it failed."""
+    """An episode without a trajectory; `decisions_done` were complete when it failed."""
 
     code = "episode_failed"
     decisions_done = 0
 
 
 class PolicyUnavailable(EpisodeFailed):
-    """The model could not be asked, or its answer is not what the protocol says."""
+    """The model could not be asked, or its reply breaks the protocol."""
 
     code = "inference_unavailable"
     status = 502
 
 
 class ContextLengthExceeded(EpisodeFailed):
-    """The prompt does not fit the model: ends an episode, and fails one without a completed decision."""
+    """The prompt does not fit the model; this ends an episode, or fails one without a complete decision."""
 
     code = "context_length_exceeded"
     status = 422
@@ -211,7 +211,7 @@ class InteractionFailed(EpisodeFailed):
 
 
 class CriticalError(EpisodeFailed):
-    """A plug-in raised what it may not raise; its inside is for the log."""
+    """A plug-in raised an unexpected error; only the log shows its details."""
 
     code = "critical_error"
 
@@ -221,18 +221,18 @@ class CriticalError(EpisodeFailed):
 
 
 class boundary:
-    """Turn whatever a plug-in raises into a CriticalError, so that it ends one rollout and not the service.
+    """Turn an error of a plug-in into a CriticalError, so that it ends one rollout and not the service.
 
-    The only broad except of the task app. Errors of the service pass as they are; the traceback goes to the
-    log, the reply gets the type and the first line of the message.
+    This is the only broad except of the task app. Errors of the service pass unchanged. The log gets the
+    traceback; the reply gets the type and the first line of the message.
     """
 
-    # Around every step, and a generator's @contextmanager costs three times as much.
+    # A class, because it surrounds every step, and @contextmanager costs three times as much.
     def __init__(self, what: str) -> None:
         self._what = what
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        pass
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None

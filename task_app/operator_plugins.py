@@ -1,8 +1,8 @@
-"""`--plugins FILE`: environments, policies and reward functions of the operator's own, beside `plugins.py`'s.
+"""`--plugins FILE`: the operator's own environments, policies and reward functions.
 
-The file is Python, with some of the dict literals `ENVIRONMENTS` and `POLICIES`, of the same form as there,
-and `REWARD_FUNCTIONS`, of what `@reward_function` made. It is run once, when the task app starts, and once in
-each process of a reward function; no request can name a file or a class.
+The file is Python with some of the dict literals `ENVIRONMENTS` and `POLICIES`, in the form of `plugins.py`,
+and `REWARD_FUNCTIONS`, made with `@reward_function`. It runs once when the task app starts, and once in each
+process of a reward function; no request can name a file or a class.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from task_app.errors import CriticalError, boundary
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
-# What stands on each board, and how to write it.
+# The type of the entries on each board, and how to write one.
 _KINDS: dict[str, tuple[type[Any], str]] = {
     "ENVIRONMENTS": (EnvironmentPlugin, "write EnvironmentPlugin(ConfigClass, build)"),
     "POLICIES": (PolicyPlugin, "write PolicyPlugin(ConfigClass, build)"),
@@ -26,17 +26,17 @@ _KINDS: dict[str, tuple[type[Any], str]] = {
 
 
 def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
-    """The plug boards with the entries of all files."""
+    """The plug boards with the entries of the files added."""
     for file in files:
-        found = _boards_of(file)
+        boards_by_name = _boards_of(file)
         rewards = {
             name: RewardPlugin(function.mode, file.resolve())
-            for name, function in found["REWARD_FUNCTIONS"].items()
+            for name, function in boards_by_name["REWARD_FUNCTIONS"].items()
         }
         boards = PlugBoards(
-            _joined(boards.environments, found["ENVIRONMENTS"], kind="environment", file=file),
-            _joined(boards.policies, found["POLICIES"], kind="policy", file=file),
-            _joined(boards.reward_functions, rewards, kind="reward function", file=file),
+            _merge(boards.environments, boards_by_name["ENVIRONMENTS"], kind="environment", file=file),
+            _merge(boards.policies, boards_by_name["POLICIES"], kind="policy", file=file),
+            _merge(boards.reward_functions, rewards, kind="reward function", file=file),
         )
     return boards
 
@@ -45,8 +45,8 @@ def _boards_of(file: Path) -> dict[str, dict[str, Any]]:
     module = module_of(file)
     if not any(hasattr(module, name) for name in _KINDS):
         raise SettingsError(f"--plugins {file} defines none of {', '.join(_KINDS)}")
-    found = {name: getattr(module, name, {}) for name in _KINDS}
-    for board, entries in found.items():
+    boards_by_name = {name: getattr(module, name, {}) for name in _KINDS}
+    for board, entries in boards_by_name.items():
         if not isinstance(entries, dict):
             raise SettingsError(f"--plugins {file}: {board} is no dict but {type(entries).__name__}")
         for name, plugin in entries.items():
@@ -54,23 +54,23 @@ def _boards_of(file: Path) -> dict[str, dict[str, Any]]:
             if not isinstance(name, str) or not 1 <= len(name) <= 200:
                 raise SettingsError(f"--plugins {file}: {board} has the key {name!r}; a name is needed")
             if not isinstance(plugin, kind):
-                told = f"--plugins {file}: {board}[{name!r}] is {type(plugin).__name__}"
-                raise SettingsError(f"{told}; {advice}")
-    return found
+                place = f"--plugins {file}: {board}[{name!r}] is {type(plugin).__name__}"
+                raise SettingsError(f"{place}; {advice}")
+    return boards_by_name
 
 
-def _joined(known: Mapping[str, Any], more: Mapping[str, Any], *, kind: str, file: Path) -> dict[str, Any]:
-    taken = sorted(known.keys() & more.keys())
-    if taken:
-        raise SettingsError(f"--plugins {file}: {kind} {taken[0]!r} is there already; choose another name")
+def _merge(known: Mapping[str, Any], more: Mapping[str, Any], *, kind: str, file: Path) -> dict[str, Any]:
+    twice = sorted(known.keys() & more.keys())
+    if twice:
+        raise SettingsError(f"--plugins {file}: {kind} {twice[0]!r} is there already; choose another name")
     return {**known, **more}
 
 
 def module_of(file: Path) -> ModuleType:
-    """Import the file. Its neighbours can be imported by it."""
+    """Import the file, which may import its neighbours."""
     if not file.is_file():
         raise SettingsError(f"--plugins {file}: no such file")
-    # What is installed comes first, so that no neighbour replaces it.
+    # At the end of the path, so that no neighbour replaces an installed module.
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)

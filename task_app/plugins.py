@@ -1,4 +1,4 @@
-"""The plug boards: what a request may name, and how it is built. A new plug-in is one line here."""
+"""The plug boards: the names that requests may use, and how to build them. A new plug-in is one line here."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -11,7 +11,7 @@ from pydantic import SecretStr, ValidationError
 
 from shared_schemas.base import Body
 from shared_schemas.rollouts import EnvSpec
-from task_app.complaints import invalid, most_telling, validated
+from task_app.complaints import invalid, most_specific, validated
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
@@ -33,14 +33,12 @@ from task_app.protocols import (
 from task_app.settings import Settings
 from task_app.threads import Threads
 
-# An entry of the operator's interaction file: a class, its config, and the name that requests know it by.
-
 B = TypeVar("B", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
 class InteractionEntry:
-    """What an interaction is built from, anew for each episode: what a class keeps on `self` is its own."""
+    """The class and config of an interaction, which each episode builds anew."""
 
     name: str
     kind: type[BaseInteraction]
@@ -48,25 +46,25 @@ class InteractionEntry:
 
     @property
     def never_blocks(self) -> bool:
-        """Whether the class promises it, and may run on the service's event loop."""
+        """Whether the class promises not to block, and may run on the service's event loop."""
         return bool(getattr(self.kind, "never_blocks", False))
 
     def build(self) -> BaseInteraction:
-        """A new object; its config holds its name too, as published."""
+        """Build an object; its config holds its name too, as published."""
         return self.kind({**deepcopy(dict(self.config)), "name": self.name})
 
 
 def config_of(model: type[B], config: Mapping[str, Any]) -> B:
-    """The config of an interaction of ours, checked.
+    """Validate the config of a built-in interaction.
 
     Raises:
-        InvalidRequest: says which key is unknown, missing or out of its bounds.
+        InvalidRequest: a key is unknown, missing or out of bounds; the message says which.
     """
-    given = {key: value for key, value in config.items() if key != "name"}
+    keys = {key: value for key, value in config.items() if key != "name"}
     try:
-        return model.model_validate(given)
+        return model.model_validate(keys)
     except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
+        error = most_specific(exc.errors(include_url=False))
         raise invalid(error, where="config", known=model.model_fields) from exc
 
 
@@ -75,7 +73,7 @@ C = TypeVar("C", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy may need beside its config, and where its rollout runs what takes milliseconds."""
+    """The parts of the service that a policy may use beside its config."""
 
     settings: Settings
     session: aiohttp.ClientSession
@@ -87,7 +85,8 @@ class PolicyContext:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlugin(Generic[C]):
-    """`build` is cheap: a world is made by `Environment.reset`. Of `state_keys` the first is the default."""
+    """How to build an environment, cheaply: `reset` makes the world. The first of `state_keys` is the
+    default."""
 
     config: type[C]
     build: Callable[[C], Environment]
@@ -96,7 +95,7 @@ class EnvironmentPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlugin(Generic[C]):
-    """`defaults`: what the operator's settings say of keys that a config leaves out."""
+    """How to build a policy; `defaults` come from the operator's settings."""
 
     config: type[C]
     build: Callable[[C, PolicyContext], AgentPolicy]
@@ -105,7 +104,7 @@ class PolicyPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class RewardPlugin:
-    """Where a child process finds a reward function: under its name in the REWARD_FUNCTIONS of `file`."""
+    """A reward function by its file and mode; child processes find it in REWARD_FUNCTIONS of the file."""
 
     mode: RewardMode
     file: Path
@@ -124,8 +123,8 @@ def _openai(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
 
 
 def _operators_server(settings: Settings) -> dict[str, Any]:
-    found = {"inference_url": settings.inference_url, "model": settings.inference_model}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {"inference_url": settings.inference_url, "model": settings.inference_model}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
@@ -144,18 +143,18 @@ POLICIES: dict[str, PolicyPlugin[Any]] = {
     "random": PolicyPlugin(RandomConfig, lambda config, context: RandomPolicy(config)),
 }
 
-# None of ours yet: those of the operator's files join it.
+# No built-in ones; the operator's files add theirs.
 REWARD_FUNCTIONS: dict[str, RewardPlugin] = {}
 
-# Names that other Crafter task apps use, in lower case. Wherever a request may name one of ours, it may name
-# one of these; what is on a board under such a name itself comes first.
+# Names that other Crafter task apps use, in lower case. Requests may use them wherever they name a plug-in; a
+# plug-in of that name comes first.
 ENVIRONMENT_ALIASES = {"crafterclassic": "crafter", "crafter_classic": "crafter"}
 POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
 
 @dataclass(frozen=True, slots=True)
 class PlugBoards:
-    """What this service offers; tests bring their own."""
+    """The plug-ins of a service; tests bring their own."""
 
     environments: Mapping[str, EnvironmentPlugin[Any]]
     policies: Mapping[str, PolicyPlugin[Any]]
@@ -163,15 +162,16 @@ class PlugBoards:
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
 
     def environment_name(self, name: str, *, where: str = "") -> str:
-        """The name on the board that `name` stands for: itself, or what it is an alias of."""
-        return _named("environment", name, self.environments, ENVIRONMENT_ALIASES, where=where + "env_name")
+        """The name on the board, also for an alias."""
+        return _resolve_name(
+            "environment", name, self.environments, ENVIRONMENT_ALIASES, where=where + "env_name"
+        )
 
     def policy_name(self, name: str, *, where: str = "") -> str:
-        """As `environment_name`, of a policy."""
-        return _named("policy", name, self.policies, POLICY_ALIASES, where=where + "policy_name")
+        """The name on the board, also for an alias."""
+        return _resolve_name("policy", name, self.policies, POLICY_ALIASES, where=where + "policy_name")
 
     def reward_function(self, name: str, *, where: str = "") -> RewardPlugin:
-        """The named reward function."""
         plugin = self.reward_functions.get(name)
         if plugin is None:
             raise UnknownName("reward function", name, self.reward_functions, where=where + "reward_function")
@@ -185,12 +185,12 @@ class PlugBoards:
     def state_keys(
         self, env_name: str, environment: Environment, *, where: str = ""
     ) -> dict[str, StateKey | PromptKey]:
-        """The state keys of an environment, which was built by that name."""
+        """The state keys of an environment that was built by this name."""
         own = self._environment_plugin(env_name, where=where).state_keys
         return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 
-    def resolved(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
-        """The same environment with every setting written out, so that equal ones compare equal."""
+    def resolve(self, spec: EnvSpec, *, where: str = "") -> EnvSpec:
+        """The same spec with every setting written out, so that equal environments compare equal."""
         name = self.environment_name(spec.env_name, where=where)
         config = validated(self.environments[name].config, spec.config, where=where + "config")
         return EnvSpec(env_name=name, config=config.model_dump(mode="json"))
@@ -198,7 +198,7 @@ class PlugBoards:
     def policy(
         self, name: str, config: Mapping[str, Any], context: PolicyContext, *, where: str = ""
     ) -> AgentPolicy:
-        """Build the named policy; errors as in `environment`, `where` of its own ones being below config."""
+        """Build the named policy; errors name the body path below `where`."""
         plugin = self.policies[self.policy_name(name, where=where)]
         complete = {**plugin.defaults(context.settings), **config}
         settings = validated(plugin.config, complete, where=where + "config")
@@ -212,11 +212,13 @@ class PlugBoards:
         return self.environments[self.environment_name(name, where=where)]
 
 
-def _named(kind: str, name: str, board: Mapping[str, Any], aliases: Mapping[str, str], *, where: str) -> str:
-    known = name if name in board else aliases.get(name.lower(), name)
-    if known not in board:
+def _resolve_name(
+    kind: str, name: str, board: Mapping[str, Any], aliases: Mapping[str, str], *, where: str
+) -> str:
+    resolved = name if name in board else aliases.get(name.lower(), name)
+    if resolved not in board:
         raise UnknownName(kind, name, board, where=where)
-    return known
+    return resolved
 
 
 def default_plug_boards() -> PlugBoards:

@@ -12,7 +12,6 @@ from shared_schemas.messages import Message, ToolSpec
 
 PAST_DECISIONS_SHOWN = 3
 
-
 RewardMode = Literal["pointwise", "batch"]
 
 
@@ -22,8 +21,8 @@ class Observation:
 
     Attributes:
         text: the observation as a person or a model reads it.
-        data: the same facts as plain JSON-able values (for Crafter: the 9x7 view, vitals, ...), which
-            scripted policies play from. Never more than what `text` is allowed to know.
+        data: the same facts as plain JSON-able values (for Crafter: the 9x7 view, vitals, ...), for scripted
+            policies. It never tells more than `text` may tell.
         achievements_counts: counter of every achievement; empty for environments without achievements.
         reward_last_step: reward of the last env step; 0.0 after a reset.
     """
@@ -44,11 +43,12 @@ class DecisionOutcome:
         terminated: the environment's own end (death, answer given); never a limit.
         truncated: a limit inside the environment was reached.
         executed_actions: names of the env steps that ran, in order.
-        invalid_reason: why the call was refused, in words the model can act on; None when it was valid.
-            A refused call still ran one no-op env step (DESIGN.md 4.4).
-        result: tool result text for the next prompt.
-        results: of a ConversationalEnvironment: one text for each call, in their order; a refused call's
-            begins with "error: ". Empty where `step` was given no calls.
+        invalid_reason: why the call was refused, in words for the model; None if it was valid. A refused call
+            still runs one no-op env step (DESIGN.md 4.4).
+        result: text for the next prompt.
+        results: for a ConversationalEnvironment, one text for each call in order; for a refused call it
+            begins
+            with "error: ". Empty if `step` got no calls.
     """
 
     observation: Observation
@@ -63,9 +63,9 @@ class DecisionOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """A tool call after its JSON was read: `arguments` is None when the text was no JSON object.
+    """A tool call after its JSON was parsed: `arguments` is None if the text was no JSON object.
 
-    `raw_arguments` is that text: a journal holds it alone, and reads the arguments from it again.
+    `raw_arguments` is that text; a journal stores only the text and parses it again.
     """
 
     name: str
@@ -75,20 +75,20 @@ class ToolRequest:
 
 @dataclass(frozen=True, slots=True)
 class PastDecision:
-    """A line of history for the next prompt: what was called and what it answered."""
+    """A past decision that the next prompt may show: its calls and its outcome."""
 
     tool_calls: tuple[ToolRequest, ...]
     outcome: DecisionOutcome
 
 
 class PolicyObservation(list[Message]):
-    """What `RLRolloutWorker` hands to a policy: the messages of its prompt, and what stands behind them.
+    """The observation that `RLRolloutWorker` passes to a policy: the messages of the prompt, with more facts.
 
-    A list of its own for each decision, never an alias of one that grows.
+    Each decision gets its own list, never one that grows.
 
     Attributes:
-        data: the observation as plain values, which scripted policies play from.
-        max_tokens: the most that the policy may sample: what is left of a budget, at least 1; None: no limit.
+        data: the observation as plain values, for scripted policies.
+        max_tokens: limit of tokens to sample, from the rest of a budget; at least 1; None: no limit.
     """
 
     __slots__ = ("data", "max_tokens")
@@ -102,9 +102,10 @@ class PolicyObservation(list[Message]):
 
 
 class Tool(Protocol):
-    """What a model may call. `task_app.tools.function_tool` makes one of a function with a typed signature.
+    """A tool that a model may call. `task_app.tools.function_tool` makes one of a function with a typed
+    signature.
 
-    A tool that works on state is bound to that of its environment, one for each episode.
+    A tool that works on state is bound to the state of one environment.
     """
 
     @property
@@ -112,14 +113,14 @@ class Tool(Protocol):
         """Name, description and the JSON Schema of the arguments."""
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """The result text; `task_app.tools.ToolRefused` says what is wrong with the arguments."""
+        """Return the result text; raise `task_app.tools.ToolRefused` for wrong arguments."""
 
 
 class Environment(Protocol):
     """One episode of one task; never called from two threads at once.
 
     `reset` may take milliseconds. With a class attribute `quick_step = True` an environment promises steps of
-    microseconds: sessions run them on the event loop, and those of other environments in a thread.
+    microseconds: sessions then run them on the event loop, otherwise in a thread.
     """
 
     name: str
@@ -131,12 +132,12 @@ class Environment(Protocol):
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         """Carry out the calls of one decision, in order.
 
-        No calls, an unknown tool or bad arguments (or `invalid_reason`, found earlier) execute one no-op.
-        Raises EpisodeOver after the end.
+        No calls, an unknown tool, bad arguments, or an earlier `invalid_reason` execute one no-op. Raises
+        EpisodeOver after the end.
         """
 
     def tools(self) -> tuple[ToolSpec, ...]:
-        """The tools a model may call, as JSON Schema."""
+        """The tools that a model may call, with JSON Schemas."""
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         """The prompt of the next decision; pure, so that a policy route can use it without an episode."""
@@ -146,69 +147,68 @@ class Environment(Protocol):
 
 
 def steps_quickly(environment: Environment) -> bool:
-    """Whether it promises steps of microseconds, which may run on the event loop."""
+    """Whether the environment promises steps of microseconds, which may run on the event loop."""
     return bool(getattr(environment, "quick_step", False))
 
 
 @runtime_checkable
 class RestorableEnvironment(Environment, Protocol):
-    """An Environment whose moments can be kept: for branches, siblings from one world, a journal.
+    """An Environment with snapshots: for branches, siblings in one world, and the journal.
 
-    `restore`, and `snapshot` within an episode, may take milliseconds and run where `step` does; elsewhere
-    `snapshot` copies on the event loop. State is plain data, never pickle: it may come back from outside.
+    `restore`, and `snapshot` within an episode, may take milliseconds and run where `step` runs; elsewhere
+    `snapshot` runs on the event loop. The state is plain data, never pickle: it may come from outside.
     """
 
     def snapshot(self) -> bytes:
-        """Everything that the future and `messages` depend on, but the config: that is kept beside it.
+        """The state that the future and `messages` depend on, without the config, which is stored beside it.
 
         Raises EpisodeOver before the first reset.
         """
 
     def restore(self, state: bytes) -> Observation:
-        """Go on from there, in any process; the observation that was shown last when `snapshot` was taken.
+        """Continue from the state, in any process; return the observation that was shown last.
 
-        Raises ValueError when the bytes are no moment of an environment with this config; says which place.
+        Raises ValueError, with the place of the fault, if the bytes are no state for this config.
         """
 
 
 @runtime_checkable
 class ConversationalEnvironment(Environment, Protocol):
-    """An Environment whose conversation the episode loop keeps (task_app.episode.history), and may edit.
+    """An Environment whose conversation the episode loop keeps (task_app.episode.history) and may edit.
 
-    A prompt is then the history, not `messages`, which stays for policy routes. Of several calls in a message
-    each is carried out or refused by itself and has its text in `DecisionOutcome.results`; `invalid_reason`
-    is that of the first one that was refused. A class attribute `takes_answers = False` says that only tools
-    count: `answer` is never valid, so no interaction can be asked.
+    The prompt is then the history; `messages` serves policy routes alone. Each of several calls in a message
+    is carried out or refused separately, with its text in `DecisionOutcome.results`; `invalid_reason` belongs
+    to the first refused one. A class attribute `takes_answers = False` says that only tools count: `answer`
+    is never valid, and no interaction can answer.
     """
 
     def opening(self) -> tuple[Message, ...]:
-        """What stands before the first decision: a system message or none, then a user message.
+        """The messages before the first decision: at most one system message, then a user message.
 
-        The same until the next reset. Raises EpisodeOver before the first one.
+        They stay the same until the next reset. Raises EpisodeOver before the first reset.
         """
 
     def answer(self, text: str) -> DecisionOutcome:
-        """A decision without a call. Where only tools count, it is not valid and `invalid_reason` says so.
+        """Carry out a decision without a call; where only tools count, `invalid_reason` says so.
 
-        `result` is what the user says next; it is not read where an interaction answers. Raises EpisodeOver
-        after the end.
+        `result` is the user's next message, unless an interaction answers. Raises EpisodeOver after the end.
         """
 
 
 def takes_answers(environment: Environment) -> bool:
-    """Whether words without a call count in its conversation, so that somebody may answer them."""
+    """Whether text without a call counts in the environment's conversation."""
     return bool(getattr(environment, "takes_answers", True))
 
 
 @runtime_checkable
 class RestorablePolicy(Protocol):
-    """An AgentPolicy whose state beside its config can be kept: generator, memory, count of decisions."""
+    """An AgentPolicy with snapshots of its state: generator, memory, count of decisions."""
 
     def snapshot(self) -> dict[str, Any]:
         """The state as JSON-able data; never a key."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Decide on like the policy that `snapshot` was taken of; ValueError when it is no such state."""
+        """Continue like the policy of the snapshot; raise ValueError if the state is no snapshot."""
 
 
 # action, raw_policy_output, log_probs, value_estimate: see AgentPolicy.get_action.
@@ -216,9 +216,9 @@ PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | 
 
 
 class AgentPolicy(Protocol):
-    """Decides. The method and its four-tuple are source 2's (Task 2.2), and all that a policy needs.
+    """Decides. Source 2 defines the method and its four-tuple (Task 2.2), and a policy needs nothing else.
 
-    A record calls a policy by its attribute `name`, and one that has none by the name of its class.
+    Records use a policy's attribute `name`, or else the name of its class.
     """
 
     async def get_action(
@@ -227,7 +227,7 @@ class AgentPolicy(Protocol):
         """Choose the next action.
 
         Args:
-            observation: a PolicyObservation: the list of messages that the prompt consists of.
+            observation: a PolicyObservation: the list of messages of the prompt.
             available_tools_specs: the tools on offer, as JSON Schema (OpenAI form).
 
         Returns:
@@ -235,29 +235,30 @@ class AgentPolicy(Protocol):
                 {"type": "tool_call", "tool_calls": [{"id", "name", "arguments"}, ...]}, with the text beside
                 the calls as "content" if there is one; {"type": "text", "content": str,
                 "invalid_reason": str | None}; or {"type": "terminate"}.
-            raw_policy_output: all that the model wrote, None for policies that are not models.
-            log_probs: of exact tokens the fields of PolicyLogprobs, otherwise whatever the policy knows as
-                JSON: either stands in the step. "sampling", "model", "prompt_tokens", "completion_tokens" and
-                "finish_reason" are read too, and recorded in places of their own.
-            value_estimate: V(s_t), None for policies without a critic.
+            raw_policy_output: all that the model wrote; None for policies without a model.
+            log_probs: for exact tokens the fields of PolicyLogprobs, otherwise any JSON; both go into the
+                step.
+                "sampling", "model", "prompt_tokens", "completion_tokens" and "finish_reason" are also read,
+                and recorded separately.
+            value_estimate: V(s_t); None for policies without a critic.
 
         Raises:
-            PolicyUnavailable: the model could not be asked (a failed rollout, not a decision).
-            ContextLengthExceeded: the prompt does not fit (ends the episode with that reason).
+            PolicyUnavailable: the model could not be asked; the rollout fails.
+            ContextLengthExceeded: the prompt does not fit; this ends the episode.
         """
 
 
 def policy_name(policy: AgentPolicy) -> str:
-    """What records call a policy."""
+    """The name of a policy in records."""
     return str(getattr(policy, "name", type(policy).__name__))
 
 
 @runtime_checkable
 class RetryingPolicy(Protocol):
-    """An AgentPolicy that asks a server again when it fails.
+    """An AgentPolicy that repeats failed requests to a server.
 
-    `pending_failure` says what is wrong while it retries, and is None as soon as an answer is there: a
-    deadline that falls into an outage is a failed rollout, not a slow policy.
+    `pending_failure` describes the failure during retries, and is None otherwise: a deadline that passes in
+    an outage fails the rollout, and does not count as a slow policy.
     """
 
     pending_failure: str | None
@@ -265,36 +266,35 @@ class RetryingPolicy(Protocol):
 
 @runtime_checkable
 class RewardFunction(Protocol):
-    """A user's judgement of whole episodes: what `task_app.reward_functions.reward_function` makes.
+    """Judges whole episodes; `task_app.reward_functions.reward_function` makes one of a user's function.
 
-    The service never calls it: a child process does, which finds it by its name in the operator's file.
+    Only a child process calls it, which finds it by its name in the operator's file.
     """
 
     mode: RewardMode
 
-    def __call__(self, **given: Any) -> Any:
-        """Judge.
+    def __call__(self, **facts: Any) -> Any:
+        """Judge episodes.
 
         Args:
-            given: pointwise: `messages` (list[Message]: every decision's prompt, answer and tool results in
+            facts: pointwise: `messages` (list[Message]: every decision's prompt, answer and tool results in
                 order) and `ground_truth` of an episode; batch: `rollouts_messages` and `ground_truth`, both
-                lists. Beside them facts of the episode, which may grow in number.
+                lists. Further facts of the episode, which may become more.
 
         Returns:
-            An EvaluateResult or the dict of its fields, in batch mode a list with one for each episode, or an
-            awaitable of that. `step_outputs` name decisions by `step_index`, t from 0.
+            An EvaluateResult or a dict of its fields, in batch mode a list with one for each episode, or an
+            awaitable of these. `step_outputs` name decisions by `step_index`, t from 0.
         """
 
 
 class BaseInteraction:
-    """Answers the model as its user. A class of the operator's file; an object of it lives for one episode.
+    """Answers the model as its user. The operator's file names subclasses; an object lives for one episode.
 
-    What is not overridden does what the published base class does: `generate_response` is content with every
-    answer and scores it 0.8.
+    The methods and their signatures are published, and classes written for them run unmodified. As in the
+    published base class, `generate_response` accepts every answer with a score of 0.8.
 
-    Its methods and their signatures are published, and classes written for them run unmodified. They run in
-    a thread of their own, on an event loop of their own, so that one that blocks stalls nobody else; a class
-    attribute `never_blocks = True` promises that they do not, and they run on the service's event loop.
+    Methods run on an event loop in a thread of their own, so they may block. A class attribute
+    `never_blocks = True` promises that they do not; then they run on the service's event loop.
 
     Source: 5-interactions.md; DESIGN.md 4.11.
     """
@@ -308,10 +308,10 @@ class BaseInteraction:
 
         Args:
             instance_id: unique to the episode.
-            kwargs: the row's `interaction_kwargs` with its `name`, and `ground_truth` where there is one.
+            kwargs: the row's `interaction_kwargs` with its `name`, and `ground_truth` if there is one.
 
         Returns:
-            The id that the other methods are called with.
+            The id for the other methods.
         """
         return instance_id or str(uuid4())
 
@@ -321,20 +321,20 @@ class BaseInteraction:
         """Answer the last assistant message, and score it.
 
         Args:
-            messages: the conversation in OpenAI's form, a copy; `content` is always text.
-            kwargs: those of the start.
+            messages: a copy of the conversation in OpenAI's form; `content` is always text.
+            kwargs: the same as at the start.
 
         Returns:
-            should_terminate: whether the episode ends with this.
-            response: the user's next message; not shown to the model at the end.
-            score: reward of the decision that is answered, in reward units; None for none.
+            should_terminate: whether the episode ends.
+            response: the user's next message; not shown to the model if the episode ends.
+            score: reward of the answered decision; None if there is none.
             metadata: anything, for the record.
         """
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """The score of now; a helper of `generate_response`, asked over HTTP alone."""
+        """The current score; `generate_response` may use it, and clients can get it over HTTP."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Release what the episode held; called once for every start that was begun, however it ended."""
+        """Release what the episode held; called once for every start, however it ended."""

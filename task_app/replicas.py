@@ -1,7 +1,7 @@
-"""`--replicas N`: several task apps on one machine, each a process and a port of its own, kept running.
+"""`--replicas N`: several task apps on one machine, each a process with a port of its own.
 
-They share settings and keys, which they have from the environment. A replica that dies is started again on
-its port, so that whoever knows its URL finds it there; between two starts lies a bounded back-off.
+They share settings and keys from the environment. A replica that dies is restarted on its port, so that its
+URL stays valid, after a bounded back-off.
 """
 
 import argparse
@@ -22,27 +22,27 @@ from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-# Exit code of a process whose settings, port or plug-in file are wrong: another start would change nothing.
-_REFUSED = 2
+# Exit code for wrong settings, port or plug-in file; another start would not help.
+_BAD_SETTINGS = 2
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
-# A replica that has lived so long is started again at once.
+# A replica that lived this long is restarted at once.
 _HEALTHY_S = 30.0
-# For a process to end after its drain.
+# Time limit for a process to end after its drain.
 _END_S = 15.0
 
 
-class Refused(Exception):
-    """A replica cannot start; it has said why."""
+class StartFailed(Exception):
+    """A replica cannot start; it has printed the reason."""
 
 
 class Replica:
-    """One process, started again whenever it ends.
+    """One process, restarted whenever it ends.
 
     Args:
-        index: from 0; in its log lines and the name of its state folder.
-        arguments: of `python -m task_app`, without its port.
-        port: where it listens; 0: a free one, which it keeps over restarts.
-        end_s: how long it may take to end when it is told to.
+        index: from 0; part of its log lines and of its state folder's name.
+        arguments: of `python -m task_app`, without the port.
+        port: 0 takes a free port, which it keeps over restarts.
+        end_s: time limit for an orderly end.
     """
 
     def __init__(self, index: int, arguments: Sequence[str], port: int, *, end_s: float) -> None:
@@ -51,23 +51,23 @@ class Replica:
         self._index, self._arguments, self._port, self._end_s = index, tuple(arguments), port, end_s
         self._child: Child | None = None
 
-    async def keep_running(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Until cancelled, which ends the process in order."""
+    async def run_forever(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Run until cancelled, which ends the process in order."""
         pause_s = 0.0
         try:
             while True:
                 await asyncio.sleep(pause_s)
-                started_s = clock()
+                start_s = clock()
                 code = await self._run_once()
-                if code == _REFUSED and not self.url:
-                    raise Refused
-                lived_s = clock() - started_s
+                if code == _BAD_SETTINGS and not self.url:
+                    raise StartFailed
+                lifetime_s = clock() - start_s
                 pause_s = (
-                    min(max(2 * pause_s, _FIRST_PAUSE_S), _MOST_PAUSE_S) if lived_s < _HEALTHY_S else 0.0
+                    min(max(2 * pause_s, _FIRST_PAUSE_S), _MOST_PAUSE_S) if lifetime_s < _HEALTHY_S else 0.0
                 )
                 log.warning(
                     "replica_ended", replica=self._index, url=self.url, exit_code=code,
-                    lived_s=round(lived_s, 1), next_start_in_s=pause_s,
+                    lifetime_s=round(lifetime_s, 1), next_start_in_s=pause_s,
                 )  # fmt: skip
         finally:
             await self._end()
@@ -89,29 +89,29 @@ class Replica:
 
 
 async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: Callable[[str], None]) -> int:
-    """Keep all running until `stop` is set; the exit code.
+    """Run all replicas until `stop` is set; return the exit code.
 
     Args:
-        tell: is given the line for a job's [services] when all are ready.
+        tell: called with the line for a job's [services] when all are ready.
     """
-    keeping = [asyncio.ensure_future(replica.keep_running()) for replica in replicas]
-    stopping = asyncio.ensure_future(_all_set([stop]))
+    tasks = [asyncio.ensure_future(replica.run_forever()) for replica in replicas]
+    stop_task = asyncio.ensure_future(_all_set([stop]))
     ready = asyncio.ensure_future(_all_set([replica.ready for replica in replicas]))
     try:
-        await asyncio.wait({stopping, ready, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stop_task, ready, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             tell(f"task_url = {json.dumps([_local(replica.url) for replica in replicas])}")
-            await asyncio.wait({stopping, *keeping}, return_when=asyncio.FIRST_COMPLETED)
-        for ended in keeping:
-            if ended.done():
-                ended.result()
+            await asyncio.wait({stop_task, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
         return 0
-    except Refused:
-        return _REFUSED
+    except StartFailed:
+        return _BAD_SETTINGS
     finally:
-        for item in (stopping, ready, *keeping):
+        for item in (stop_task, ready, *tasks):
             item.cancel()
-        await asyncio.gather(stopping, ready, *keeping, return_exceptions=True)
+        await asyncio.gather(stop_task, ready, *tasks, return_exceptions=True)
 
 
 async def _all_set(events: Sequence[asyncio.Event]) -> None:
@@ -120,7 +120,7 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
 
 
 def run_replicas(options: argparse.Namespace, settings: Settings) -> int:
-    """What `python -m task_app --replicas N` does, until SIGTERM, SIGINT or its parent's end."""
+    """Run `python -m task_app --replicas N` until SIGTERM, SIGINT or its parent's end."""
     return asyncio.run(_run(options, settings))
 
 
@@ -129,7 +129,7 @@ async def _run(options: argparse.Namespace, settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if options.exit_with_parent:
-        when_parent_ends(lambda: _tell(loop, stop))
+        when_parent_ends(lambda: _set_from_thread(loop, stop))
     replicas = [
         Replica(
             index, _arguments(options, settings.state_dir, index), options.port and options.port + index,
@@ -154,11 +154,11 @@ def _arguments(options: argparse.Namespace, state_dir: Path | None, index: int) 
 
 
 def _local(url: str) -> str:
-    """As this machine may call it: who listens everywhere is called at the loopback."""
+    """The URL for callers on this machine; a server on all interfaces is called at the loopback."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _tell(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """From a thread."""
-    with suppress(RuntimeError):  # stopped in the meantime, and the loop is closed
+def _set_from_thread(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Set the event from a thread."""
+    with suppress(RuntimeError):  # the loop may be closed by now
         loop.call_soon_threadsafe(stop.set)

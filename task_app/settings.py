@@ -1,8 +1,8 @@
-"""Every setting of the task app, in one table: its environment variable, bounds and default.
+"""Every setting of the task app with its environment variable, bounds and default.
 
-A field `max_sessions` is read from `TURNWISE_MAX_SESSIONS`; lists are comma separated. The keys keep the name
-that task apps have always used: `ENVIRONMENT_API_KEY` (or `ENVIRONMENT_API_KEY_FILE`, which names a file that
-holds it), and `ENVIRONMENT_API_KEY_ALIASES` for more of them.
+`TURNWISE_MAX_SESSIONS` sets the field `max_sessions`, and so on; lists are comma separated. The keys have the
+names that task apps have always used: `ENVIRONMENT_API_KEY` (or `ENVIRONMENT_API_KEY_FILE`, a file that holds
+it), and `ENVIRONMENT_API_KEY_ALIASES` for more keys.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,13 +27,13 @@ _LISTS = ("allowed_inference_hosts", "open_routes", "reward_variables")
 Host = Annotated[str, Field(min_length=1, max_length=300, pattern=HOST_OR_IPV6)]
 
 
-def _no_key_of_ours(name: str) -> str:
+def _refuse_own_key(name: str) -> str:
     if name.startswith(TASK_APP_KEY):
-        raise ValueError(f"{name} is a key of this service; whoever has it can ask the service for anything")
+        raise ValueError(f"{name} is a key of this service; its owner can use the whole service")
     return name
 
 
-def _usable_url(url: str) -> str:
+def _check_url(url: str) -> str:
     try:
         chat_completions_url(url, allowed_hosts=(urlsplit(url).netloc,))
     except (TaskAppError, ValueError) as exc:
@@ -41,15 +41,15 @@ def _usable_url(url: str) -> str:
     return url
 
 
-InferenceUrl = Annotated[str, Field(max_length=2_000), AfterValidator(_usable_url)]
+InferenceUrl = Annotated[str, Field(max_length=2_000), AfterValidator(_check_url)]
 
 Variable = Annotated[
-    str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_no_key_of_ours)
+    str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_refuse_own_key)
 ]
 
 
 class Settings(Body):
-    """The bounds that `GET /info` shows, plus the keys, which nothing shows."""
+    """The settings; `GET /info` shows all but the keys and paths."""
 
     api_keys: tuple[SecretStr, ...] = Field(default=(), repr=False)
     allowed_inference_hosts: tuple[Host, ...] = Field(
@@ -58,14 +58,14 @@ class Settings(Body):
     )
     inference_url: InferenceUrl | None = Field(
         default=None,
-        description="of policies that name none; /info shows it as inference.base_url",
+        description="for policies that name none; /info shows it as inference.base_url",
     )
     inference_model: str | None = Field(
-        default=None, min_length=1, max_length=500, description="its model, likewise: inference.default_model"
+        default=None, min_length=1, max_length=500, description="its model; /info: inference.default_model"
     )
     open_routes: tuple[Literal["metrics", "openenv"], ...] = Field(
         default=(),
-        description="what needs no key: /metrics for a scraper, /openenv for clients without headers",
+        description="routes without a key: /metrics for a scraper, /openenv for clients without headers",
     )
     max_body_bytes: int = Field(default=1 << 20, ge=1_024, le=1 << 30)
     max_reply_bytes: int = Field(default=16 << 20, ge=1_024, le=1 << 30, description="of an inference server")
@@ -77,12 +77,12 @@ class Settings(Body):
         default=1 << 30,
         ge=1,
         le=1 << 40,
-        description="of rollout requests and results; above it nothing new is accepted",
+        description="of rollout requests and results; beyond it no more are accepted",
     )
     max_concurrent_rollouts: int = Field(default=64, ge=1, le=10_000)
     max_page_rollouts: int = Field(default=256, ge=1, le=10_000)
     max_page_bytes: int = Field(
-        default=32 << 20, ge=1, le=1 << 36, description="a page holds no more, but one rollout at least"
+        default=32 << 20, ge=1, le=1 << 36, description="limit of a page, which has at least one rollout"
     )
     finished_expiry_s: float = Field(
         default=21_600.0, gt=0.0, le=1e9, description="an unacknowledged result is forgotten after this"
@@ -90,13 +90,13 @@ class Settings(Body):
     max_sessions: int = Field(default=1_024, ge=1, le=1_000_000, description="environments, and policies")
     session_idle_s: float = Field(default=1_800.0, gt=0.0, le=1e9)
     session_wait_s: float = Field(
-        default=30.0, gt=0.0, le=3_600.0, description="for an earlier request on the same session"
+        default=30.0, gt=0.0, le=3_600.0, description="wait for an earlier request on the same session"
     )
     request_deadline_s: float = Field(
         default=120.0,
         gt=0.0,
         le=86_400.0,
-        description="answered by then; not whole rollouts, long polls",
+        description="limit of a reply, except whole rollouts and long polls",
     )
     policy_deadline_s: float = Field(
         default=100.0, gt=0.0, le=86_400.0, description="for one decision of /policy/step"
@@ -111,63 +111,63 @@ class Settings(Body):
         default=2, ge=1, le=1_000, description="child processes of each reward function"
     )
     max_reward_batch: int = Field(
-        default=64, ge=1, le=10_000, description="episodes of one call, of reward functions in batch mode"
+        default=64, ge=1, le=10_000, description="episodes in one call of a batch reward function"
     )
     max_reward_bytes: int = Field(
-        default=1 << 20, ge=1_024, le=1 << 30, description="of what one call of a reward function answers"
+        default=1 << 20, ge=1_024, le=1 << 30, description="of the answer to one call of a reward function"
     )
     reward_deadline_s: float = Field(
         default=30.0,
         gt=0.0,
         le=86_400.0,
-        description="for one call of a reward function, which is then killed",
+        description="for one call of a reward function, whose process is then killed",
     )
     reward_start_s: float = Field(
         default=60.0, gt=0.0, le=86_400.0, description="for its process to start and import the file"
     )
     reward_variables: tuple[Variable, ...] = Field(
-        default=(), description="environment variables that its process is given beside the harmless ones"
+        default=(), description="further environment variables for its process"
     )
     interaction_config_path: Path | None = Field(
-        default=None, description="the file of interactions, as --interactions names it"
+        default=None, description="the file of interactions, like --interactions"
     )
     interaction_deadline_s: float = Field(
         default=60.0, gt=0.0, le=86_400.0, description="for one call of an interaction"
     )
     max_interaction_bytes: int = Field(
-        default=1 << 20, ge=1_024, le=1 << 30, description="of what an interaction answers once"
+        default=1 << 20, ge=1_024, le=1 << 30, description="of one answer of an interaction"
     )
     max_idempotency_keys: int = Field(default=65_536, ge=1, le=10_000_000)
     max_idempotency_bytes: int = Field(
-        default=128 << 20, ge=1_024, le=1 << 40, description="of the answers kept for retries"
+        default=128 << 20, ge=1_024, le=1 << 40, description="of the answers stored for retries"
     )
     idempotency_s: float = Field(
-        default=3_600.0, gt=0.0, le=1e9, description="an Idempotency-Key is remembered for so long"
+        default=3_600.0, gt=0.0, le=1e9, description="how long an Idempotency-Key is stored"
     )
     state_dir: Path | None = Field(
-        default=None, description="sessions are written there and survive the process; none: they do not"
+        default=None, description="folder for sessions, which then survive the process"
     )
     journal_snapshot_every: int = Field(
-        default=32, ge=1, le=100_000, description="decisions of a session; so many are played again at most"
+        default=32, ge=1, le=100_000, description="decisions between two snapshots of a session"
     )
     max_connections: int = Field(
-        default=4_096, ge=1, le=1_000_000, description="fewer where the process may have few files open"
+        default=4_096, ge=1, le=1_000_000, description="fewer if the process may open only few files"
     )
     max_header_bytes: int = Field(
         default=64 << 10, ge=1_024, le=1 << 24, description="of a request line and its headers"
     )
     max_header_s: float = Field(
-        default=20.0, gt=0.0, le=3_600.0, description="from a connection's first moment to complete headers"
+        default=20.0, gt=0.0, le=3_600.0, description="from the start of a connection to complete headers"
     )
     max_body_s: float = Field(default=60.0, gt=0.0, le=3_600.0, description="for a body to arrive")
-    sweep_every_s: float = Field(default=30.0, gt=0.0, le=1e6, description="how often expiry is looked at")
+    sweep_every_s: float = Field(default=30.0, gt=0.0, le=1e6, description="interval of expiry")
     max_snapshot_bytes: int = Field(
-        default=8 << 20, ge=1_024, le=1 << 30, description="of what a snapshot holds, unpacked"
+        default=8 << 20, ge=1_024, le=1 << 30, description="of a snapshot before compression"
     )
     max_snapshots_held: int = Field(
-        default=1_024, ge=1, le=1_000_000, description="by snapshot_id; the least recently used go first"
+        default=1_024, ge=1, le=1_000_000, description="by snapshot_id; the least recently used goes first"
     )
-    max_snapshots_bytes: int = Field(default=64 << 20, ge=1_024, le=1 << 40, description="of all of them")
+    max_snapshots_bytes: int = Field(default=64 << 20, ge=1_024, le=1 << 40, description="of all snapshots")
     max_wait_s: float = Field(default=30.0, ge=0.0, le=600.0, description="of one long poll")
     max_calls_per_step: int = Field(default=16, ge=1, le=1_000)
     max_steps_per_request: int = Field(default=1_024, ge=1, le=100_000, description="of /env/step_many")
@@ -177,41 +177,44 @@ class Settings(Body):
     max_replay_s: float = Field(default=20.0, gt=0.0, le=600.0, description="of an episode for its frames")
     max_seeds_per_request: int = Field(default=64, ge=1, le=10_000)
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "info"
-    log_format: Literal["text", "json"] = Field(default="text", description="json: an object a line")
-    drain_s: float = Field(default=5.0, ge=0.0, le=600.0, description="for running rollouts to end at a stop")
+    log_format: Literal["text", "json"] = Field(default="text", description="json: one object a line")
+    drain_s: float = Field(
+        default=5.0, ge=0.0, le=600.0, description="for running rollouts after a stop signal"
+    )
 
     @property
     def inference_hosts(self) -> tuple[str, ...]:
-        """Those that an inference_url may name: the listed ones, and the operator's own server."""
+        """Hosts that an inference_url may name, with the operator's own server."""
         own = () if self.inference_url is None else (urlsplit(self.inference_url).netloc,)
         return (*self.allowed_inference_hosts, *own)
 
     def with_hosts(self, hosts: Iterable[str]) -> "Settings":
-        """These settings, with more hosts that an inference_url may name."""
-        listed = (*self.allowed_inference_hosts, *hosts)
+        """These settings with more hosts that an inference_url may name."""
         try:
-            return Settings(**{**dict(self), "allowed_inference_hosts": listed})
+            return Settings(
+                **{**dict(self), "allowed_inference_hosts": (*self.allowed_inference_hosts, *hosts)}
+            )
         except ValidationError as exc:
-            found = exc.errors(include_url=False)[0]["input"]
+            host = exc.errors(include_url=False)[0]["input"]
             raise SettingsError(
-                f"{found!r} is no inference host; expected host or host:port", where="--allow-inference-host"
+                f"{host!r} is no inference host; expected host or host:port", where="--allow-inference-host"
             ) from exc
 
     def limits(self) -> dict[str, Any]:
-        """What `/info` shows: every bound, no key."""
+        """The limits for `/info`, without keys and paths."""
         return self.model_dump(mode="json", exclude={"api_keys", "state_dir", "interaction_config_path"})
 
 
 def settings_from_environ(environ: Mapping[str, str]) -> Settings:
-    """Read the table from environment variables."""
+    """Read the settings from environment variables."""
     _check_spelling(environ)
-    found: dict[str, Any] = {"api_keys": _keys(environ)}
+    values: dict[str, Any] = {"api_keys": _keys(environ)}
     for name in Settings.model_fields:
         text = environ.get(PREFIX + name.upper())
         if name != "api_keys" and text is not None:
-            found[name] = _split(text) if name in _LISTS else text.strip()
+            values[name] = _split(text) if name in _LISTS else text.strip()
     try:
-        return Settings.model_validate(found)
+        return Settings.model_validate(values)
     except ValidationError as exc:
         error = exc.errors(include_url=False)[0]
         variable = PREFIX + str(error["loc"][0]).upper()
@@ -219,7 +222,7 @@ def settings_from_environ(environ: Mapping[str, str]) -> Settings:
 
 
 def _check_spelling(environ: Mapping[str, str]) -> None:
-    """Refuse a name that is nearly one of ours; other TURNWISE_ variables are other services'."""
+    """Refuse a misspelt name; other TURNWISE_ variables belong to other services."""
     ours = {PREFIX + name.upper() for name in Settings.model_fields if name != "api_keys"}
     for name in sorted(environ):
         close = get_close_matches(name, ours, n=1, cutoff=0.9)
@@ -230,8 +233,8 @@ def _check_spelling(environ: Mapping[str, str]) -> None:
 def _keys(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The primary key and its aliases, without blanks and repetitions."""
     primary = key_from_environ(environ, TASK_APP_KEY)
-    listed = [primary.get_secret_value() if primary else "", *_split(environ.get(ALIASES_VARIABLE, ""))]
-    return tuple(dict.fromkeys(key for key in listed if key))
+    keys = [primary.get_secret_value() if primary else "", *_split(environ.get(ALIASES_VARIABLE, ""))]
+    return tuple(dict.fromkeys(key for key in keys if key))
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""The contract of an environment, as tests: subclass `EnvironmentContract` and say how to make yours.
+"""The contract of an environment, as tests: subclass `EnvironmentContract` and define `make`.
 
     class TestMaze(EnvironmentContract):
         def make(self) -> Environment:
             return MazeEnvironment()
 
-pytest then runs every test below on it. Needs no pytest itself. (The idea: dm_env's EnvironmentTestMixin.)
+pytest then runs every test below on it. This file needs no pytest. (The idea: dm_env's EnvironmentTestMixin.)
 """
 
 import json
@@ -28,29 +28,29 @@ from task_app.protocols import (
 Calls = tuple[ToolRequest, ...]
 
 
-# After these numbers of decisions a snapshot is taken and restored, if the environment can do that.
-RESTORED_AT = (0, 1, 7, 30)
+# Numbers of decisions after which a snapshot is taken and restored, if the environment supports that.
+RESTORE_AFTER = (0, 1, 7, 30)
 
 
 class EnvironmentContract:
-    """What every environment promises (task_app.protocols.Environment).
+    """The promises of every environment (task_app.protocols.Environment).
 
     Attributes:
-        seed: of the world that is played.
-        decisions: an episode is played this long, or to its end where that comes first.
+        seed: of the world.
+        decisions: longest episode that is played.
     """
 
     seed = 3
     decisions = 200
 
     def make(self) -> Environment:
-        """A fresh environment, with the config that is to be tested."""
+        """A new environment with the config to test."""
         raise NotImplementedError("subclass EnvironmentContract and return an environment from make()")
 
     def test_it_has_a_name_tools_and_says_what_its_outcome_is(self) -> None:
         environment = self.make()
         check(bool(environment.name), "name is empty")
-        # A conversation may leave tools and score to whoever answers it.
+        # A conversation may leave tools and score to an interaction.
         talks = isinstance(environment, ConversationalEnvironment)
         check(talks or bool(environment.outcome_definition), "outcome_definition is empty")
         tools = environment.tools()
@@ -59,7 +59,7 @@ class EnvironmentContract:
         check(len(set(names)) == len(names), f"tools() offers a name twice: {names}")
         json.dumps([tool.model_dump(mode="json") for tool in tools])
         environment.reset(self.seed)
-        check(environment.tools() == tools, "tools() changed with reset(): a model is told of them once")
+        check(environment.tools() == tools, "tools() changed with reset(): a model sees them only once")
 
     def test_a_step_before_the_first_reset_is_refused(self) -> None:
         raises_episode_over(self.make(), self._calls(self.make(), random.Random(0)))
@@ -104,12 +104,12 @@ class EnvironmentContract:
             (ToolRequest(tool, None, "{oops"),),
             (ToolRequest(tool, {"no_such_argument": 1}, '{"no_such_argument": 1}'),),
         ):
-            self._refused(calls, None)
-        told = "found earlier, by whoever read the reply"
-        outcome = self._refused(self._calls(self.make(), random.Random(0)), told)
+            self._refuse(calls, None)
+        earlier = "an earlier reason, from reading the reply"
+        outcome = self._refuse(self._calls(self.make(), random.Random(0)), earlier)
         check(
-            outcome.invalid_reason == told,
-            f"invalid_reason was {told!r} and became {outcome.invalid_reason!r}",
+            outcome.invalid_reason == earlier,
+            f"invalid_reason was {earlier!r} and became {outcome.invalid_reason!r}",
         )
 
     def test_after_the_end_nothing_runs(self) -> None:
@@ -123,9 +123,9 @@ class EnvironmentContract:
         first = environment.reset(self.seed)
         calls = self._calls(environment, random.Random(0))
         past = [PastDecision(calls, decide(environment, calls))]
-        refused = (ToolRequest("no_such_tool", None, "{oops"),)
+        bad_calls = (ToolRequest("no_such_tool", None, "{oops"),)
         if not (past[0].outcome.terminated or past[0].outcome.truncated):
-            past.append(PastDecision(refused, environment.step(refused)))
+            past.append(PastDecision(bad_calls, environment.step(bad_calls)))
         for observation, history in ((first, []), (past[-1].outcome.observation, past)):
             messages = environment.messages(observation, history)
             check(len(messages) > 0, "messages() is empty: a model needs a prompt")
@@ -139,7 +139,7 @@ class EnvironmentContract:
     def test_a_conversation_opens_alike_for_equal_seeds_and_stays_as_it_opened(self) -> None:
         environment, other = self.make(), self.make()
         if not isinstance(environment, ConversationalEnvironment):
-            return  # the others word a whole prompt for each decision
+            return  # other environments write a whole prompt for each decision
         assert isinstance(other, ConversationalEnvironment), "make() makes one kind of environment"
         try:
             environment.opening()
@@ -172,10 +172,10 @@ class EnvironmentContract:
             outcome.results[0].startswith("error: "),
             "the text of a refused call does not begin with 'error: '",
         )
-        for refused, told in (((), None), (calls, "found earlier")):
+        for bad_calls, reason in (((), None), (calls, "found earlier")):
             environment.reset(self.seed)
-            count = len(environment.step(refused, invalid_reason=told).results)
-            check(count == len(refused), f"{len(refused)} refused calls have {count} results")
+            count = len(environment.step(bad_calls, invalid_reason=reason).results)
+            check(count == len(bad_calls), f"{len(bad_calls)} refused calls have {count} results")
         environment.reset(self.seed)
         outcome = environment.answer("words without a call")
         check_outcome(outcome)
@@ -188,21 +188,23 @@ class EnvironmentContract:
     def test_a_restored_moment_goes_on_like_the_original(self) -> None:
         environment, other = self.make(), self.make()
         if not isinstance(environment, RestorableEnvironment):
-            return  # snapshots are offered, not owed
+            return  # snapshots are optional
         assert isinstance(other, RestorableEnvironment), "make() makes one kind of environment"
         source = random.Random(self.seed)
-        shown = environment.reset(self.seed)
-        for decision in range(RESTORED_AT[-1] + 1):
-            if decision in RESTORED_AT:
+        observation = environment.reset(self.seed)
+        for decision in range(RESTORE_AFTER[-1] + 1):
+            if decision in RESTORE_AFTER:
                 restored = other.restore(environment.snapshot())
-                check(restored == shown, f"restore() shows another observation after {decision} decisions")
+                check(
+                    restored == observation, f"restore() shows another observation after {decision} decisions"
+                )
             calls = self._calls(environment, source)
             outcome = decide(environment, calls)
             check(
                 decide(other, calls) == outcome, "the restored moment went on differently for the same calls"
             )
             check(other.outcome_reward() == environment.outcome_reward(), "outcome_reward() was not restored")
-            shown = outcome.observation
+            observation = outcome.observation
             if outcome.terminated or outcome.truncated:
                 other.restore(environment.snapshot())
                 raises_episode_over(other, calls)
@@ -220,42 +222,42 @@ class EnvironmentContract:
             raise AssertionError("snapshot() worked before the first reset(); raise EpisodeOver")
         environment.reset(self.seed)
         whole = environment.snapshot()
-        for broken in (b"", b"{}", b"null", b"\xff" * 100, whole[: len(whole) // 2]):
+        for data in (b"", b"{}", b"null", b"\xff" * 100, whole[: len(whole) // 2]):
             try:
-                environment.restore(broken)
+                environment.restore(data)
             except ValueError:
                 continue
-            raise AssertionError(f"restore() took {broken[:20]!r}... for a moment of its own")
+            raise AssertionError(f"restore() took {data[:20]!r}... for a moment of its own")
 
-    def _refused(self, calls: Calls, reason: str | None) -> DecisionOutcome:
+    def _refuse(self, calls: Calls, reason: str | None) -> DecisionOutcome:
         environment = self.make()
         environment.reset(self.seed)
         outcome = environment.step(calls, invalid_reason=reason)
         check_outcome(outcome)
-        told = f"{[call.name for call in calls]} with arguments {[call.raw_arguments for call in calls]}"
-        check(bool(outcome.invalid_reason), f"{told} is carried out as if it were valid")
+        sent = f"{[call.name for call in calls]} with arguments {[call.raw_arguments for call in calls]}"
+        check(bool(outcome.invalid_reason), f"{sent} is carried out as if it were valid")
         check(
             len(outcome.env_rewards) == 1,
-            f"{told} ran {len(outcome.env_rewards)} env steps; one no-op is due",
+            f"{sent} ran {len(outcome.env_rewards)} env steps; one no-op is due",
         )
         return outcome
 
     def _play(self, environment: Environment) -> list[tuple[Calls, DecisionOutcome]]:
-        """Random calls of the environment's own tools; the same ones every time."""
+        """Play random calls of the environment's own tools, the same every time."""
         source = random.Random(self.seed)
         environment.reset(self.seed)
-        played = []
+        decisions = []
         for _ in range(self.decisions):
             calls = self._calls(environment, source)
             outcome = decide(environment, calls)
-            played.append((calls, outcome))
+            decisions.append((calls, outcome))
             if outcome.terminated or outcome.truncated:
                 break
         check(math.isfinite(environment.outcome_reward()), "outcome_reward() is not finite")
-        return played
+        return decisions
 
     def _calls(self, environment: Environment, source: random.Random) -> Calls:
-        """One call of a tool; none where there is no tool, and answers are words."""
+        """A random call of a tool; no call if there is no tool."""
         if not environment.tools():
             return ()
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
@@ -264,14 +266,14 @@ class EnvironmentContract:
 
 
 def decide(environment: Environment, calls: Calls) -> DecisionOutcome:
-    """Carry out the calls; a conversation without any is answered in words."""
+    """Carry out the calls; a conversation gets text instead of no calls."""
     if not calls and isinstance(environment, ConversationalEnvironment):
         return environment.answer("words without a call")
     return environment.step(calls)
 
 
 def check(holds: bool, sentence: str) -> None:
-    """Fail with the sentence; a bare assert would say nothing: pytest rewrites those of test files alone."""
+    """Fail with the sentence; a bare assert would show none, since pytest rewrites only test files."""
     if not holds:
         raise AssertionError(sentence)
 
@@ -298,8 +300,8 @@ def check_outcome(outcome: DecisionOutcome) -> None:
     rewards = outcome.env_rewards
     check(len(rewards) > 0, "env_rewards is empty: every decision runs at least one env step")
     check(all(math.isfinite(reward) for reward in rewards), f"env_rewards are not finite: {rewards}")
-    told = outcome.executed_actions
-    check(len(told) == len(rewards), f"{len(told)} executed_actions, but {len(rewards)} env_rewards")
+    names = outcome.executed_actions
+    check(len(names) == len(rewards), f"{len(names)} executed_actions, but {len(rewards)} env_rewards")
     last = outcome.observation.reward_last_step
     check(last == rewards[-1], f"reward_last_step is {last}, but the last env step earned {rewards[-1]}")
     check(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from shared_schemas.json_text import encodable, read_json
-from task_app.complaints import invalid, most_telling
+from task_app.complaints import invalid, most_specific
 from task_app.dialects.openenv_mcp import rpc
 from task_app.dialects.openenv_session import OpenEnvSession, ignored_keys
 from task_app.dialects.openenv_wire import NO_EPISODE, OpenEnvReset
@@ -98,7 +98,7 @@ class Conversation:
         try:
             body = OpenEnvReset.model_validate(data)
         except ValidationError as exc:
-            error = most_telling(exc.errors(include_url=False))
+            error = most_specific(exc.errors(include_url=False))
             raise invalid(error, where="data", known=OpenEnvReset.model_fields) from exc
         if self._session is not None and body.config is None:
             await self._session.reset(body)

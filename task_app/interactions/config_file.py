@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 
 from service_kit.errors import SettingsError
 from shared_schemas.base import Body
-from task_app.complaints import invalid, most_telling
+from task_app.complaints import invalid, most_specific
 from task_app.errors import CriticalError, TaskAppError, boundary
 from task_app.interactions import gsm8k
 from task_app.interactions.gsm8k import compute_score, extract_solution
@@ -77,7 +77,7 @@ def _rows(path: Path) -> tuple[_Row, ...]:
     try:
         return _File.model_validate(document).interaction
     except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
+        error = most_specific(exc.errors(include_url=False))
         known = _Row.model_fields if "interaction" in error["loc"] else _File.model_fields
         raise SettingsError(f"{path}: {invalid(error, known=known).detail}") from exc
 

@@ -1,8 +1,8 @@
-"""The memoryless Crafter teacher: a decision as a function of the facts that the compact text states.
+"""The memoryless Crafter teacher: its decision is a function of the facts that the compact text states.
 
-Because it sees nothing else, equal texts get equal action lists, and a model that reads the text can learn
-to do the same. It is a list of rules tried in order; each returns the actions of one decision, or None.
-Walks are executed as they are written (`tree L2 U1` -> left, left, up), then acted upon.
+Equal texts therefore give equal action lists, and a model that reads the text can learn to do the same. The
+rules are tried in order; each returns the actions of one decision, or None. Walks are executed as written
+(`tree L2 U1` -> left, left, up), then the action follows.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def decide(facts: Facts, *, max_actions: int) -> Actions:
 
 
 def purpose(facts: Facts, *, max_actions: int) -> Actions | None:
-    """What the first rule that applies does; None when there is nothing left to do but explore."""
+    """The actions of the first rule that applies; None if only exploring is left."""
     for rule in RULE_ORDER:
         actions = rule(facts, max_actions)
         if actions:
@@ -38,7 +38,7 @@ def purpose(facts: Facts, *, max_actions: int) -> Actions | None:
 
 
 def moves(facts: Facts, kind: str) -> Actions | None:
-    """The moves after which `kind` stands in front; [] when it does now, None when none can be reached."""
+    """The moves to stand in front of `kind`; [] if it is in front already, None if none can be reached."""
     if facts.target in PLACES.get(kind, (kind,)):
         return []
     return _walk_actions(facts, facts.walks[kind]) if kind in facts.walks else None
@@ -69,7 +69,7 @@ def _go_and(facts: Facts, kind: str, then: Actions) -> Actions | None:
 
 
 def _gather(facts: Facts, kind: str, count: int) -> Actions | None:
-    """Collect `count` of what vanishes when collected: the one in front, and then the next one."""
+    """Collect `count` of a thing that vanishes when collected: the one in front, then the next one."""
     if count <= 0:
         return None
     if facts.target != kind:
@@ -80,7 +80,7 @@ def _gather(facts: Facts, kind: str, count: int) -> Actions | None:
     return ["do", *_walk_actions(facts, walk), *([] if walk.more else ["do"])]
 
 
-def _held(facts: Facts, name: str) -> int:
+def _count(facts: Facts, name: str) -> int:
     return facts.inventory.get(name, 0)
 
 
@@ -91,7 +91,7 @@ def _todo(facts: Facts, name: str) -> bool:
 def _hits(facts: Facts, creature: str) -> int:
     damage = 1
     for sword, value in (("wood_sword", 2), ("stone_sword", 3), ("iron_sword", 5)):
-        damage = value if _held(facts, sword) else damage
+        damage = value if _count(facts, sword) else damage
     return -(-_LIVES[creature] // damage)
 
 
@@ -108,34 +108,34 @@ def fight_back(facts: Facts, limit: int) -> Actions | None:
 
 
 def drink_or_eat_when_low(facts: Facts, limit: int) -> Actions | None:
-    if _held(facts, "drink") <= LOW and (found := _go_and(facts, "water", ["do"] * limit)):
-        return found
-    return _go_and(facts, "cow", ["do"] * _hits(facts, "cow")) if _held(facts, "food") <= LOW else None
+    if _count(facts, "drink") <= LOW and (actions := _go_and(facts, "water", ["do"] * limit)):
+        return actions
+    return _go_and(facts, "cow", ["do"] * _hits(facts, "cow")) if _count(facts, "food") <= LOW else None
 
 
 def craft(facts: Facts, limit: int) -> Actions | None:
-    """Every missing tool that can be made here and now, one after the other."""
+    """Make every missing tool that can be made here and now."""
     stock = dict(facts.inventory)
-    made: Actions = []
+    crafts: Actions = []
     for tool in TOOLS:
         rule = RULES.make[tool]
         payable = all(stock.get(name, 0) >= count for name, count in rule.uses.items())
         if not stock.get(tool) and payable and facts.near.issuperset(rule.nearby):
             for name, count in rule.uses.items():
                 stock[name] -= count
-            made.append(f"make_{tool}")
-    return made or None
+            crafts.append(f"make_{tool}")
+    return crafts or None
 
 
 def plant(facts: Facts, limit: int) -> Actions | None:
-    if not _todo(facts, "place_plant") or not _held(facts, "sapling"):
+    if not _todo(facts, "place_plant") or not _count(facts, "sapling"):
         return None
     return _go_and(facts, "grass", ["place_plant"])
 
 
 def put_down_a_stone(facts: Facts, limit: int) -> Actions | None:
-    """Onto the cell just dug, and dig it up again."""
-    if not _todo(facts, "place_stone") or not _held(facts, "stone"):
+    """Place a stone onto a dug cell, and dig it up again."""
+    if not _todo(facts, "place_stone") or not _count(facts, "stone"):
         return None
     if facts.target in RULES.place["stone"].where:
         return ["place_stone", "do"]
@@ -143,52 +143,52 @@ def put_down_a_stone(facts: Facts, limit: int) -> Actions | None:
 
 
 def set_up_table(facts: Facts, limit: int) -> Actions | None:
-    """Go to a table in view, or place one, once it allows two tools (or the last one of its kind)."""
-    tools = _tools_wanting_a_table(facts)
+    """Go to a table in view or place one, once there is material for two tools (or the last of its kind)."""
+    tools = _tools_for_a_table(facts)
     if not tools or "table" in facts.near:
         return None
     if "table" in facts.walks:
         return moves(facts, "table")
     wood = _TABLE_WOOD + sum(RULES.make[tool].uses["wood"] for tool in tools)
-    if _held(facts, "wood") < wood:
+    if _count(facts, "wood") < wood:
         return None
     return _go_and(facts, "ground", ["place_table", *(f"make_{tool}" for tool in tools)])
 
 
-def _tools_wanting_a_table(facts: Facts) -> list[str]:
-    """The pair of tools (pickaxe and sword of one material) to make next, when its materials are there."""
+def _tools_for_a_table(facts: Facts) -> list[str]:
+    """The next pair of tools (pickaxe and sword of one material), if its materials are there."""
     for material in ("wood", "stone", "iron"):
-        pair = [tool for tool in (f"{material}_pickaxe", f"{material}_sword") if not _held(facts, tool)]
+        pair = [tool for tool in (f"{material}_pickaxe", f"{material}_sword") if not _count(facts, tool)]
         if not pair:
             continue
         if material == "wood":
             return pair
         if material == "stone":
-            return pair if _held(facts, "stone") >= len(pair) else []
-        ready = _held(facts, "iron") and _held(facts, "coal") and _held(facts, "wood")
+            return pair if _count(facts, "stone") >= len(pair) else []
+        ready = _count(facts, "iron") and _count(facts, "coal") and _count(facts, "wood")
         return pair[:1] if ready else []
     return []
 
 
 def set_up_furnace(facts: Facts, limit: int) -> Actions | None:
-    stone = _held(facts, "stone")
+    stone = _count(facts, "stone")
     if "furnace" in facts.near or stone < _FURNACE_STONE:
         return None
-    spare = stone - sum(not _held(facts, tool) for tool in ("stone_pickaxe", "stone_sword"))
-    iron_ready = "table" in facts.near and _held(facts, "iron") and _held(facts, "coal")
+    spare = stone - sum(not _count(facts, tool) for tool in ("stone_pickaxe", "stone_sword"))
+    iron_ready = "table" in facts.near and _count(facts, "iron") and _count(facts, "coal")
     if iron_ready or (_todo(facts, "place_furnace") and spare >= _FURNACE_STONE):
         return _go_and(facts, "ground", ["place_furnace"])
     return None
 
 
 def sleep_early(facts: Facts, limit: int) -> Actions | None:
-    """The first point of energy lost is enough to wake up rested a dozen steps later, by day and unharmed."""
-    tired = _held(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
-    return ["sleep"] * limit if tired and "zombie" not in facts.walks else None
+    """Sleep after the first lost point of energy: a dozen steps then give `wake_up`, by day and unharmed."""
+    is_tired = _count(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
+    return ["sleep"] * limit if is_tired and "zombie" not in facts.walks else None
 
 
-def search_sapling(facts: Facts, limit: int) -> Actions | None:
-    in_danger = _held(facts, "health") <= WEAK or not facts.walks.keys().isdisjoint(_DANGERS)
+def look_for_sapling(facts: Facts, limit: int) -> Actions | None:
+    in_danger = _count(facts, "health") <= WEAK or not facts.walks.keys().isdisjoint(_DANGERS)
     if in_danger or not _todo(facts, "collect_sapling"):
         return None
     return _go_and(facts, "grass", ["do"] * limit)
@@ -203,8 +203,8 @@ def first_cow(facts: Facts, limit: int) -> Actions | None:
 
 
 def hunt(facts: Facts, limit: int) -> Actions | None:
-    """Walk up to a creature not defeated yet, when strong enough."""
-    if _held(facts, "health") <= WEAK:
+    """Walk up to a creature that is not defeated yet, if strong enough."""
+    if _count(facts, "health") <= WEAK:
         return None
     for creature in ("zombie", "skeleton"):
         if _todo(facts, f"defeat_{creature}") and creature in facts.walks:
@@ -213,41 +213,41 @@ def hunt(facts: Facts, limit: int) -> Actions | None:
 
 
 def wood(facts: Facts, limit: int) -> Actions | None:
-    return _gather(facts, "tree", _wood_goal(facts) - _held(facts, "wood"))
+    return _gather(facts, "tree", _wood_goal(facts) - _count(facts, "wood"))
 
 
 def _wood_goal(facts: Facts) -> int:
-    """Enough for a table and the next pair of tools; for iron tools without a second table."""
+    """Wood for a table and the next pair of tools, or for iron tools without a second table."""
     for material in ("wood", "stone"):
-        pair = sum(not _held(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
+        pair = sum(not _count(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
         if pair:
             return pair + _TABLE_WOOD * ("table" not in facts.near)
-    return sum(not _held(facts, tool) for tool in ("iron_pickaxe", "iron_sword"))
+    return sum(not _count(facts, tool) for tool in ("iron_pickaxe", "iron_sword"))
 
 
 def stone(facts: Facts, limit: int) -> Actions | None:
-    if not _held(facts, "wood_pickaxe"):
+    if not _count(facts, "wood_pickaxe"):
         return None
-    goal = sum(not _held(facts, tool) for tool in ("stone_pickaxe", "stone_sword"))
-    goal += _FURNACE_STONE if _todo(facts, "place_furnace") or not _held(facts, "iron_sword") else 0
-    return _gather(facts, "stone", goal - _held(facts, "stone"))
+    goal = sum(not _count(facts, tool) for tool in ("stone_pickaxe", "stone_sword"))
+    goal += _FURNACE_STONE if _todo(facts, "place_furnace") or not _count(facts, "iron_sword") else 0
+    return _gather(facts, "stone", goal - _count(facts, "stone"))
 
 
 def ore(facts: Facts, limit: int) -> Actions | None:
-    """Coal, iron and diamonds in view, as far as the pickaxes allow and the plan needs."""
-    wanted = (
+    """Coal, iron and diamonds in view, as far as the pickaxes allow and the plan needs them."""
+    goals = (
         ("diamond", "iron_pickaxe", 1),
-        ("iron", "stone_pickaxe", 1 + (not _held(facts, "iron_pickaxe"))),
-        ("coal", "wood_pickaxe", 1 + (not _held(facts, "iron_pickaxe"))),
+        ("iron", "stone_pickaxe", 1 + (not _count(facts, "iron_pickaxe"))),
+        ("coal", "wood_pickaxe", 1 + (not _count(facts, "iron_pickaxe"))),
     )
-    for kind, pickaxe, goal in wanted:
-        if _held(facts, pickaxe) and (actions := _gather(facts, kind, goal - _held(facts, kind))):
+    for kind, pickaxe, goal in goals:
+        if _count(facts, pickaxe) and (actions := _gather(facts, kind, goal - _count(facts, kind))):
             return actions
     return None
 
 
 def explore(facts: Facts) -> Actions:
-    """Walk on; where no way leads on, clear what stands in front (a tree, the own plant) and step there."""
+    """Walk on; if no way leads on, clear the cell in front (a tree, the own plant) and step there."""
     way = moves(facts, "way")
     if way:
         return way
@@ -256,5 +256,5 @@ def explore(facts: Facts) -> Actions:
 
 RULE_ORDER: tuple[Rule, ...] = (
     sleep_on, fight_back, drink_or_eat_when_low, craft, put_down_a_stone, plant, set_up_table, set_up_furnace,
-    first_cow, first_drink, sleep_early, search_sapling, wood, ore, stone, hunt,
+    first_cow, first_drink, sleep_early, look_for_sapling, wood, ore, stone, hunt,
 )  # fmt: skip

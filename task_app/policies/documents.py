@@ -1,6 +1,6 @@
-"""A teacher of long documents, of kinds `needle` and `keeper`: reads on, deletes what it has read, answers.
+"""A teacher of long documents (kinds `needle` and `keeper`): reads on, deletes what it has read, answers.
 
-It knows what its prompt shows and nothing else: a model that imitates it can do as it does.
+It uses only what its prompt shows, so a model can imitate it.
 """
 
 import json
@@ -20,11 +20,11 @@ from task_app.protocols import PolicyAnswer
 
 Call = tuple[str, dict[str, Any]]
 
-# What it says when the document held no answer.
+# Its answer if the document holds none.
 UNKNOWN = "unknown"
 _QUESTION = re.compile(r"(?:What|Who) is the (?P<asked>(?:code|keeper) of .+)", re.DOTALL)
 _ANSWER = re.compile(r"(\w++)\.")
-_HEADING = re.compile(r"chunk \d+ of 0 to \d+:\n")
+_CHUNK_HEADING = re.compile(r"chunk \d+ of 0 to \d+:\n")
 _READ_OUT = "the document is read to its end"
 
 
@@ -32,35 +32,35 @@ class DocumentsTeacherConfig(Body):
     """Settings of the teacher of documents."""
 
     forgets: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="share of turns in which it reads on and deletes nothing"
+        default=0.0, ge=0.0, le=1.0, description="share of turns in which it deletes nothing"
     )
     seed: int = Field(default=0, ge=0, strict=True, description="of what it forgets")
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A tool result that the prompt still shows; without ids where messages have none."""
+class ToolResult:
+    """A tool result in the prompt; without ids if messages have none."""
 
     text: str
     msg_id: int | None = None
-    invoking: int | None = None
+    caller_id: int | None = None
 
     @classmethod
-    def of(cls, content: str) -> "Shown":
+    def of(cls, content: str) -> "ToolResult":
         match json_object(content):
-            case {history.MSG_ID: int(own), history.INVOKING: int(invoking), **told}:
-                return cls(str(told.get("message", "")), own, invoking)
+            case {history.MSG_ID: int(own), history.INVOKING: int(caller_id), **fields}:
+                return cls(str(fields.get("message", "")), own, caller_id)
         return cls(content)
 
     @property
     def chunk(self) -> str:
-        """The piece of the document in it, if there is one."""
-        heading = _HEADING.match(self.text)
-        return self.text[heading.end() :] if heading else ""
+        """The document's chunk in the result, if there is one."""
+        match = _CHUNK_HEADING.match(self.text)
+        return self.text[match.end() :] if match else ""
 
 
 class DocumentsTeacher(ByChance):
-    """In one message it deletes what holds nothing of the question and reads the next chunk."""
+    """In one message it deletes results without the answer and reads the next chunk."""
 
     name = "documents_teacher"
 
@@ -71,56 +71,56 @@ class DocumentsTeacher(ByChance):
     async def get_action(
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> PolicyAnswer:
-        offered = {tool["function"]["name"] for tool in available_tools_specs or ()}
+        tools = {tool["function"]["name"] for tool in available_tools_specs or ()}
         calls = [
             {"id": f"call_{len(observation)}_{i}", "name": name, "arguments": json.dumps(arguments)}
-            for i, (name, arguments) in enumerate(self._calls(observation, offered))
+            for i, (name, arguments) in enumerate(self._calls(observation, tools))
         ]
         return {"type": "tool_call", "tool_calls": calls}, None, None, None
 
-    def _calls(self, messages: Sequence[Message], offered: set[str]) -> list[Call]:
-        results = [message.content or "" for message in messages if message.role == "tool"]
-        if not results and "buildIndex" in offered:
+    def _calls(self, messages: Sequence[Message], tools: set[str]) -> list[Call]:
+        contents = [message.content or "" for message in messages if message.role == "tool"]
+        if not contents and "buildIndex" in tools:
             return [("buildIndex", {})]
-        shown = [Shown.of(content) for content in results if content != history.STUB]
+        results = [ToolResult.of(content) for content in contents if content != history.STUB]
         fact = _fact(messages)
-        read = "".join(result.chunk for result in shown)
+        read = "".join(result.chunk for result in results)
         if answer := _answer(f"{fact} ", read):
             return [("finish", {"answer": answer})]
-        if shown and shown[-1].text == _READ_OUT:
+        if results and results[-1].text == _READ_OUT:
             return [("finish", {"answer": UNKNOWN})]
-        gone = deletable(shown, fact)
+        ids = deletable(results, fact)
         forgets = self._random.random() < self.config.forgets
-        edits: list[Call] = [("deleteContext", {"message_ids": gone})]
+        edits: list[Call] = [("deleteContext", {"message_ids": ids})]
         reads: list[Call] = [("readChunk", {"enable_scan": True})]
-        return reads if forgets or not gone or "deleteContext" not in offered else edits + reads
+        return reads if forgets or not ids or "deleteContext" not in tools else edits + reads
 
 
-def deletable(shown: Sequence[Shown], fact: str) -> list[int]:
-    """Ids of the results that hold nothing of `fact`, and of the messages that called for them alone.
+def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
+    """Ids of the results that hold nothing of `fact`, and of messages with only their calls.
 
-    The last chunk stays where its end may be the beginning of the fact: the next one goes on there.
+    The last chunk is kept if the fact may begin at its end and continue in the next chunk.
     """
-    chunks = [result for result in shown if result.chunk]
-    kept = chunks[-1:] if chunks and _begins(fact, at_the_end_of=chunks[-1].chunk) else []
-    callers = {result.invoking for result in kept}
-    gone = {result.msg_id for result in shown if result not in kept}
-    gone |= {result.invoking for result in shown if result.invoking not in callers}
-    return sorted(msg_id for msg_id in gone if msg_id is not None)
+    chunks = [result for result in results if result.chunk]
+    last_chunk = chunks[-1:] if chunks and _begins(fact, at_the_end_of=chunks[-1].chunk) else []
+    callers = {result.caller_id for result in last_chunk}
+    ids = {result.msg_id for result in results if result not in last_chunk}
+    ids |= {result.caller_id for result in results if result.caller_id not in callers}
+    return sorted(msg_id for msg_id in ids if msg_id is not None)
 
 
 def _fact(messages: Sequence[Message]) -> str:
-    """How the sentence begins that answers the question."""
+    """The beginning of the sentence that answers the question."""
     question = next((message.content or "" for message in messages if message.role == "user"), "")
-    # Sentence by sentence: looking for the mark from every beginning would take the square of the text.
+    # Sentence by sentence, because a search from every beginning would take quadratic time.
     for sentence in question.split("?")[:-1]:
-        if asked := _QUESTION.search(sentence):
-            return f"The {asked['asked']} is"
+        if match := _QUESTION.search(sentence):
+            return f"The {match['asked']} is"
     return question
 
 
 def _answer(fact: str, text: str) -> str | None:
-    """The word behind the fact, where it ends its sentence."""
+    """The word after the fact, if it ends the sentence."""
     place = text.find(fact)
     while place >= 0:
         if answer := _ANSWER.match(text, place + len(fact)):

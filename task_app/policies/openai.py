@@ -1,6 +1,7 @@
 """A language model behind any OpenAI-compatible server, as an AgentPolicy.
 
-Source: 2-rollout-worker-and-gigpo.md, Task 2.2; what our gateway adds to the wire: shared_schemas/chat.py.
+Source: 2-rollout-worker-and-gigpo.md, Task 2.2; shared_schemas/chat.py has our gateway's additions to the
+    wire.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
-from task_app.policies.openai_config import EVERY_TOKEN, SAMPLED_PLAINLY, OpenAIConfig, chat_completions_url
+from task_app.policies.openai_config import EVERY_TOKEN, PLAIN_SAMPLING, OpenAIConfig, chat_completions_url
 from task_app.policies.replies import (
     Reply,
     WholeReplies,
@@ -27,16 +28,14 @@ from task_app.policies.replies import (
     protocol_error,
     read_reply,
     refusal,
-    wait_told,
+    retry_after_s,
     without_missing_call,
 )
 from task_app.protocols import PolicyAnswer, PolicyObservation
 
-# One POST to an inference server: its bounded answer, or the reason why another may be worth it.
-
 
 class TryAgain(Exception):
-    """Nothing answered, or the server said 'later', and perhaps when; the same request may be sent again."""
+    """The server gave no answer or said 'later'; the same request may be sent again after `after_s`."""
 
     def __init__(self, sentence: str, *, after_s: float | None = None) -> None:
         super().__init__(sentence)
@@ -44,9 +43,9 @@ class TryAgain(Exception):
 
 
 class Endpoint:
-    """Where a policy asks, with what headers, how long it waits and how much it reads.
+    """A chat-completions URL with its headers, timeout and reply limit.
 
-    Without a session each request has one of its own.
+    Without a session each request opens a connection of its own.
     """
 
     def __init__(
@@ -63,12 +62,12 @@ class Endpoint:
         self._timeout_s, self._max_reply_bytes = timeout_s, max_reply_bytes
 
     async def post(self, data: bytes) -> tuple[int, bytes, float | None]:
-        """Status, body, and after how many seconds the server wants to be asked again, if it says so."""
+        """Status, body, and the server's Retry-After in seconds, if it sends one."""
         try:
             if self._session is not None:
-                return await self._posted(self._session, data)
+                return await self._post(self._session, data)
             async with aiohttp.ClientSession() as session:
-                return await self._posted(session, data)
+                return await self._post(session, data)
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self._timeout_s:g} s") from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
@@ -76,15 +75,15 @@ class Endpoint:
         except (aiohttp.ClientError, ValueError) as exc:
             raise protocol_error(type(exc).__name__) from exc
 
-    async def _posted(self, session: aiohttp.ClientSession, data: bytes) -> tuple[int, bytes, float | None]:
-        # No redirects: they would lead past the list of allowed hosts.
+    async def _post(self, session: aiohttp.ClientSession, data: bytes) -> tuple[int, bytes, float | None]:
+        # Redirects could lead to hosts that are not allowed.
         async with session.post(
             self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
         ) as response:
-            after_s = wait_told(response.headers.get("Retry-After"))
-            return response.status, await self._bounded(response), after_s
+            after_s = retry_after_s(response.headers.get("Retry-After"))
+            return response.status, await self._read_body(response), after_s
 
-    async def _bounded(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read_body(self, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) <= self._max_reply_bytes:
             parts = bytearray()
             async for part in response.content.iter_any():
@@ -97,7 +96,7 @@ class Endpoint:
 
 
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-# A shorter key ("EMPTY", "null") is no secret, and may be a part of any text.
+# A shorter key ("EMPTY", "null") is no secret and may occur in any text.
 SECRET_FROM = 12
 
 
@@ -114,14 +113,13 @@ class OpenAIAgentPolicy:
         action, text, log_probs, value = await policy.get_action(messages, tools)
 
     Args:
-        config: what to ask, and where.
-        session: shared by all policies of a service; without one each request has a connection of its own.
+        session: shared by all policies of a service; without one each request opens its own connection.
         allowed_hosts: the operator's list of inference hosts; None allows any.
-        rollout_id: sent as a header, to a gateway of ours alone, which keeps the conversation's ids under it.
-        inference_key: Bearer key that came in the same request as config.inference_url, for it alone.
-        max_reply_bytes: bound of one reply.
-        on_retry: told of every attempt after the first.
-        clock: seconds that only grow.
+        rollout_id: sent as a header to our gateway alone, which keeps the conversation's ids under it.
+        inference_key: Bearer key for config.inference_url.
+        max_reply_bytes: limit of one reply.
+        on_retry: called before every attempt after the first.
+        clock: a monotonic clock in seconds.
 
     Raises:
         InvalidRequest: inference_url is no URL, or its host is not allowed.
@@ -156,10 +154,10 @@ class OpenAIAgentPolicy:
         self._on_retry = on_retry
         self._clock = clock
         self._turn = 0
-        self._ids_seen = 0
+        self._known_ids = 0
         self._read_tokens = WholeReplies() if config.exact_tokens == "vllm" else own_tokens
         self._last: tuple[tuple[Message, ...], Reply] | None = None
-        self._answered = False
+        self._has_answer = False
         self.pending_failure: str | None = None
 
     async def get_action(
@@ -181,11 +179,11 @@ class OpenAIAgentPolicy:
 
     @property
     def max_model_length(self) -> int | None:
-        """What a prompt and its max_tokens may have together, as far as this policy was told."""
+        """The limit of a prompt and its max_tokens together, if this policy has one."""
         return self.config.max_model_length
 
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
-        """How decision `turn` (from 1) is drawn: at most `most` tokens, whatever the config allows."""
+        """The sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""
         config = self.config
         return Sampling(
             temperature=config.temperature,
@@ -198,11 +196,11 @@ class OpenAIAgentPolicy:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """Which decision comes next. The conversation's ids stay with the gateway."""
+        """The number of the decision; the gateway keeps the conversation's ids."""
         return {"turn": self._turn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Sample on with the next decision's seed, in a conversation of its own."""
+        """Continue with the next decision's seed, in a new conversation."""
         turn = state.get("turn")
         if type(turn) is not int or turn < 0:
             raise ValueError(f"'turn' is {turn!r}; it counts decisions from 0")
@@ -211,7 +209,7 @@ class OpenAIAgentPolicy:
     def request_body(
         self, messages: Collection[Message], tools: list[dict[str, Any]], sampling: Sampling
     ) -> dict[str, Any]:
-        """Make the chat-completions request without unused options, which some servers do not know."""
+        """The chat-completions request without unused options, which some servers do not know."""
         body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [message.model_dump(exclude_none=True) for message in messages],
@@ -234,24 +232,25 @@ class OpenAIAgentPolicy:
         if self.config.chat_template_kwargs:
             body["chat_template_kwargs"] = self.config.chat_template_kwargs
         if self.config.exact_tokens == "vllm":
-            body |= SAMPLED_PLAINLY | {"return_token_ids": True, "top_k": sampling.top_k or EVERY_TOKEN}
-        kept = {name: value for name, value in body.items() if name not in self.config.leave_out}
-        return kept | self.config.extra_body
+            body |= PLAIN_SAMPLING | {"return_token_ids": True, "top_k": sampling.top_k or EVERY_TOKEN}
+        rest = {name: value for name, value in body.items() if name not in self.config.leave_out}
+        return rest | self.config.extra_body
 
     async def _complete(self, body: dict[str, Any]) -> Reply:
-        """Ask, and ask again within the budget; the caller's deadline may cut in at any time."""
+        """Ask, with retries within the budget; the caller's deadline may interrupt at any time."""
         self.pending_failure = None
         try:
-            reply = await self._ask_once(body, first=not self._answered)
+            reply = await self._ask_once(body, first=not self._has_answer)
         except TryAgain as exc:
             self.pending_failure = str(exc)
             reply = await self._ask_again(body, exc)
         self.pending_failure = None
-        self._answered = True
+        self._has_answer = True
         return reply
 
-    async def _ask_again(self, body: dict[str, Any], failed: TryAgain) -> Reply:
-        """The attempts after the first. Apart from it: stamina's machinery costs as much as an env step."""
+    async def _ask_again(self, body: dict[str, Any], error: TryAgain) -> Reply:
+        """The attempts after the first, in a function of their own, because stamina costs as much as a
+        step."""
         until_s = self._clock() + self.config.retry_budget_s
         try:
             async for attempt in stamina.retry_context(
@@ -264,28 +263,28 @@ class OpenAIAgentPolicy:
             ):
                 with attempt:
                     if attempt.num == 1:
-                        raise failed
+                        raise error
                     self._on_retry()
                     return await self._ask_once(body, first=True)
         except TryAgain as exc:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         raise AssertionError("retry_context returns or raises")
 
-    def _wait(self, until_s: float, failed: Exception) -> bool | float:
-        """Seconds before the next attempt; True for a growing wait, False for no further one."""
-        if not isinstance(failed, TryAgain):
+    def _wait(self, until_s: float, error: Exception) -> bool | float:
+        """Seconds before the next attempt; True: a growing wait; False: no further attempt."""
+        if not isinstance(error, TryAgain):
             return False
-        if failed.after_s is None:
+        if error.after_s is None:
             return True
-        return self._clock() + failed.after_s <= until_s and failed.after_s
+        return self._clock() + error.after_s <= until_s and error.after_s
 
     async def _ask_once(self, body: Mapping[str, Any], *, first: bool) -> Reply:
-        # A repeated request whose first answer was lost must not build on that lost answer's ids, nor a
-        # first decision on those of an earlier attempt at the same rollout: ask for the whole prompt.
-        sent = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
-        status, text, after_s = await self._endpoint.post(json.dumps(sent).encode())
+        # If the first answer was lost, or belongs to an earlier attempt at this rollout, the gateway must not
+        # build on its ids, so the request asks for the whole prompt.
+        request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
+        status, text, after_s = await self._endpoint.post(json.dumps(request).encode())
         if len(self._key) >= SECRET_FROM:
-            # A server that repeats its request (proxies do) would have the key recorded with the episode.
+            # Some servers and proxies repeat the request, and the key would be recorded with the episode.
             text = text.replace(self._key.encode(), b"[key]")
         if status == 200:
             return read_reply(text, self._read_tokens, logprobs=self.config.logprobs)
@@ -297,47 +296,51 @@ class OpenAIAgentPolicy:
         raise PolicyUnavailable(f"the inference server refused: {sentence}", code="inference_refused")
 
     def _refuse_overrun(self, messages: tuple[Message, ...], max_tokens: int) -> None:
-        """Towards a server that does not know `max_model_length`: refuse a prompt that is surely too long.
+        """Refuse a prompt that is surely too long for a server that does not know `max_model_length`.
 
-        Its last reply told how many tokens the prompt and the answer had, and a conversation that only grew
-        has at least those. What was appended since cannot be counted here, nor the prompt of a first decision
-        or one after an edit, nor anything where the server tells no usage: there its own limit alone holds.
+        If the conversation only grew, its prompt has at least the tokens that the server's last reply
+        counted. Other prompts, appended messages, and servers without counts are left to the server's own
+        limit.
         """
         limit, last = self.config.max_model_length, self._last
         if limit is None or self.config.asks_gateway_of_ours or last is None:
             return
         earlier, reply = last
-        if reply.kept_tokens is None or messages[: len(earlier)] != earlier or len(messages) == len(earlier):
+        if (
+            reply.reusable_tokens is None
+            or messages[: len(earlier)] != earlier
+            or len(messages) == len(earlier)
+        ):
             return
-        wanted = reply.kept_tokens + max_tokens
-        if wanted > limit:
+        total = reply.reusable_tokens + max_tokens
+        if total > limit:
             raise ContextLengthExceeded(
-                f"a prompt of at least {reply.kept_tokens} tokens + max_tokens {max_tokens} = {wanted}, "
+                f"a prompt of at least {reply.reusable_tokens} tokens + max_tokens {max_tokens} = {total}, "
                 f"but max_model_length is {limit}"
             )
 
     def _check_reuse(self, tokens: PolicyLogprobs | None) -> None:
-        """The gateway may reuse at most the ids that this conversation has seen."""
+        """Check that the gateway reuses only ids that this conversation knows."""
         if tokens is None:
             return
-        if tokens.prompt_ids_reused > self._ids_seen:
-            raise protocol_error(f"{tokens.prompt_ids_reused} ids reused of {self._ids_seen}")
-        self._ids_seen = tokens.prompt_ids_reused + len(tokens.prompt_token_ids) + len(tokens.token_ids)
+        if tokens.prompt_ids_reused > self._known_ids:
+            raise protocol_error(f"{tokens.prompt_ids_reused} ids reused of {self._known_ids}")
+        self._known_ids = tokens.prompt_ids_reused + len(tokens.prompt_token_ids) + len(tokens.token_ids)
 
     def _log_probs(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
-        """The fields of PolicyLogprobs, or without token ids `tokens` and `logprobs`, each where known; and
-        how they were drawn, where that is known."""
+        """The fields of PolicyLogprobs, or `tokens` and `logprobs` without token ids, and the sampling, as
+        far as they are known."""
         exact, plain = reply.tokens, reply.logprobs
-        known: dict[str, Any] = {}
+        tokens: dict[str, Any] = {}
         if exact is not None:
-            known = {name: getattr(exact, name) for name in PolicyLogprobs.model_fields}
+            tokens = {name: getattr(exact, name) for name in PolicyLogprobs.model_fields}
         elif plain is not None:
-            known = {"tokens": [token for token, _ in plain], "logprobs": [number for _, number in plain]}
-        told = {"temperature", "top_p"}.isdisjoint(self.config.leave_out)
+            tokens = {"tokens": [token for token, _ in plain], "logprobs": [number for _, number in plain]}
+        is_known = {"temperature", "top_p"}.isdisjoint(self.config.leave_out)
         return {
             "finish_reason": reply.finish_reason,
-            **known,
-            "sampling": sampling if told else None,
+            **tokens,
+            "sampling": sampling if is_known else None,
             "model": reply.model or self.config.model,
             "prompt_tokens": reply.prompt_tokens,
             "completion_tokens": reply.completion_tokens,

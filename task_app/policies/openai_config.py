@@ -1,4 +1,4 @@
-"""The settings of a policy that asks an OpenAI-compatible server, and the address that it may ask."""
+"""The settings of a policy that asks an OpenAI-compatible server, and the check of its URL."""
 
 from collections.abc import Collection
 from typing import Any, Literal, Self
@@ -11,7 +11,7 @@ from shared_schemas.trajectory import MOST_TOKENS
 from shared_schemas.urls import PORTS, is_http
 from task_app.errors import HostNotAllowed, InvalidRequest
 
-# What a request says by itself; in extra_body it would say something else than what is recorded.
+# Keys that the policy sets itself; extra_body could contradict the record.
 SET_BY_THE_POLICY = frozenset(
     {
         "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens",
@@ -19,12 +19,12 @@ SET_BY_THE_POLICY = frozenset(
         "processed_logprobs", "logprobs",
     }
 )  # fmt: skip
-# With exact tokens of a server that is no gateway of ours. vLLM takes what a request leaves open from the
-# model's generation_config.json: many ask for top_k or a penalty there, and what is drawn would be another
-# distribution than what is recorded.
-SAMPLED_PLAINLY = {"min_p": 0.0, "repetition_penalty": 1.0, "logprobs": True}
-# The same, for what a request would only say to have it otherwise: penalties, and all that masks tokens.
-DRAWN_OTHERWISE = frozenset(
+# Sent to other servers than our gateway if exact tokens are wanted. Without these keys vLLM uses the model's
+# generation_config.json, which often sets top_k or a penalty; then tokens would be sampled from another
+# distribution than the record says.
+PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "logprobs": True}
+# Keys of extra_body that change the distribution: penalties, and everything that masks tokens.
+OTHER_DISTRIBUTION = frozenset(
     {
         "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens",
         "ignore_eos", "use_beam_search", "response_format", "structured_outputs", "guided_json",
@@ -46,79 +46,75 @@ class OpenAIConfig(Body):
     )
     max_tokens: int = Field(default=64, ge=1, le=1_000_000)
     max_model_length: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="most tokens of a prompt and its max_tokens together"
+        default=None, ge=1, le=100_000_000, description="limit of a prompt and its max_tokens together"
     )
-    seed: int | None = Field(
-        default=None, ge=0, strict=True, description="each decision samples with a seed of its own"
-    )
+    seed: int | None = Field(default=None, ge=0, strict=True, description="makes a seed for each decision")
     tool_choice: Literal["auto", "required", "none"] = "auto"
     ask_token_ids: bool = Field(
-        default=True, description="false for servers that are no gateway of ours: plain OpenAI is spoken"
+        default=True, description="false for servers other than our gateway, which speak plain OpenAI"
     )
     exact_tokens: Literal["turnwise", "vllm"] = Field(
         default="turnwise",
-        description="how a server tells token ids, where they are asked for: a gateway of ours goes on from "
-        "what a conversation had; of any other, each reply must hold all of them and their log-probs",
+        description="how the server sends token ids, if asked: our gateway continues the ids of the "
+        "conversation; any other server must send all ids and log-probs in each reply",
     )
-    processed_logprobs: bool = Field(
-        default=False, description="log-probs of what was drawn from, top_p and top_k included"
-    )
+    processed_logprobs: bool = Field(default=False, description="log-probs after top_p and top_k")
     logprobs: bool = Field(
-        default=False, description="asks for OpenAI's log-probs of each token; a server may refuse that"
+        default=False, description="ask for OpenAI's log-probs of each token; a server may refuse that"
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="sent where there are any, for servers that tell their template"
+        default_factory=dict, description="sent if not empty, for servers that pass them to the chat template"
     )
     max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = Field(
-        default="max_tokens", description="what the server calls it; OpenAI's reasoning models, the latter"
+        default="max_tokens", description="the server's name for it; OpenAI's reasoning models use the latter"
     )
     leave_out: tuple[Literal["temperature", "top_p", "seed", "tool_choice"], ...] = Field(
-        default=(), description="keys that the server refuses; its own defaults then hold"
+        default=(), description="keys that the server refuses; its own defaults then apply"
     )
     extra_body: dict[str, Any] = Field(
-        default_factory=dict, description="more keys of the request, such as reasoning_effort"
+        default_factory=dict, description="further keys of the request, such as reasoning_effort"
     )
     request_timeout_s: float = Field(default=120.0, gt=0.0, le=3_600.0)
     max_attempts: int = Field(default=5, ge=1, le=100)
-    retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no wait begins after this")
+    retry_budget_s: float = Field(default=60.0, ge=0.0, le=3_600.0, description="no retry begins after this")
 
     @field_validator("extra_body")
     @classmethod
     def _adds_only(cls, extra: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(SET_BY_THE_POLICY & extra.keys())
-        if taken:
-            raise ValueError(f"{taken[0]!r} is set by the policy itself, and has a key or flag of its own")
+        keys = sorted(SET_BY_THE_POLICY & extra.keys())
+        if keys:
+            raise ValueError(f"{keys[0]!r} is set by the policy itself, and has a key or flag of its own")
         return extra
 
     @model_validator(mode="after")
-    def _draws_as_recorded(self) -> Self:
+    def _check_distribution(self) -> Self:
         if self.exact_tokens != "vllm":
             return self
         if self.tool_choice == "required":
             raise ValueError(
-                "tool_choice: 'required' has the server draw under a grammar, which changes what is drawn "
-                "past what is recorded of it; 'auto' does not"
+                "tool_choice: 'required' makes the server sample under a grammar, which the record would not "
+                "show; use 'auto'"
             )
-        taken = sorted((SAMPLED_PLAINLY.keys() | DRAWN_OTHERWISE) & self.extra_body.keys())
-        if taken:
+        keys = sorted((PLAIN_SAMPLING.keys() | OTHER_DISTRIBUTION) & self.extra_body.keys())
+        if keys:
             raise ValueError(
-                f"extra_body: {taken[0]!r} would change what is drawn past what is recorded of it"
+                f"extra_body: {keys[0]!r} would change the sampling in a way that the record does not show"
             )
         return self
 
     @property
     def asks_gateway_of_ours(self) -> bool:
-        """Which keeps a conversation's ids, and knows what of the request is no word of OpenAI's."""
+        """Whether it asks our gateway, which keeps a conversation's ids and accepts keys beyond OpenAI's."""
         return self.ask_token_ids and self.exact_tokens == "turnwise"
 
 
 CHAT_PATH = "/v1/chat/completions"
-# In the policy's config.
+# Place in the policy's config.
 _WHERE = "inference_url"
 
 
 def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] | None) -> str:
-    """Complete an OpenAI-compatible base URL; a query (routing keys live there) is kept.
+    """Complete an OpenAI-compatible base URL and keep its query, which may hold routing keys.
 
         http://h:1            -> http://h:1/v1/chat/completions
         http://h:1/v1         -> http://h:1/v1/chat/completions
@@ -126,8 +122,7 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] |
         http://h:1/x?cid=7    -> http://h:1/x/v1/chat/completions?cid=7
 
     Args:
-        inference_url: as the caller wrote it.
-        allowed_hosts: `host` (any port) or `host:port`; None allows any.
+        allowed_hosts: `host` (any port) or `host:port`; None allows any host.
     """
     parts = _split(inference_url)
     if allowed_hosts is not None:
@@ -157,12 +152,12 @@ def _split(inference_url: str) -> SplitResult:
 def _check_host(parts: SplitResult, allowed_hosts: Collection[str]) -> None:
     host = (parts.hostname or "").lower()
     port = parts.port or PORTS[parts.scheme]
-    spelled = f"[{host}]" if ":" in host else host
-    allowed = {name.lower() for name in allowed_hosts}
-    if allowed.isdisjoint({host, spelled, f"{spelled}:{port}"}):
+    name = f"[{host}]" if ":" in host else host
+    names = {name.lower() for name in allowed_hosts}
+    if names.isdisjoint({host, name, f"{name}:{port}"}):
         raise HostNotAllowed(
-            f"inference host {spelled}:{port} is not on this task app's list; "
-            f"allowed: {', '.join(sorted(allowed)) or 'none'}",
+            f"inference host {name}:{port} is not on this task app's list; "
+            f"allowed: {', '.join(sorted(names)) or 'none'}",
             where=_WHERE,
             hint="the operator extends it with TURNWISE_ALLOWED_INFERENCE_HOSTS=host[:port],...",
         )

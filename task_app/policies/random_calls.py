@@ -1,4 +1,4 @@
-"""Random arguments for any tool, from its JSON Schema, and policies that draw by chance."""
+"""Random arguments for any tool, from its JSON Schema, and the base of policies with a random generator."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-# Where a schema sets no bounds of its own.
+# Bounds for schemas that set none.
 _NUMBERS = (0, 9)
 _TEXT = "text"
 
@@ -17,11 +17,10 @@ def random_call(
     """Name and arguments of a call that one of the tools accepts.
 
     Args:
-        tools: on offer, in OpenAI's form; at least one.
-        source: of chance.
-        longest: most elements of a list, where its schema allows fewer or as many.
+        tools: in OpenAI's form; at least one.
+        longest: length of lists, if their schema allows it.
     """
-    # One tool costs no draw, so that play with it depends on its arguments alone.
+    # A single tool costs no draw, so the calls depend on its arguments alone.
     function = (tools[0] if len(tools) == 1 else source.choice(tools))["function"]
     schema = function.get("parameters") or {}
     value = random_value({"type": "object", **schema}, source, longest=longest, root=schema)
@@ -29,11 +28,9 @@ def random_call(
 
 
 def random_value(schema: Schema, source: random.Random, *, longest: int, root: Schema) -> Any:
-    """A value that the schema describes: uniform over enums, all properties of an object, lists at their
-    longest. Patterns and formats of strings are not read.
+    """A value that the schema describes: uniform over enums, with all properties, lists at their longest.
 
-    Args:
-        root: holds the definitions that `$ref` names.
+    Patterns and formats of strings are ignored; `root` holds the definitions for `$ref`.
     """
 
     def inner(part: Schema) -> Any:
@@ -70,7 +67,8 @@ def _scalar(kind: str, schema: Schema, source: random.Random) -> Any:
 
 
 def _bounds(schema: Schema, *, inside: int) -> tuple[float, float]:
-    """`inside`: how far a value must keep from an exclusive bound. One bound alone gives a width of nine."""
+    """Bounds of a number; `inside` is the distance from an exclusive bound. A lone bound gives a width of
+    9."""
     low = schema.get("minimum", schema["exclusiveMinimum"] + inside if "exclusiveMinimum" in schema else None)
     high = schema.get(
         "maximum", schema["exclusiveMaximum"] - inside if "exclusiveMaximum" in schema else None
@@ -82,17 +80,17 @@ def _bounds(schema: Schema, *, inside: int) -> tuple[float, float]:
 
 
 def _definition(reference: str, root: Schema) -> Schema:
-    found: Any = root
+    part: Any = root
     for name in reference.removeprefix("#/").split("/"):
-        if not isinstance(found, Mapping) or name not in found:
+        if not isinstance(part, Mapping) or name not in part:
             raise ValueError(f"the tool's schema refers to {reference!r}, which it does not define")
-        found = found[name]
-    assert isinstance(found, Mapping), "a definition is a schema"
-    return found
+        part = part[name]
+    assert isinstance(part, Mapping), "a definition is a schema"
+    return part
 
 
 class ByChance:
-    """A policy whose whole state is a source of chance: a `RestorablePolicy`, less its decisions."""
+    """A policy whose only state is a random generator, with the snapshots of a `RestorablePolicy`."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -111,7 +109,7 @@ def chance_state(source: random.Random) -> list[Any]:
 
 
 def set_chance(source: random.Random, state: Any) -> None:
-    """Let `source` draw on as the one that `chance_state` was given; ValueError when it is no such state."""
+    """Set the generator to a state of `chance_state`; ValueError if it is none."""
     try:
         version, numbers, gauss = state
         source.setstate((version, tuple(numbers), gauss))

@@ -1,7 +1,7 @@
-"""Pure: reads a chat completion: the action, the text and the exact tokens, also from a server like vLLM.
+"""Pure: read the action, the text and the exact tokens of a chat completion, also from servers like vLLM.
 
-What a model may write is data: no tool call, several, unknown names, broken arguments. What a server may
-not answer is a PolicyUnavailable with code `inference_protocol`: no choices, lists that do not fit, a NaN.
+A model's mistakes are data: no tool call, several, unknown names, bad arguments. A server's mistakes are a
+PolicyUnavailable with code `inference_protocol`: no choices, lists of different lengths, a NaN.
 """
 
 import json
@@ -19,16 +19,16 @@ from task_app.episode.actions import NO_TOOL_CALL, json_object
 from task_app.errors import PolicyUnavailable
 
 PROTOCOL = "inference_protocol"
-FILTERED = "the server's content filter withheld the reply or a part of it; call one of the tools"
-UNAUTHORISED = frozenset({401, 403})
+WITHHELD = "the server's content filter withheld the reply or a part of it; call one of the tools"
+KEY_STATUSES = frozenset({401, 403})
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A chat completion, read. `tokens` is None where the server sends no token ids or log-probs.
+    """A chat completion. `tokens` is None if the server sends no token ids or log-probs.
 
-    `logprobs` are OpenAI's, [(token as text, log-prob)], where they were asked for and the server sends them.
-    `reasoning_tokens` are those of `completion_tokens` that are no part of the message.
+    `logprobs` are OpenAI's, [(token as text, log-prob)], if they were asked for and sent. `reasoning_tokens`
+    is the part of `completion_tokens` that is not in the message.
     """
 
     action: dict[str, Any]
@@ -42,14 +42,14 @@ class Reply:
     logprobs: list[tuple[str, float]] | None = None
 
     @property
-    def kept_tokens(self) -> int | None:
-        """What of prompt and answer stands in the next prompt, where that only grows; None if untold."""
+    def reusable_tokens(self) -> int | None:
+        """Tokens of prompt and answer that the next prompt of a growing conversation has; None if unknown."""
         if self.prompt_tokens is None or self.completion_tokens is None:
             return None
         return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)
 
 
-# Returns the exact tokens of a reply and its first choice; None if the server does not send them.
+# Reads the exact tokens of a reply and its first choice; None if the server does not send them.
 ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | None]
 
 
@@ -57,7 +57,7 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
     """Read the body of a 200.
 
     Args:
-        read_tokens: finds the exact tokens.
+        read_tokens: reads the exact tokens.
         logprobs: whether OpenAI's log-probs were asked for.
     """
     reply = parse_object(body)
@@ -91,10 +91,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
-    """Code and sentence of an error reply, in OpenAI's form, as problem+json, or as nothing known.
+    """Code and sentence of an error reply in OpenAI's form, as problem+json, or in an unknown form.
 
-    Servers like to repeat the key that they refuse, also in part: of a 401 or 403 the code alone is kept,
-    and `key` stands nowhere.
+    Servers often repeat the key that they refuse: for 401 and 403 only the code is used, and `key` is removed
+    everywhere.
     """
     try:
         value = parse_object(body)
@@ -103,20 +103,20 @@ def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
     inner = value.get("error")
     source = inner if isinstance(inner, dict) else value
     code = _without(key, _string(source.get("code")) or "")[:100]
-    if status in UNAUTHORISED:
+    if status in KEY_STATUSES:
         return code, f"status {status} {code}".strip()
     sentence = _without(key, _string(source.get("detail")) or _string(source.get("message")) or "")
     return code, f"status {status} {code} {sentence[:300]}".strip()
 
 
-def wait_told(retry_after: str | None) -> float | None:
-    """The Retry-After header in seconds; None without one, or for a date: whose clock it is, nobody knows."""
-    told = (retry_after or "").strip()
-    return float(told) if told.isascii() and told.isdigit() and len(told) < 10 else None
+def retry_after_s(retry_after: str | None) -> float | None:
+    """The Retry-After header in seconds; None without one or for a date, since clocks may differ."""
+    text = (retry_after or "").strip()
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def is_context_length(code: str, sentence: str) -> bool:
-    """Our gateway and OpenAI send the code; others only say it."""
+    """Whether the prompt was too long: our gateway and OpenAI send a code, others only a sentence."""
     return code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower()
 
 
@@ -136,28 +136,28 @@ def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    """All calls of a message are one action; a message without one is text with a reason.
+    """The action of a message: all its calls together, or text with the reason why there is no call.
 
-    A single call also has source 2's form: `name` and `arguments`, an object where its text spells one.
-    The text itself stays in `tool_calls`, since the next prompt has to repeat it letter for letter.
+    A single call also has source 2's form: `name`, and `arguments` as an object where possible. `tool_calls`
+    keeps the arguments' text, which the next prompt must repeat exactly.
     """
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        named = [_call(call, index) for index, call in enumerate(calls)]
-        return {"type": "tool_call", **_published(named), "tool_calls": named, "content": _text(message)}
-    withheld = FILTERED if finish_reason == "content_filter" else NO_TOOL_CALL
-    reason = _string(message.get("tool_call_error")) or withheld
+        own = [_call(call, index) for index, call in enumerate(calls)]
+        return {"type": "tool_call", **_published(own), "tool_calls": own, "content": _text(message)}
+    missing = WITHHELD if finish_reason == "content_filter" else NO_TOOL_CALL
+    reason = _string(message.get("tool_call_error")) or missing
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
 
 
 def without_missing_call(action: Mapping[str, Any]) -> dict[str, Any]:
-    """The action where no tool was offered: that none was called is nothing wrong."""
-    kept = action.get("invalid_reason") != NO_TOOL_CALL
-    return {name: value for name, value in action.items() if kept or name != "invalid_reason"}
+    """The action without a complaint about a missing call, where no tool was offered."""
+    keeps_reason = action.get("invalid_reason") != NO_TOOL_CALL
+    return {name: value for name, value in action.items() if keeps_reason or name != "invalid_reason"}
 
 
 def _call(call: Any, index: int) -> dict[str, str]:
-    """Whatever stands there becomes a call that an environment can carry out or refuse with a reason."""
+    """Make a call of any value; the environment can carry it out, or refuse it with a reason."""
     source = call if isinstance(call, dict) else {}
     raw_function = source.get("function")
     function = raw_function if isinstance(raw_function, dict) else {}
@@ -178,13 +178,13 @@ def _published(calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
 
 
 def _raw_text(choice: Mapping[str, Any], message: Mapping[str, Any]) -> str:
-    """All that was sampled, where the server sends it; else a reply that is only a call has no text."""
+    """All sampled text, if the server sends it; otherwise a reply with only a call has no text."""
     raw = _string(choice.get("raw_text"))
     return _text(message) if raw is None else raw
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """What the model wrote: its content, else its refusal. Content in parts is joined."""
+    """The content of a message, with its parts joined, or else its refusal."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict)]
@@ -193,21 +193,21 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """Read the exact tokens that our own gateway sends; None if one of its fields is missing."""
-    found = {
+    """The exact tokens of our own gateway's reply; None if a field is missing."""
+    fields = {
         "prompt_token_ids": reply.get("prompt_token_ids"),
         "token_ids": choice.get("token_ids"),
         "logprobs": choice.get("token_logprobs"),
         "versions": choice.get("versions"),
         "finish_reason": finish_reason(choice),
     }
-    if any(value is None for value in found.values()):
+    if any(value is None for value in fields.values()):
         return None
-    return checked_tokens({**found, "prompt_ids_reused": reply.get("prompt_ids_reused") or 0})
+    return check_tokens({**fields, "prompt_ids_reused": reply.get("prompt_ids_reused") or 0})
 
 
 def _plain_logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
-    """Return `logprobs.content` of a choice; None if absent, as in most replies with calls only."""
+    """`logprobs.content` of a choice; None if absent, as in most replies with calls only."""
     source = choice.get("logprobs")
     content = source.get("content") if isinstance(source, dict) else None
     if not isinstance(content, list):
@@ -223,9 +223,9 @@ def _plain_logprob(entry: Any, index: int) -> tuple[str, float]:
     return token, float(logprob)
 
 
-def checked_tokens(found: Mapping[str, Any]) -> PolicyLogprobs:
+def check_tokens(fields: Mapping[str, Any]) -> PolicyLogprobs:
     try:
-        tokens = PolicyLogprobs.model_validate(found)
+        tokens = PolicyLogprobs.model_validate(fields)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -238,7 +238,7 @@ def checked_tokens(found: Mapping[str, Any]) -> PolicyLogprobs:
 
 
 def finish_reason(choice: Mapping[str, Any]) -> str | None:
-    """How sampling ended, where the server tells that apart from "a call was parsed"."""
+    """How sampling ended; our gateway reports it apart from "a call was parsed"."""
     return _string(choice.get("sampling_finish_reason")) or _string(choice.get("finish_reason"))
 
 
@@ -255,24 +255,24 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-# Nobody trains the model of such a server, so it has one version.
+# The model of such a server is not trained, so it has one version.
 _ONE_VERSION = ((0, 0),)
-# What rounding may make of a certain token; anything above is a probability, or nothing at all.
-_ROUNDED = 1e-3
-# vLLM says -9999 where it means -inf, which JSON has no word for. No softmax makes as little as this.
+# Rounding may lift the log-prob of a certain token this far above 0; a higher value is a fault.
+_ROUNDING = 1e-3
+# vLLM sends -9999 for -inf, which JSON cannot hold. No softmax gives so little.
 _IMPOSSIBLE = -1_000.0
 
 
 class WholeReplies:
-    """Reads the exact tokens from a server like vLLM, which sends all of them in each reply.
+    """Reads the exact tokens of a server like vLLM, which sends all of them in each reply.
 
         prompt_token_ids            at the top of the reply      (request: return_token_ids)
         token_ids                   in choices[0]                (the same)
         logprobs.content[].logprob  in choices[0]                (request: logprobs)
 
     One object reads one conversation; call it with a reply and its first choice. The part of a prompt that
-    repeats the last prompt and answer counts as reused, as in replies of our own gateway. So wire and
-    segments grow only with the conversation.
+    repeats the last prompt and answer counts as reused, as with our gateway, so records grow only with the
+    conversation.
     """
 
     def __init__(self) -> None:
@@ -289,21 +289,21 @@ def _whole(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprob
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
     entries = content if isinstance(content, list) else None
-    found = {
+    fields = {
         "prompt_token_ids": reply.get("prompt_token_ids"),
         "choices[0].token_ids": choice.get("token_ids"),
         "choices[0].logprobs.content": entries,
     }
-    missing = [name for name, value in found.items() if value is None]
+    missing = [name for name, value in fields.items() if value is None]
     if missing:
         raise protocol_error(
-            f"no {missing[0]}, though return_token_ids and logprobs were asked for: what it samples cannot "
-            "be weighted"
+            f"no {missing[0]}, though return_token_ids and logprobs were asked for: samples without them "
+            "cannot be weighted"
         )
-    tokens = checked_tokens(
+    tokens = check_tokens(
         {
-            "prompt_token_ids": found["prompt_token_ids"],
-            "token_ids": found["choices[0].token_ids"],
+            "prompt_token_ids": fields["prompt_token_ids"],
+            "token_ids": fields["choices[0].token_ids"],
             "logprobs": [
                 entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries or ()
             ],
@@ -311,16 +311,16 @@ def _whole(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprob
             "versions": _ONE_VERSION,
         }
     )
-    if max(tokens.logprobs, default=0.0) > _ROUNDED:
+    if max(tokens.logprobs, default=0.0) > _ROUNDING:
         raise protocol_error(f"a log-prob is above 0: {max(tokens.logprobs):.3g}")
     if min(tokens.logprobs, default=0.0) < _IMPOSSIBLE:
-        told = "it cannot have been drawn from what the log-probs are of"
-        raise protocol_error(f"a log-prob of {min(tokens.logprobs):g}: {told}")
+        detail = "the token cannot come from the distribution of the log-probs"
+        raise protocol_error(f"a log-prob of {min(tokens.logprobs):g}: {detail}")
     return tokens
 
 
 def _shared(ids: Sequence[int], before: Sequence[int]) -> int:
-    """How many of the first ids are the same; a conversation only grows, as a rule."""
+    """The number of equal leading ids; usually all, because a conversation only grows."""
     if list(ids[: len(before)]) == list(before):
         return len(before)
     pairs = enumerate(zip(ids, before, strict=False))

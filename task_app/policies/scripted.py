@@ -1,6 +1,6 @@
-"""Policies that are no models: the Crafter teacher and uniform random play.
+"""Policies without a model: the Crafter teacher and uniform random play.
 
-They see `PolicyObservation.data` alone, the 9x7 view and the status bar, as a model does.
+Like a model they see only `PolicyObservation.data`: the 9x7 view and the status bar.
 """
 
 import json
@@ -23,7 +23,7 @@ class RandomConfig(Body):
     """Settings of random play."""
 
     max_actions: int = Field(
-        default=8, ge=1, le=8, description="elements of every list in a call, as far as its tool allows them"
+        default=8, ge=1, le=8, description="length of every list in a call, as far as its tool allows"
     )
     seed: int = Field(default=0, ge=0, strict=True)
 
@@ -31,8 +31,8 @@ class RandomConfig(Body):
 class TeacherConfig(Body):
     """Settings of the Crafter teacher."""
 
-    memory: bool = Field(default=False, description="remember the cells seen; else play from the view alone")
-    max_actions: int = Field(default=8, ge=1, le=8, description="most actions in a decision")
+    memory: bool = Field(default=False, description="remember seen cells; otherwise play from the view alone")
+    max_actions: int = Field(default=8, ge=1, le=8, description="limit of actions in a decision")
     epsilon: float = Field(
         default=0.0,
         ge=0.0,
@@ -43,7 +43,7 @@ class TeacherConfig(Body):
 
 
 class RandomPolicy(ByChance):
-    """A random call of a tool on offer, in any environment; in Crafter, `max_actions` uniform actions."""
+    """Calls a random tool in any environment; in Crafter, `max_actions` uniform actions."""
 
     name = "random"
 
@@ -61,7 +61,7 @@ class RandomPolicy(ByChance):
 
 
 class CrafterTeacher(ByChance):
-    """Plays by rules. Without memory, a decision is a function of what the compact text states."""
+    """Plays by rules; without memory a decision depends only on what the compact text states."""
 
     name = "crafter_teacher"
 
@@ -74,14 +74,14 @@ class CrafterTeacher(ByChance):
         self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
     ) -> PolicyAnswer:
         limit = _limit(self.config.max_actions, available_tools_specs)
-        planned = self.actions(observation.data, max_actions=limit)
+        actions = self.actions(observation.data, max_actions=limit)
         if self.config.epsilon and self._random.random() < self.config.epsilon:
-            # A detour to where the teacher would not have gone: played, but nothing to imitate.
+            # A detour from the teacher's way: played, but not to be imitated.
             return _answer({"actions": random_actions(self._random, limit)}, exploratory=True)
-        return _answer({"actions": planned})
+        return _answer({"actions": actions})
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
-        """What the rules do, as plain action names: at most `max_actions` (else the configured number)."""
+        """The actions of the rules as plain names: at most `max_actions` (default: the configured number)."""
         limit = self.config.max_actions if max_actions is None else max_actions
         if self._memory is None:
             return decide(read_facts(data), max_actions=limit)
@@ -101,12 +101,12 @@ def random_actions(source: random.Random, count: int) -> list[str]:
     return [source.choice(ACTIONS) for _ in range(count)]
 
 
-def _limit(configured: int, tools: list[dict[str, Any]] | None) -> int:
-    """No more actions than the tool on offer takes: a longer list would be refused as a whole."""
+def _limit(limit: int, tools: list[dict[str, Any]] | None) -> int:
+    """The most actions that the tool on offer accepts, since a longer list would be refused as a whole."""
     for tool in tools or ():
         actions = tool["function"]["parameters"].get("properties", {}).get("actions", {})
-        configured = min(configured, actions.get("maxItems", configured))
-    return configured
+        limit = min(limit, actions.get("maxItems", limit))
+    return limit
 
 
 def _answer(

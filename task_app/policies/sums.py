@@ -1,4 +1,4 @@
-"""A teacher of short sums in words, as `trainer_backend.data.arithmetic` writes them; no model."""
+"""A teacher of short sums in words, as `trainer_backend.data.arithmetic` writes them."""
 
 import re
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from shared_schemas.base import Body
 from task_app.policies.random_calls import ByChance
 from task_app.protocols import PolicyAnswer
 
-# A sentence, the sign of its calculation, and the number beside what there was.
+# A sentence, the sign of its calculation, and its number.
 _SENTENCES = re.compile(
     r"has (?P<has>\d{1,15})\b|finds (?P<more>\d{1,15}) more|gives away (?P<fewer>\d{1,15})\b"
     r"|(?P<times>doubles|triples) them"
 )
-# Numbers double with each sentence; a text of a caller's may have ten thousands of them.
+# Numbers may double with each sentence, and a caller's text may have tens of thousands of sentences.
 _MOST_SENTENCES = 100
 _SIGNS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "more": ("+", lambda have, count: have + count),
@@ -24,7 +24,7 @@ _SIGNS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "times": ("*", lambda have, count: have * count),
 }
 _FACTORS = {"doubles": 2, "triples": 3}
-# How far a slip is off.
+# Errors of a slip.
 _SLIPS = (-2, -1, 1, 2)
 
 
@@ -41,7 +41,7 @@ class SumsTeacherConfig(Body):
 
 
 class SumsTeacher(ByChance):
-    """Writes out each step, and `#### n`. Told that it was wrong, it tries again."""
+    """Writes out each step, and `#### n`; after a wrong answer it tries again."""
 
     name = "sums_teacher"
 
@@ -54,17 +54,17 @@ class SumsTeacher(ByChance):
     ) -> PolicyAnswer:
         question = next((m.content or "" for m in observation if m.role == "user"), "")
         slip = 0 if self._random.random() < self.config.right else self._random.choice(_SLIPS)
-        return {"type": "text", "content": worked_out(question, slip=slip)}, None, None, None
+        return {"type": "text", "content": solve(question, slip=slip)}, None, None, None
 
 
-def worked_out(question: str, *, slip: int = 0) -> str:
-    """The answer in GSM8K's form; its last step is off by `slip`, but never below 0.
+def solve(question: str, *, slip: int = 0) -> str:
+    """The answer in GSM8K's form; its last step is off by `slip`, but not below 0.
 
-    A question without a number that it knows gets `#### 0`; of a long one the beginning is worked out.
+    A question without a known number gets `#### 0`; a very long one is solved only at its beginning.
     """
     have, lines = 0, []
-    found = list(islice(_SENTENCES.finditer(question), _MOST_SENTENCES))
-    for place, sentence in enumerate(found, start=1):
+    sentences = list(islice(_SENTENCES.finditer(question), _MOST_SENTENCES))
+    for place, sentence in enumerate(sentences, start=1):
         kind = sentence.lastgroup or ""
         text = sentence[kind]
         count = _FACTORS[text] if text in _FACTORS else int(text)
@@ -72,7 +72,7 @@ def worked_out(question: str, *, slip: int = 0) -> str:
             have = count
             continue
         sign, calculate = _SIGNS[kind]
-        after = max(0, calculate(have, count) + (slip if place == len(found) else 0))
+        after = max(0, calculate(have, count) + (slip if place == len(sentences) else 0))
         lines.append(f"{have} {sign} {count} = {after}")
         have = after
     return "\n".join([*lines, f"#### {have}"])

@@ -111,7 +111,7 @@ class Assembly:
         refuse_unrestorable(environment, where=where + "snapshot_turns")
         return SnapshotTaker(
             frozenset(request.snapshot_turns),
-            self.boards.resolved(env),
+            self.boards.resolve(env),
             seed,
             switches,
             at_most_bytes=context.settings.max_snapshot_bytes,
@@ -190,7 +190,7 @@ def _start_snapshot(
     except SnapshotRefused as exc:
         exc.where = where
         raise
-    own, other = boards.resolved(env), snapshot.facts.env
+    own, other = boards.resolve(env), snapshot.facts.env
     if own != other:
         raise SnapshotRefused(
             f"the snapshot is of {_describe(other, own)}, the rollout is to play {_describe(own, other)}",

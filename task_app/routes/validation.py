@@ -11,14 +11,14 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from service_kit.problems import problem_response
-from task_app.complaints import invalid, most_telling
+from task_app.complaints import invalid, most_specific
 from task_app.routes.wire import MISSPELT
 
 
 async def validation_response(request: Request, exc: Exception) -> Response:
     """FastAPI's handler for requests that fail validation."""
     assert isinstance(exc, RequestValidationError)
-    error = dict(most_telling(exc.errors()))
+    error = dict(most_specific(exc.errors()))
     place = error["loc"]
     if error["type"] == MISSPELT:
         error["loc"], error["input"] = (*place[1:], error["ctx"]["name"]), None

@@ -15,7 +15,7 @@ from shared_schemas.base import Body
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Seed, Start
 from shared_schemas.trajectory import StepMetadata
-from task_app.complaints import invalid, most_telling
+from task_app.complaints import invalid, most_specific
 from task_app.errors import NotRestorable, SnapshotRefused, boundary
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.protocols import (
@@ -56,7 +56,7 @@ def _facts(model: type[F], head: Mapping[str, Any]) -> F:
     try:
         return model.model_validate(head)
     except ValidationError as exc:
-        error = most_telling(exc.errors(include_url=False))
+        error = most_specific(exc.errors(include_url=False))
         refusal = invalid(error, where="snapshot", known=model.model_fields)
         raise SnapshotRefused(refusal.detail, where=refusal.where) from exc
 
@@ -77,7 +77,7 @@ class EnvironmentSnapshot:
         with boundary("environment.snapshot"):
             state = environment.snapshot()
         facts = EnvironmentFacts(
-            env=boards.resolved(session.spec),
+            env=boards.resolve(session.spec),
             seed=session.seed,
             step_idx=session.step_idx,
             turn=session.turn,

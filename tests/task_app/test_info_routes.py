@@ -70,7 +70,7 @@ async def test_a_task_whose_world_hangs_is_counted_among_the_plug_ins_that_do():
     async with running_app(slow_boards(gates), plugin_stuck_after_s=0.01, max_plugin_threads=1) as client:
         params = {"env_name": "slow", "seed": 1}
         hanging = asyncio.create_task(client.get("/task_info", params=params))
-        while client._transport.app.state.services.threads.stuck == 0:
+        while client._transport.app.state.services.threads.stuck_count == 0:
             await asyncio.sleep(0)
             assert not hanging.done()
         refused = await client.get("/task_info", params=params)

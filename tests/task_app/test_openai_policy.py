@@ -18,7 +18,7 @@ from task_app.episode.worker import RLRolloutWorker
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.openai import OpenAIAgentPolicy, decision_seed
 from task_app.policies.openai_config import OpenAIConfig
-from task_app.policies.replies import FILTERED, wait_told
+from task_app.policies.replies import WITHHELD, retry_after_s
 from task_app.protocols import PolicyObservation
 from tests.task_app.counting import CountingEnvironment
 from tests.task_app.fake_inference import calling, completion, fake_inference, raw, status, tokens
@@ -236,7 +236,7 @@ async def test_where_no_tool_is_offered_words_are_not_told_to_miss_a_call(tools)
     withheld = completion({"content": None}, choice={"finish_reason": "content_filter"})
     async with asking(withheld) as (_, policy):
         action, _, _, _ = await policy.get_action(SEEN, tools)
-    assert action["invalid_reason"] == FILTERED
+    assert action["invalid_reason"] == WITHHELD
 
 
 @pytest.mark.parametrize("raw_text", ["<call>add a</call>", ""])
@@ -257,7 +257,7 @@ async def test_how_the_reply_ended_is_kept_without_any_tokens(finish_reason):
 async def test_a_reply_that_the_server_withheld_says_so_to_the_model():
     choice = {"finish_reason": "content_filter"}
     action, _, _, _ = await answer_to(completion({"content": None}, choice=choice))
-    assert action == {"type": "text", "content": "", "invalid_reason": FILTERED}
+    assert action == {"type": "text", "content": "", "invalid_reason": WITHHELD}
     called, _, _, _ = await answer_to(calling("a", choice=choice))
     assert called["type"] == "tool_call"
 
@@ -393,7 +393,7 @@ def told_later(seconds):
      ("Fri, 31 Dec 1999 23:59:59 GMT", None), ("9" * 30, None), ("²", None)],
 )  # fmt: skip
 def test_retry_after_is_read_as_seconds_alone(header, seconds):
-    assert wait_told(header) == seconds
+    assert retry_after_s(header) == seconds
 
 
 async def test_a_server_that_is_down_is_unavailable():

@@ -17,7 +17,7 @@ from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
 from shared_schemas.rewards import DecisionRewards, StepRewards
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens, prompts, transcript
-from task_app.complaints import invalid, most_telling
+from task_app.complaints import invalid, most_specific
 from task_app.episode.actions import json_object
 from task_app.episode.decisions import achievements_added
 from task_app.errors import CriticalError, EpisodeFailed, InvalidRequest, TaskAppError
@@ -77,7 +77,7 @@ def read_stepwise(raw: Any, *, where: str) -> Stepwise:
         extra, switches = _Strategy.model_validate(own), StepRewards.model_validate(rest)
     except ValidationError as exc:
         known = (*StepRewards.model_fields, *_Strategy.model_fields)
-        raise invalid(most_telling(exc.errors(include_url=False)), where=where, known=known) from exc
+        raise invalid(most_specific(exc.errors(include_url=False)), where=where, known=known) from exc
     strategy = STRATEGIES.get(extra.strategy.strip().lower())
     if strategy is None:
         raise InvalidRequest(

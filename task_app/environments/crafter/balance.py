@@ -1,9 +1,8 @@
-"""Spawning and despawning, chunk by chunk, every tenth step.
+"""Spawns and despawns creatures, chunk by chunk, every tenth step.
 
-Stock looks at every chunk in detail; here counters tell where it could act at all, which is rare. The
-one deliberate difference to stock, here and in the tests' reference: a creature to despawn is picked from
-the chunk's creatures *in order of creation*. Stock picks by position in a set hashed by address, which
-differs from process to process.
+Stock examines every chunk; here counters show the few chunks where something could happen. Unlike stock, the
+creature to despawn is picked from the chunk's creatures *in order of creation*, here and in the tests'
+reference: stock picks by position in a set hashed by address, which differs from process to process.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ GRASS, PATH = MATERIAL_IDS["grass"], MATERIAL_IDS["path"]
 
 @dataclass(frozen=True, slots=True)
 class Habitat:
-    """Where and how a kind comes and goes; distances in cells from the player, chances per balancing."""
+    """Where and how a kind spawns and despawns: distances in cells from the player, chances per balancing."""
 
     kind: int
     make: Callable[[int, int], Thing]
@@ -43,7 +42,7 @@ COWS = Habitat(COW, Cow, GRASS, 5, 5, 0.01, 0.1)
 
 
 def balance(world: World, player: Player) -> None:
-    """Balance all chunks that ever held a thing, in the order in which they first did."""
+    """Balance all chunks that ever held a thing, in the order of their first thing."""
     most_zombies = int(3.5 - 3 * world.daylight)
     most_cows = int(1.5 + world.daylight)
     population, counts = world.population, world.material_counts
@@ -62,7 +61,7 @@ def balance(world: World, player: Player) -> None:
 
 
 def _adjust(world: World, player: Player, chunk: int, habitat: Habitat, fewest: int) -> None:
-    """Spawn into a chunk with fewer than `fewest` creatures; else it has too many, and one may go."""
+    """Spawn a creature if the chunk has fewer than `fewest`; otherwise it has too many, so despawn one."""
     if world.population[chunk * KIND_COUNT + habitat.kind] < fewest:
         if world.uniform() < habitat.spawn_chance:
             _spawn(world, player, chunk, habitat)

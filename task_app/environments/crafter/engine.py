@@ -1,8 +1,8 @@
-"""The reproducible Crafter engine: stock crafter 1.8.3, some thirty times faster, equal in every process.
+"""The reproducible Crafter engine: stock crafter 1.8.3, about thirty times faster, equal in every process.
 
-Equal seeds and actions give equal episodes anywhere. Against stock one thing is settled that stock leaves to
-memory addresses: a creature to despawn is picked in order of creation (see balance.py). And a step draws no
-picture; the random numbers that stock's night picture takes from the world's generator are still consumed.
+Equal seeds and actions give equal episodes anywhere. Stock leaves one choice to memory addresses; here a
+creature to despawn is picked in order of creation (see balance.py). A step draws no picture, but still
+consumes the random numbers of stock's night picture.
 """
 
 import functools
@@ -38,22 +38,23 @@ __all__ = [
 ]
 
 SEED_LIMIT = 2**31 - 1
-STOCK_SIZE = 64  # pixels a side of the picture that a default stock environment draws in every step
+STOCK_SIZE = 64  # side in pixels of the picture that stock draws in every step
 # One double a pixel of stock's map picture when it is dark: 9x7 cells of 64 // 9 = 7 pixels a side.
 NIGHT_DRAWS = COLUMNS * ROWS * (STOCK_SIZE // COLUMNS) ** 2
-UPDATE_RADIUS = 2 * COLUMNS  # things this far from the player (in steps) or farther stand still
+UPDATE_RADIUS = 2 * COLUMNS  # things at this distance from the player (in steps) or beyond stand still
 BALANCE_EVERY = 10
 
 
 @functools.lru_cache(maxsize=16_384)
 def daylight_at(step: int) -> float:
-    """Light after `step` steps, in [0, 1]: a day of 300 steps, by stock's scalar numpy operations."""
+    """Light after `step` steps, in [0, 1], with a day of 300 steps; uses stock's scalar numpy operations."""
     progress = (step / 300) % 1 + 0.3
     return float(1 - np.abs(np.cos(np.pi * progress)) ** 3)
 
 
 class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
-    """One episode of Crafter in the 64x64 world of one seed. Threads may own one each, not share one."""
+    """One episode of Crafter in the 64x64 world of one seed. A thread must not share an engine with
+    another."""
 
     def __init__(self, seed: int, *, length: int = 10_000) -> None:
         """Prepare an engine without a world; `reset` makes it.
@@ -63,18 +64,18 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
             length: env steps after which the episode is over, at least 1.
 
         Raises:
-            ValueError: a seed or length of another type or outside its range.
+            ValueError: a seed or length has another type or lies outside its range.
         """
-        # Stock's constructor is left out on purpose: it loads all textures (30 ms, 0.5 MB) each time.
-        self._seed = _checked_int("seed", seed, 0, SEED_LIMIT - 1)
-        self._length = _checked_int("length", length, 1, None)
+        # Stock's constructor is not called: it loads all textures (30 ms, 0.5 MB) each time.
+        self._seed = _check_int("seed", seed, 0, SEED_LIMIT - 1)
+        self._length = _check_int("length", length, 1, None)
         self._episode, self._step = 0, 0
         self._world_or_none: World | None = None
         self._player_or_none: Player | None = None
         self._unlocked: set[str] = set()
-        self._locked_count = len(ACHIEVEMENTS)
+        self._zero_count = len(ACHIEVEMENTS)
         self._last_health = 0
-        # What stock's spaces, and libraries that know stock, look at.
+        # Attributes that stock's spaces, and libraries for stock, read.
         self._area, self._view, self._reward = (AREA, AREA), np.array((9, 9)), True
         self._size = np.array((STOCK_SIZE, STOCK_SIZE))
         self.reward_range = None
@@ -93,7 +94,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return self._player_or_none
 
     def reset(self) -> None:
-        """Start the world that `crafter.Env(seed=seed)` makes at its first reset, each time the same one."""
+        """Start the world that `crafter.Env(seed=seed)` makes at its first reset, the same one each time."""
         self._episode, self._step = 1, 0
         player = Player(CENTER, CENTER, Plant)
         # hash() of a tuple of ints does not depend on PYTHONHASHSEED.
@@ -102,21 +103,21 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         self._world_or_none, self._player_or_none = world, player
         self._last_health = player.inventory["health"]
         self._unlocked = set()
-        self._locked_count = len(ACHIEVEMENTS)
+        self._zero_count = len(ACHIEVEMENTS)
 
     def act(self, action: int) -> float:
-        """One env step.
+        """Run one env step.
 
         Args:
-            action: place in ACTIONS, 0 .. 16.
+            action: index in ACTIONS, 0 .. 16.
 
         Returns:
             Stock's reward: change of health / 10, plus 1.0 if any achievement was unlocked (however many).
 
         Raises:
-            NotReset: before the first reset.
+            NotReset: there was no reset.
             EpisodeOver: the player died, or `length` steps were made.
-            ValueError: no such action.
+            ValueError: the action does not exist.
         """
         world, player = self._world, self._player
         if self.over:
@@ -128,8 +129,8 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         others = cast("list[Being]", world.things[1:])  # before the player acts: a new plant waits a step
         player.update(world, action)
         px, py = player.x, player.y
-        west, east = px - UPDATE_RADIUS, px + UPDATE_RADIUS  # tells most of the far ones at once
-        # A thing is moved by its own update only, so who is near can be settled before the first update.
+        west, east = px - UPDATE_RADIUS, px + UPDATE_RADIUS  # excludes most far things at once
+        # Only a thing's own update moves it, so the near ones are known before the first update.
         near = [
             being
             for being in others
@@ -148,8 +149,8 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         reward = (health - self._last_health) / 10
         self._last_health = health
         counts = [*player.achievements.values()]
-        if counts.count(0) != self._locked_count:
-            self._locked_count = counts.count(0)
+        if counts.count(0) != self._zero_count:
+            self._zero_count = counts.count(0)
             self._unlocked = {name for name, count in player.achievements.items() if count > 0}
             reward += 1.0
         return reward
@@ -157,8 +158,8 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     def step(self, action: int) -> tuple[None, float, bool, dict[str, Any]]:
         """`act` in the shape of gym: (None, reward, over, info).
 
-        There is no picture (see `frame`) and no map of the whole world in `info`, which holds copies:
-        inventory, achievements, discount (0.0 after death, else 1.0), player_pos, reward.
+        There is no picture (see `frame`), and `info` has no map of the world. It holds copies: inventory,
+        achievements, discount (0.0 after death, else 1.0), player_pos, reward.
         """
         reward = self.act(action)
         info = {
@@ -172,47 +173,47 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     @property
     def seed_value(self) -> int:
-        """The seed given at the start (gym's base class has a method `seed`)."""
+        """The seed of the episode (gym's base class has a method `seed`)."""
         return self._seed
 
     @property
     def length(self) -> int:
-        """Env steps after which the episode is over."""
+        """Number of env steps after which the episode is over."""
         return self._length
 
     @property
     def dead(self) -> bool:
-        """Health is gone."""
+        """Whether the player's health is 0."""
         return self._player_or_none is not None and self._player_or_none.inventory["health"] <= 0
 
     @property
     def over(self) -> bool:
-        """Dead, or `length` steps made."""
+        """Whether the player is dead or `length` steps were made."""
         return self._step >= self._length or self.dead
 
     @property
     def step_count(self) -> int:
-        """Env steps since the reset."""
+        """Number of env steps since the reset."""
         return self._step
 
     @property
     def last_health(self) -> int:
-        """Health after the last step's reward: what the next reward is measured from."""
+        """Health after the last step, from which the next reward is computed."""
         return self._last_health
 
     @property
     def inventory(self) -> dict[str, int]:
-        """The 16 live item counts; health, food, drink and energy among them."""
+        """The 16 item counts, as a live dict; health, food, drink and energy are among them."""
         return self._player.inventory
 
     @property
     def achievements(self) -> dict[str, int]:
-        """The 22 live counters, which only grow within an episode."""
+        """The 22 counters, as a live dict; they only grow within an episode."""
         return self._player.achievements
 
     @property
     def sleeping(self) -> bool:
-        """The player sleeps: whatever the action, the next step is slept through."""
+        """Whether the player sleeps; then the next step is `sleep`, whatever the action."""
         return self._player.sleeping
 
     @property
@@ -233,16 +234,16 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     @property
     def faced_health(self) -> int:
-        """Health of the creature or plant in front of the player; 0 when there is none."""
+        """Health of the creature or plant in front of the player; 0 if there is none."""
         # Arrows are things without health.
         return int(getattr(self._world.at[self._player.target_cell()], "health", 0))
 
     def view(self) -> LocalView:
-        """What a player sees, in words."""
+        """The player's view, in words."""
         return local_view(self._world, self._player)
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
-        """[height, width, 3] picture as stock would draw it now; the game is unchanged by it."""
+        """[height, width, 3] picture as stock would draw it now; the game does not change."""
         return picture.draw(self._world, self._player, width, height)
 
     def render(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
@@ -254,7 +255,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return capture(self._world, self._player)
 
     def fingerprint(self) -> str:
-        """Hex digest of everything that the future depends on; equal fingerprints, equal futures."""
+        """Hex digest of everything that the future depends on; equal fingerprints mean equal futures."""
         state = self.capture()
         digest = hashlib.sha256(state.ground)
         digest.update(state.words.astype("<u4").tobytes())
@@ -267,10 +268,10 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return digest.hexdigest()
 
     def fork(self) -> "CrafterEngine":
-        """An independent copy that goes on exactly like this one."""
-        return self.restored(self.capture(), self._step, self._last_health)
+        """An independent copy with the same future."""
+        return self.with_state(self.capture(), self._step, self._last_health)
 
-    def restored(self, state: GameState, step: int, last_health: int) -> "CrafterEngine":
+    def with_state(self, state: GameState, step: int, last_health: int) -> "CrafterEngine":
         """A new engine with this one's seed and length, in the given state after `step` steps."""
         other = CrafterEngine(self._seed, length=self._length)
         world, player = rebuild(state)
@@ -278,16 +279,16 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         other._world_or_none, other._player_or_none = world, player
         other._episode, other._step, other._last_health = 1, step, last_health
         other._unlocked = {name for name, count in player.achievements.items() if count > 0}
-        other._locked_count = len(ACHIEVEMENTS) - len(other._unlocked)
+        other._zero_count = len(ACHIEVEMENTS) - len(other._unlocked)
         return other
 
 
-def _checked_int(name: str, value: Any, low: int, high: int | None) -> int:  # Any: callers may pass anything
-    allowed = f"at least {low}" if high is None else f"in [{low}, {high}]"
-    # bool is an int, and True is no seed that anyone meant.
-    allowed_type = isinstance(value, int) and not isinstance(value, bool)
-    if not allowed_type or value < low or (high is not None and value > high):
-        raise ValueError(f"{name} must be an int {allowed}, got {value!r}")
+def _check_int(name: str, value: Any, low: int, high: int | None) -> int:  # Any: callers may pass anything
+    bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    # bool is a subclass of int, but True is no sensible seed.
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be an int {bounds}, got {value!r}")
     return int(value)
 
 
@@ -296,8 +297,8 @@ class EngineError(RuntimeError):
 
 
 class NotReset(EngineError):
-    """There is no world yet: reset() comes first."""
+    """There is no world yet; call reset() first."""
 
 
 class EpisodeOver(EngineError):
-    """The episode ended; only reset() goes on from here. (Stock crafter lets a dead player walk on.)"""
+    """The episode has ended; call reset(). (Stock crafter lets a dead player walk on.)"""

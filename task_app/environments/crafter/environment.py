@@ -1,4 +1,5 @@
-"""Crafter as an `Environment`: the engine's numbers become texts and data, tool calls become env steps."""
+"""Crafter as an `Environment`: it turns the engine's state into text and data, and tool calls into env
+steps."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -19,10 +20,10 @@ from task_app.environments.crafter.view import LocalView
 from task_app.errors import EpisodeOver
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
-# Below this daylight the game draws its picture dark and noisy (stock crafter's own limit).
+# Below this daylight the game's picture is dark and noisy, as in stock crafter.
 DARK_BELOW = 0.5
 VITALS = ("health", "food", "drink", "energy")
-_held = itemgetter(*(name for name in RULES.item_start if name not in VITALS))
+_items = itemgetter(*(name for name in RULES.item_start if name not in VITALS))
 _ACTION_IDS = {name: index for index, name in enumerate(ACTIONS)}
 
 
@@ -30,14 +31,14 @@ class CrafterConfig(Body):
     """Settings of one Crafter environment."""
 
     text: Literal["full", "compact"] = Field(
-        default="full", description="full: the layout users know; compact: 25 to 60 words for small models"
+        default="full", description="full: the usual layout; compact: 25 to 60 words for small models"
     )
-    max_actions: int = Field(default=8, ge=1, le=8, description="most actions in one call (maxItems)")
+    max_actions: int = Field(default=8, ge=1, le=8, description="limit of actions in one call (maxItems)")
     length: int = Field(default=10_000, ge=1, le=1_000_000, description="env steps before truncation")
 
 
 class CrafterEnvironment:
-    """One episode of Crafter. Equal seeds and calls give equal texts, data and rewards in any process."""
+    """One episode of Crafter; equal seeds and calls give equal episodes in every process."""
 
     name = "crafter"
     quick_step = True
@@ -46,7 +47,7 @@ class CrafterEnvironment:
     def __init__(self, config: CrafterConfig | None = None) -> None:
         self.config = config or CrafterConfig()
         self._engine: CrafterEngine | None = None
-        self._told: tuple[float, Mapping[str, Any]] = (0.0, prompt.NO_NEWS)
+        self._last: tuple[float, Mapping[str, Any]] = (0.0, prompt.NO_NEWS)
 
     def reset(self, seed: int) -> Observation:
         self._engine = CrafterEngine(seed, length=self.config.length)
@@ -54,9 +55,9 @@ class CrafterEnvironment:
         return self._observe(0.0, prompt.NO_NEWS)
 
     def snapshot(self) -> bytes:
-        """About 8 KB; raises EpisodeOver when no episode was started."""
-        reward, news = self._told
-        return pack(self._started_engine(), reward=reward, news=news)
+        """The game in about 8 KB; raises EpisodeOver before the first reset."""
+        reward, news = self._last
+        return pack(self._require_engine(), reward=reward, news=news)
 
     def restore(self, state: bytes) -> Observation:
         engine, reward, news = unpack(state)
@@ -69,20 +70,20 @@ class CrafterEnvironment:
         return self._observe(reward, news)
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        engine = self._running_engine()
+        engine = self._require_running()
         actions, reason = self._plan(calls, invalid_reason)
         before = _Before(engine)
-        rewards, changed = _run(engine, actions)
-        news = before.news(engine, changed=changed, invalid=reason)
-        executed = tuple(actions[: len(rewards)])
+        rewards, has_effect = _run(engine, actions)
+        news = before.news(engine, has_effect=has_effect, invalid=reason)
+        action_names = tuple(actions[: len(rewards)])
         return DecisionOutcome(
             observation=self._observe(rewards[-1], news),
             env_rewards=tuple(rewards),
             terminated=engine.dead,
             truncated=engine.over and not engine.dead,
-            executed_actions=executed,
+            executed_actions=action_names,
             invalid_reason=reason,
-            result=prompt.result_text(executed, news),
+            result=prompt.result_text(action_names, news),
         )
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -97,25 +98,25 @@ class CrafterEnvironment:
         )
 
     def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """[height, width, 3] picture of the game now, as stock draws it; for people, never for a policy.
+        """[height, width, 3] picture of the current game, as stock crafter draws it; only for people.
 
         Raises:
             EpisodeOver: no episode was started.
-            ValueError: a side shorter than 9 pixels.
+            ValueError: a side is shorter than 9 pixels.
         """
-        return self._started_engine().frame(width, height)
+        return self._require_engine().frame(width, height)
 
     def outcome_reward(self) -> float:
-        """Unique achievements so far; 0 before the first reset."""
+        """The number of unique achievements so far; 0 before the first reset."""
         return float(sum(count > 0 for count in self._engine.achievements.values())) if self._engine else 0.0
 
-    def _started_engine(self) -> CrafterEngine:
+    def _require_engine(self) -> CrafterEngine:
         if self._engine is None:
             raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
         return self._engine
 
-    def _running_engine(self) -> CrafterEngine:
-        engine = self._started_engine()
+    def _require_running(self) -> CrafterEngine:
+        engine = self._require_engine()
         if engine.over:
             raise EpisodeOver()
         return engine
@@ -130,7 +131,7 @@ class CrafterEnvironment:
 
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
         assert self._engine is not None
-        self._told = (reward, news)
+        self._last = (reward, news)
         data = observation_data(
             self._engine.view(),
             step=self._engine.step_count,
@@ -148,41 +149,44 @@ class CrafterEnvironment:
 
 
 class _Before:
-    """What the news of a decision are measured against."""
+    """The state before a decision, to compute the decision's news."""
 
     def __init__(self, engine: CrafterEngine) -> None:
         self._health = engine.inventory["health"]
         self._counts = dict(engine.achievements)
 
-    def news(self, engine: CrafterEngine, *, changed: bool, invalid: str | None) -> dict[str, Any]:
+    def news(self, engine: CrafterEngine, *, has_effect: bool, invalid: str | None) -> dict[str, Any]:
         counts = engine.achievements
         return {
             "unlocked": sorted([name for name in counts if counts[name] and not self._counts[name]]),
             "health_change": int(engine.inventory["health"] - self._health),
-            "no_effect": not changed,
+            "no_effect": not has_effect,
             "invalid": invalid,
         }
 
 
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:
-    """The reward of each env step that ran, and whether the last one did anything."""
+    """The reward of each env step that ran, and whether the last one had an effect."""
     rewards: list[float] = []
-    changed = False
+    has_effect = False
     for action in actions:
         if engine.over:
             break
-        before = _doings(engine)
+        before = _visible_state(engine)
         rewards.append(float(engine.act(_ACTION_IDS[action])))
-        changed = _doings(engine) != before
-    return rewards, changed
+        has_effect = _visible_state(engine) != before
+    return rewards, has_effect
 
 
-def _doings(engine: CrafterEngine) -> tuple[Any, ...]:
-    """What an action can change. Without the vitals, which change by themselves; with the counters, which
-    tell of a drink at nine or of a tenth stone, and with the health of what is being hit."""
+def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
+    """The state that an action can change, to see whether it had an effect.
+
+    It leaves out the vitals, which change by themselves. The counters show a drink at nine or a tenth stone,
+    and the health in front shows a hit.
+    """
     counts = tuple(engine.achievements.values())
     return (
-        engine.position, engine.facing, engine.sleeping, _held(engine.inventory), counts, engine.faced_health
+        engine.position, engine.facing, engine.sleeping, _items(engine.inventory), counts, engine.faced_health
     )  # fmt: skip
 
 
@@ -208,8 +212,8 @@ def observation_data(
 
 
 def _near(view: LocalView) -> list[str]:
-    """Which of table and furnace are in crafting range: the 3x3 cells around the player."""
-    # Crafter finds nothing there on the world's left and top edge (a quirk that the engine keeps).
+    """Those of table and furnace that are in crafting range, the 3x3 cells around the player."""
+    # On the world's left and top edge Crafter finds nothing (a quirk that the engine keeps).
     if 0 in view.position:
         return []
     around = [row[3:6] for row in view.materials[2:5]]

@@ -1,8 +1,8 @@
 """The 64x64 world as flat indices: cells with a border, chunks, materials by number.
 
-A cell is one integer, `(y + PAD) * STRIDE + x + PAD`. The border of PAD cells on each side holds the
-material 0 ('void') and no creature, so that looking around needs no test for the edge of the world; PAD
-is half the width of a player's view.
+A cell is one integer, `(y + PAD) * STRIDE + x + PAD`. The border of PAD cells on each side holds the material
+0 ('void') and no creature, so that looking around needs no test for the edge of the world; PAD is half the
+width of a player's view.
 """
 
 from task_app.environments.crafter.rules import MATERIALS, RULES
@@ -13,7 +13,7 @@ STRIDE = AREA + 2 * PAD
 CELLS = STRIDE * STRIDE
 CENTER = AREA // 2
 
-# Order of stock's `all_dirs`: the number drawn from the generator picks by it.
+# Order of stock's `all_dirs`, which a random number indexes.
 DIRECTIONS: tuple[tuple[int, int], ...] = ((-1, 0), (+1, 0), (0, -1), (0, +1))
 
 VOID_NAME = "void"
@@ -27,17 +27,17 @@ CHUNK_COUNT = CHUNKS_PER_SIDE**2
 
 
 def cell_at(x: int, y: int) -> int:
-    """Index of the cell at column x, row y; up to PAD cells outside the world are fine too."""
+    """Index of the cell at column x, row y, which may lie up to PAD cells outside the world."""
     return (y + PAD) * STRIDE + x + PAD
 
 
 def material_flags(*names: str) -> bytes:
-    """[MATERIAL_COUNT] 1 for the named materials, else 0: the fastest membership test there is."""
+    """[MATERIAL_COUNT] 1 for the named materials, else 0: the fastest membership test."""
     return bytes(name in names for name in MATERIAL_NAMES)
 
 
 def chunk_bounds(chunk: int) -> tuple[int, int, int, int]:
-    """(xmin, xmax, ymin, ymax) of a chunk, as stock names its chunks; the upper ends are exclusive."""
+    """(xmin, xmax, ymin, ymax) of a chunk in stock's form; the upper ends are exclusive."""
     column, row = divmod(chunk, CHUNKS_PER_SIDE)
     xmin, ymin = column * CHUNK_SIZE, row * CHUNK_SIZE
     return xmin, min(xmin + CHUNK_SIZE, AREA), ymin, min(ymin + CHUNK_SIZE, AREA)
@@ -56,7 +56,7 @@ def _chunk_table() -> bytes:
     return bytes(table)
 
 
-# Cells of each chunk, x before y: stock numbers free cells in this order when it draws one to spawn on.
+# Cells of each chunk, x before y: the order in which stock numbers free cells to draw one for a spawn.
 CHUNK_CELLS: tuple[tuple[int, ...], ...] = tuple(_cells_of_chunk(chunk) for chunk in range(CHUNK_COUNT))
 CHUNK_OF: bytes = _chunk_table()
 

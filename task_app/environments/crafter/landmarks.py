@@ -1,6 +1,6 @@
-"""The facts of a view: what the compact text says and what the scripted teacher plays from.
+"""The facts of a view, which the compact text states and the scripted teacher uses.
 
-Pure functions of `Observation.data`, so nothing here can know more than a player sees.
+All functions are pure and read only `Observation.data`, so they know no more than a player sees.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,33 +24,33 @@ from task_app.environments.crafter.walks import (
     walk_to,
 )
 
-# Things to bump into, in the order of the compact text; a crowded view loses the last ones.
+# Things to walk up to, in the order of the compact text; a crowded view loses the last ones.
 THINGS = (
     "zombie", "skeleton", "arrow", "cow", "water", "tree", "stone", "coal", "iron", "diamond", "table",
     "furnace", "ripe-plant", "plant",
 )  # fmt: skip
-# Free cells to face: grass for saplings, any ground to build on. `way` leads on, out of view.
+# Free cells to face: grass for saplings, any ground to build on. `way` leads out of view.
 PLACES: dict[str, frozenset[str]] = {"grass": frozenset({"grass"}), "ground": GROUND}
 KINDS = ("way", *PLACES, *THINGS)
-# What is told of a walk: enough legs for this many cells, which nobody passes in one short decision.
-TOLD_CELLS = 4
+# A walk is shown up to the leg that completes this many cells; a short decision goes no further.
+MAX_CELLS = 4
 _CENTRE = (COLUMNS // 2, ROWS // 2)
 _NAME_OF_DIRECTION = {vector: name for name, vector in DIRECTIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the compact text says, as values. The memoryless teacher is a function of this alone.
+    """The statements of the compact text as values; the memoryless teacher reads nothing else.
 
     Attributes:
         inventory: all 16 item counts, among them health, food, drink and energy.
         achievements: unlocked so far.
         facing: name of the direction in which the player looks.
-        target: what stands on the faced cell.
-        neighbours: what stands left, right, up and down.
-        near: which of table and furnace are in crafting range.
-        walks: by kind, the way to the nearest thing or place; what is faced or out of reach has none.
-        lava: where the nearest visible lava lies, as cells across and then down: an offset, not a walk.
+        target: the name of the faced cell.
+        neighbours: the names of the cells left, right, up and down.
+        near: those of table and furnace that are in crafting range.
+        walks: by kind, the way to the nearest thing or place; none for a faced or unreachable one.
+        lava: offset of the nearest visible lava, in cells across and then down; no walk.
         sleeping: actions are ignored until the player wakes up.
         dark: it is night.
     """
@@ -68,14 +68,14 @@ class Facts:
 
 
 def read_facts(data: Mapping[str, Any]) -> Facts:
-    """The facts of an `Observation.data` of Crafter, from its view alone."""
+    """The facts in an `Observation.data` of Crafter, from its view alone."""
     cells = {(x, y): name for y, row in enumerate(data["rows"]) for x, name in enumerate(row)}
     ground = Ground(cells, player=_CENTRE, facing=facing_name(data))
     trails = find_trails(ground, can_dig=can_dig(data))
-    walks = landmark_walks(ground, trails, told_cells=TOLD_CELLS)
+    walks = landmark_walks(ground, trails, max_cells=MAX_CELLS)
     way = _way_on(ground, trails)
     if way is not None:
-        walks["way"] = walk_to(ground, trails, way, told_cells=TOLD_CELLS)
+        walks["way"] = walk_to(ground, trails, way, max_cells=MAX_CELLS)
     return make_facts(data, ground, walks)
 
 
@@ -95,7 +95,7 @@ def make_facts(data: Mapping[str, Any], ground: Ground, walks: Mapping[str, Walk
 
 
 def _nearest_lava(rows: Sequence[Sequence[str]]) -> tuple[Leg, ...]:
-    """The offset of the nearest lava of the view, of equally near ones the first row by row."""
+    """The offset of the nearest lava in view; among equally near ones the first row by row."""
     offsets = [
         (x - _CENTRE[0], y - _CENTRE[1])
         for y, row in enumerate(rows)
@@ -120,17 +120,17 @@ def can_dig(data: Mapping[str, Any]) -> bool:
     return bool(data["inventory"]["wood_pickaxe"])
 
 
-def landmark_walks(ground: Ground, trails: Trails, *, told_cells: int) -> dict[str, Walk]:
-    """The walk to the nearest thing or place of every kind that can be reached."""
+def landmark_walks(ground: Ground, trails: Trails, *, max_cells: int) -> dict[str, Walk]:
+    """The walk to the nearest reachable thing or place of every kind."""
     cells: dict[str, Cell] = nearest(ground, trails, THINGS)
     for kind, names in PLACES.items():
         if (cell := nearest_facing(ground, trails, names)) is not None:
             cells[kind] = cell
-    return {kind: walk_to(ground, trails, cell, told_cells=told_cells) for kind, cell in cells.items()}
+    return {kind: walk_to(ground, trails, cell, max_cells=max_cells) for kind, cell in cells.items()}
 
 
 def _way_on(ground: Ground, trails: Trails) -> Cell | None:
-    """The nearest free cell of the view's edge: straight ahead if there is any, else to a side, else back."""
+    """The nearest free cell at the view's edge: preferably straight ahead, then to a side, then back."""
     dx, dy = DIRECTIONS[ground.facing]
     for vector in ((dx, dy), (-dy, dx), (dy, -dx), (-dx, -dy)):
         edge = {cell: trail for cell, trail in trails.items() if _on_edge(cell, vector)}

@@ -1,15 +1,15 @@
-"""Seed-independent half of OpenSimplex noise in three dimensions, for many points at once.
+"""The part of three-dimensional OpenSimplex noise that no seed changes, for many points at once.
 
-The noise of a point is a sum over the lattice points around it,
+The noise at a point is a sum over the lattice points around it,
 
     noise = sum_k  weight_k * (g_k . d_k) / 103,     weight_k = (2 - |d_k|^2)^4 where that is positive
 
-with d_k the offset from lattice point k. Only the gradients g_k depend on the seed, so lattice points,
-offsets and weights are found once a process. Operations and their order are those of the package
-`opensimplex` (`_noise3`), so that results are equal to the last bit; tests hold this against it.
+with d_k the offset from lattice point k. Only the gradients g_k depend on the seed, so each process computes
+lattice points, offsets and weights once. Operations and their order are those of the package `opensimplex`
+(`_noise3`), so results are equal to the last bit; tests compare them.
 
-Names: N points; K = 8 slots, the most lattice points that one point can have; o an integer lattice
-offset from the cell's origin.
+Names: N points; K = 8 slots, the largest number of lattice points for one point; o an integer lattice offset
+from the cell's origin.
 """
 
 from dataclasses import dataclass
@@ -60,8 +60,8 @@ class Lattice:
 
     Attributes:
         corners_KN3: [K, N, 3] lattice points, in the order of the sum.
-        offset_KN3: [K, N, 3] offset of the point from each.
-        weight_KN: [K, N] weight of each, 0.0 where it is too far away to count.
+        offset_KN3: [K, N, 3] offset of the point from each lattice point.
+        weight_KN: [K, N] weight of each, 0.0 if it is too far away.
     """
 
     corners_KN3: Ints
@@ -70,7 +70,7 @@ class Lattice:
 
 
 def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
-    """The lattice points that carry the noise at the points (x, y, z)."""
+    """The lattice points that contribute to the noise at the points (x, y, z)."""
     stretch = (x_N + y_N + z_N) * STRETCH
     stretched = [axis + stretch for axis in (x_N, y_N, z_N)]
     base = [np.floor(axis) for axis in stretched]
@@ -91,7 +91,7 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
 
 
 def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
-    """Offsets o [K, N, 3], the part of them that is subtracted late, and which slots are in use [K, N]."""
+    """Offsets o [K, N, 3], the part that is subtracted late, and which slots are used [K, N]."""
     total = x_N + y_N + z_N
     near, far = total <= 1, total >= 2
     tetrahedra_N = np.where(near, _near_case(x_N, y_N, z_N, total), _far_case(x_N, y_N, z_N, total))

@@ -1,9 +1,9 @@
 """The thirteen noise layers of a Crafter world, for any seed.
 
-Equal to `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, some 300 times faster: the
-geometry of the fixed 64x64 points is worked out once a process (`geometry`), a seed only permutes gradients.
+They equal `opensimplex.OpenSimplex(seed).noise3` to the last bit at every cell, about 300 times faster: each
+process computes the geometry of the fixed 64x64 points once (`geometry`), and a seed only permutes gradients.
 
-Names: N = 4096 cells, x before y as stock visits them; P distinct lattice points; K slots of the sum.
+Names: N = 4096 cells, x before y as in stock; P distinct lattice points; K slots of the sum.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 from task_app.environments.crafter.grid import AREA
 from task_app.environments.crafter.lattice import Floats, Ints, lattice_around
 
-# Stock's z and size of each layer; how x and y are divided is spelt out in _layer_points.
+# Stock's z and size of each layer; _layer_points shows how x and y are divided.
 LAYERS: dict[str, tuple[float, float]] = {
     "start": (8, 3),
     "water_15": (3, 15),
@@ -67,24 +67,24 @@ def noise_layers(seed: int) -> dict[str, Floats]:
     """The noise of every layer at every cell.
 
     Args:
-        seed: what stock hands to OpenSimplex, 0 .. 2**31 - 2.
+        seed: stock's seed for OpenSimplex, 0 .. 2**31 - 2.
 
     Returns:
-        [N] values in about -0.9 .. 0.9 by layer name; not yet weighted or normalised.
+        [N] values in about -0.9 .. 0.9 by layer name, before weights and normalisation.
     """
-    fixed = geometry()
+    shape = geometry()
     perm = permutation(seed)
-    point_P = perm[(perm[(perm[fixed.x_P] + fixed.y_P) & 255] + fixed.z_P) & 255] % len(GRADIENTS)
+    point_P = perm[(perm[(perm[shape.x_P] + shape.y_P) & 255] + shape.z_P) & 255] % len(GRADIENTS)
     gx_P, gy_P, gz_P = (np.ascontiguousarray(GRADIENTS[point_P, axis]) for axis in range(3))
-    slots = max(layer.weight_KN.shape[0] for layer in fixed.layers.values())
+    slots = max(layer.weight_KN.shape[0] for layer in shape.layers.values())
     sums, part = np.empty((slots, AREA * AREA)), np.empty((slots, AREA * AREA))
-    return {name: _layer_noise(layer, (gx_P, gy_P, gz_P), sums, part) for name, layer in fixed.layers.items()}
+    return {name: _layer_noise(layer, (gx_P, gy_P, gz_P), sums, part) for name, layer in shape.layers.items()}
 
 
 def _layer_noise(
     layer: Layer, gradients: tuple[Floats, Floats, Floats], sums: Floats, part: Floats
 ) -> Floats:
-    """sum_k weight_k * ((gx dx + gy dy) + gz dz) / 103, added up in this very order."""
+    """sum_k weight_k * ((gx dx + gy dy) + gz dz) / 103, added in exactly this order."""
     gx_P, gy_P, gz_P = gradients
     slots = layer.weight_KN.shape[0]
     sums_KN, part_KN = sums[:slots], part[:slots]
@@ -103,7 +103,7 @@ def _layer_noise(
 
 
 def permutation(seed: int) -> Ints:
-    """[256] OpenSimplex's shuffle of 0 .. 255 by its own 64-bit congruential generator."""
+    """[256] OpenSimplex's shuffle of 0 .. 255, by its own 64-bit congruential generator."""
     for _ in range(3):
         seed = (seed * MULTIPLIER + INCREMENT) % WORD
     source = list(range(256))
@@ -119,11 +119,11 @@ def permutation(seed: int) -> Ints:
 
 @functools.lru_cache(maxsize=1)
 def geometry() -> Geometry:
-    """Worked out at the first world of a process (0.15 s), from nothing but the fixed grid."""
+    """The geometry of the fixed grid, computed at the first world of a process (0.15 s)."""
     points = [_layer_points(name) for name in LAYERS]
     x_LN, y_LN, z_LN = (np.concatenate([p[axis] for p in points]) for axis in range(3))
     lattice = lattice_around(x_LN, y_LN, z_LN)
-    # Slots that weigh nothing go last, the others keep their order; most points need fewer than 8.
+    # Slots of weight 0 go last and the others keep their order; most points need fewer than 8.
     order_K = np.argsort(lattice.weight_KN == 0, axis=0, kind="stable")
     weight_K = np.take_along_axis(lattice.weight_KN, order_K, 0)
     offset_K3 = np.take_along_axis(lattice.offset_KN3, order_K[..., None], 0)
@@ -139,7 +139,7 @@ def geometry() -> Geometry:
 
 
 def _layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
-    """One layer's share, without the slots that it never uses, each array in one piece."""
+    """One layer's part without its unused slots, each array contiguous."""
     slots = int((weight_KN > 0).sum(0).max())
     dx_KN, dy_KN, dz_KN = (np.ascontiguousarray(offset_KN3[:slots, :, axis]) for axis in range(3))
     point_KN = np.ascontiguousarray(point_KN[:slots], np.int64)

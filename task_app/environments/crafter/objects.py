@@ -1,7 +1,7 @@
-"""Creatures, arrows and plants: the same decisions from the same draws as stock crafter 1.8.3.
+"""Creatures, arrows and plants make the same decisions from the same draws as in stock crafter 1.8.3.
 
-Every update may run once more on a thing that it has just removed itself ("a killed creature still acts
-once"); `removed` keeps that last act from moving anything.
+A thing may act once more in the update that removes it ("a killed creature still acts once"); `removed` keeps
+that last act from moving anything.
 """
 
 from task_app.environments.crafter.grid import ARROW_WALKABLE, DIRECTIONS, MATERIAL_IDS, STRIDE, WALKABLE
@@ -15,7 +15,7 @@ RIPE_AFTER = 300
 
 
 class Being(Interactive):
-    """A thing with health of its own and at most one further counter."""
+    """A thing with health and at most one further counter."""
 
     __slots__ = ("health",)
     start_health: int
@@ -36,19 +36,19 @@ class Being(Interactive):
         return ()
 
     def restore(self, health: int, extra: tuple[int, ...]) -> None:
-        """Take over health and the numbers that `extra` gave."""
+        """Set health and the numbers from `extra`."""
         self.health = health
 
 
 def toward(dx: int, dy: int, long_axis: bool) -> tuple[int, int]:
-    """Unit step along the longer (else the shorter) axis of the offset (dx, dy); a tie is 'y is longer'."""
+    """Unit step along the longer (or shorter) axis of the offset (dx, dy); in a tie y counts as longer."""
     if (abs(dx) > abs(dy)) == long_axis:
         return (dx > 0) - (dx < 0), 0
     return 0, (dy > 0) - (dy < 0)
 
 
 class Cow(Being):
-    """Walks at random every other step; food."""
+    """A cow is food, and walks at random every other step."""
 
     __slots__ = ()
     kind = COW
@@ -69,7 +69,7 @@ class Cow(Being):
 
 
 class Zombie(Being):
-    """Hunts within 8 cells; hits a neighbour for 2 (7 if asleep) after a cooldown of 5."""
+    """Hunts within 8 cells, and hits a neighbour for 2 (7 if asleep) with a cooldown of 5."""
 
     __slots__ = ("cooldown",)
     kind = ZOMBIE
@@ -156,7 +156,7 @@ class Skeleton(Being):
 
 
 class Arrow(Being):
-    """Flies straight on; takes 2 health from what it hits, and turns a table or furnace into path."""
+    """Flies straight on, takes 2 health from a thing that it hits, and turns a table or furnace into path."""
 
     __slots__ = ("facing",)
     kind = ARROW
@@ -187,7 +187,7 @@ class Arrow(Being):
 
 
 class Plant(Being):
-    """Ripens; creatures beside it eat it."""
+    """Ripens, unless a creature beside it eats it."""
 
     __slots__ = ("grown",)
     kind = PLANT
@@ -199,7 +199,7 @@ class Plant(Being):
 
     @property
     def ripe(self) -> bool:
-        """Ready to be eaten, and drawn differently."""
+        """Whether it can be eaten; a ripe plant also looks different."""
         return self.grown > RIPE_AFTER
 
     @property

@@ -1,7 +1,7 @@
-"""The picture that stock would draw: map, creatures, night, inventory. Needed by people, never by a step.
+"""The picture that stock would draw: map, creatures, night, inventory. Only people need it, never a step.
 
-Stock's own view classes do the drawing, on a stand-in for its world. The night's noise comes from a copy of
-the generator: stock draws it from the game's own, which is why an extra picture changes the game there.
+Stock's own view classes draw it from a stand-in for its world. The night's noise comes from a copy of the
+generator; stock uses the game's own, so there an extra picture changes the game.
 """
 
 import functools
@@ -32,7 +32,7 @@ def _textures() -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _vignette(shape: tuple[int, ...], stddev: float) -> Any:
-    """Stock's mask of the dark rim. Stock caches it per view object and would keep those alive."""
+    """Stock's mask of the dark rim; stock's own cache would keep every view object alive."""
     return stock.LocalView._vignette.__wrapped__(None, shape, stddev)
 
 
@@ -41,22 +41,22 @@ class _MapView(stock.LocalView):  # type: ignore[misc]  # crafter has no types
         return _vignette(tuple(shape), stddev)
 
 
-class _Shown:
-    """A thing as stock's view wants it."""
+class _Thing:
+    """A thing in the form that stock's view reads."""
 
     def __init__(self, thing: Thing) -> None:
         self.pos = np.array((thing.x, thing.y))
         self.texture = texture_name(thing)
 
 
-class _ShownWorld:
-    """A world as stock's view wants it; `random` is a copy."""
+class _World:
+    """A world in the form that stock's view reads; `random` is a copy."""
 
     area = (AREA, AREA)
 
     def __init__(self, world: World) -> None:
         self._materials = world.materials
-        self.objects = [_Shown(thing) for thing in world.things]
+        self.objects = [_Thing(thing) for thing in world.things]
         self.daylight = world.daylight
         twister = world.bits.state["state"]
         self.random = np.random.RandomState(bits_at(twister["key"], twister["pos"]))
@@ -65,7 +65,7 @@ class _ShownWorld:
         return MATERIAL_NAMES[self._materials[cell_at(int(pos[0]), int(pos[1]))]], None
 
 
-class _ShownPlayer:
+class _Player:
     def __init__(self, player: Player) -> None:
         self.pos = (player.x, player.y)
         self.sleeping = player.sleeping
@@ -81,7 +81,7 @@ def texture_name(thing: Thing) -> str:
 
 
 def draw(world: World, player: Player, width: int, height: int) -> Picture:
-    """The game as stock's `render((width, height))` draws it.
+    """Draw the game as stock's `render((width, height))` does.
 
     Args:
         width, height: in pixels, at least 9 each; 9x9 cells of equal size are centred in it.
@@ -90,16 +90,16 @@ def draw(world: World, player: Player, width: int, height: int) -> Picture:
         [height, width, 3] uint8 RGB.
 
     Raises:
-        ValueError: a side shorter than 9 pixels.
+        ValueError: a side is shorter than 9 pixels.
     """
     if min(width, height) < COLUMNS:
         raise ValueError(f"a picture needs at least {COLUMNS}x{COLUMNS} pixels, got {width}x{height}")
     grid = np.array((COLUMNS, ROWS + ITEM_ROWS))
     size = np.array((width, height))
     unit = size // grid
-    map_view = _MapView(_ShownWorld(world), _textures(), (COLUMNS, ROWS))
+    map_view = _MapView(_World(world), _textures(), (COLUMNS, ROWS))
     item_view = stock.ItemView(_textures(), (COLUMNS, ITEM_ROWS))
-    picture = np.concatenate([map_view(_ShownPlayer(player), unit), item_view(player.inventory, unit)], 1)
+    picture = np.concatenate([map_view(_Player(player), unit), item_view(player.inventory, unit)], 1)
     canvas = np.zeros((width, height, 3), np.uint8)
     left, top = (size - unit * grid) // 2
     canvas[left : left + picture.shape[0], top : top + picture.shape[1]] = picture

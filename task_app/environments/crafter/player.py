@@ -1,6 +1,6 @@
-"""The player: ten hidden and open counters, and what the 17 actions do.
+"""The player: its open and hidden counters, and the effects of the 17 actions.
 
-Draw for draw and quirk for quirk the `Player` of stock crafter 1.8.3.
+It reproduces the `Player` of stock crafter 1.8.3, with the same draws and quirks.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ SMALLEST_MAX = min(ITEM_MAX.values())
 ENERGY_MAX = ITEM_MAX["energy"]
 SLEEP = ACTIONS.index("sleep")
 LAVA, WATER = MATERIAL_IDS["lava"], MATERIAL_IDS["water"]
-# Damage of a blow by the best sword held; 1 with bare hands.
+# Damage of a blow with the best sword; 1 with bare hands.
 SWORDS = (("wood_sword", 2), ("stone_sword", 3), ("iron_sword", 5))
 FACINGS = {"left": (-1, 0), "right": (+1, 0), "up": (0, -1), "down": (0, +1)}
 
 
 class Interactive(Thing):
-    """A thing on which the player can act; what happens is the thing's own affair."""
+    """A thing that the player can act on; it decides what happens."""
 
     __slots__ = ()
 
     def acted_on(self, player: "Player", damage: int) -> None:
-        """The player acts on this thing with a blow of `damage`."""
+        """Suffer the player's action with a blow of `damage`."""
 
 
 class Player(Thing):
@@ -35,7 +35,7 @@ class Player(Thing):
         inventory: the 16 item counts; health, food, drink and energy are items too.
         achievements: the 22 counters, which only grow.
         facing: (dx, dy) of the last direction walked or tried.
-        last_health, hunger, thirst, fatigue, recover: hidden counters of stock, halves while asleep.
+        last_health, hunger, thirst, fatigue, recover: stock's hidden counters; multiples of 0.5 while asleep.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class Player(Thing):
     kind = PLAYER
 
     def __init__(self, x: int, y: int, plant: Callable[[int, int], Thing]) -> None:
-        """Stand at (x, y) with the starting inventory; `plant` makes the thing that a sapling becomes."""
+        """Stand at (x, y) with the starting inventory; `plant` makes a thing from a sapling."""
         super().__init__(x, y)
         self.plant = plant
         self.facing = (0, 1)
@@ -70,7 +70,7 @@ class Player(Thing):
         self.inventory["health"] = max(0, self.inventory["health"] - damage)
 
     def update(self, world: World, action: int) -> None:
-        """One step of the player: the action, then hunger and healing."""
+        """Run one step of the player: the action, then hunger and healing."""
         if self.sleeping:
             if self.inventory["energy"] < ENERGY_MAX:
                 action = SLEEP
@@ -119,7 +119,7 @@ class Player(Thing):
 
     def _clamp_inventory(self) -> None:
         amounts = self.inventory.values()
-        # Nearly every step changes nothing here, and two built-in calls see that much faster than a loop.
+        # Nearly every step changes nothing here, and two built-in calls find that faster than a loop.
         if max(amounts) > SMALLEST_MAX or min(amounts) < 0:
             for name, amount in self.inventory.items():
                 self.inventory[name] = max(0, min(amount, ITEM_MAX[name]))
@@ -136,14 +136,14 @@ class Player(Thing):
             self.inventory["health"] = 0
 
     def act_on_target(self, world: World) -> None:
-        """Action 'do': hit, eat or collect the faced thing."""
+        """Action 'do': hit, eat or collect what the player faces."""
         target = self.target_cell()
         thing = world.at[target]
         if thing is None:
             self._collect(world, target)
         elif isinstance(thing, Interactive):
-            held = self.inventory
-            thing.acted_on(self, max(1, *(damage for sword, damage in SWORDS if held[sword]), 1))
+            inventory = self.inventory
+            thing.acted_on(self, max(1, *(damage for sword, damage in SWORDS if inventory[sword]), 1))
 
     def _collect(self, world: World, target: int) -> None:
         material = world.materials[target]
@@ -153,7 +153,7 @@ class Player(Thing):
         if rule is None or not self._holds(rule.requires):
             return
         world.set_material(target, MATERIAL_IDS[rule.leaves])
-        # The draw happens at probability 1 as well: leaving it out would shift the whole stream.
+        # The draw happens even at probability 1, or all later draws would shift.
         if world.uniform() <= rule.probability:
             for name, amount in rule.receives.items():
                 self.inventory[name] += amount
@@ -165,7 +165,7 @@ class Player(Thing):
             self.sleeping = True
 
     def place(self, world: World, name: str, rule: PlaceRule) -> None:
-        """Put a material or a plant on the faced cell, if it is free and of the right ground."""
+        """Put a material or a plant on the faced cell, if the cell is free and has the right ground."""
         target = self.target_cell()
         if world.at[target] is not None or MATERIAL_NAMES[world.materials[target]] not in rule.where:
             return
@@ -179,9 +179,11 @@ class Player(Thing):
         self.achievements[f"place_{name}"] += 1
 
     def make(self, world: World, name: str, rule: MakeRule) -> None:
-        """Craft a tool beside what it needs."""
+        """Craft a tool beside the materials that it needs."""
         nearby = self._materials_nearby(world)
-        if not all(MATERIAL_IDS[needed] in nearby for needed in rule.nearby) or not self._holds(rule.uses):
+        if not all(MATERIAL_IDS[material] in nearby for material in rule.nearby) or not self._holds(
+            rule.uses
+        ):
             return
         self._use(rule.uses)
         self.inventory[name] += rule.gives
@@ -211,7 +213,7 @@ Handler = Callable[[Player, World], None]
 
 
 def _handler(action: str) -> Handler:
-    """What an action of data.yaml does, by the first word of its name."""
+    """The effect of an action of data.yaml, by the first word of its name."""
     verb, _, name = action.partition("_")
     if action == "noop":
         return lambda player, world: None

@@ -1,4 +1,4 @@
-"""The messages and the tool of Crafter for models that read, and the actions that their tool calls mean.
+"""The messages and the tool of Crafter for models, and the actions in their tool calls.
 
 Rules and costs come from the installed game.
 """
@@ -13,7 +13,7 @@ from shared_schemas.messages import FunctionSpec, ToolSpec
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
 from task_app.protocols import PastDecision, ToolRequest
 
-PAST_SHOWN = 3
+MAX_PAST = 3
 _NOOP_RAN = "One noop was executed instead."
 NO_NEWS: dict[str, Any] = {"unlocked": [], "health_change": 0, "no_effect": False, "invalid": None}
 
@@ -72,7 +72,7 @@ def _amounts(items: Mapping[str, int]) -> str:
 
 @cache
 def tool_spec(max_actions: int) -> ToolSpec:
-    """`interact_many(actions)`: the one tool of Crafter."""
+    """`interact_many(actions)`, the only tool of Crafter."""
     actions = {
         "type": "array",
         "items": {"type": "string", "enum": list(ACTIONS)},
@@ -95,11 +95,11 @@ def tool_spec(max_actions: int) -> ToolSpec:
 
 
 def user_text(observation_text: str, past: Sequence[PastDecision]) -> str:
-    """The observation, up to three earlier calls, most recent first, and what was wrong with the last one."""
-    shown = list(past[: -PAST_SHOWN - 1 : -1])
-    calls = [f"- {_call_line(decision.tool_calls)}" for decision in shown] or ["- none"]
+    """The observation, up to three earlier calls (latest first), and the fault of the last call, if any."""
+    decisions = list(past[: -MAX_PAST - 1 : -1])
+    calls = [f"- {_call_line(decision.tool_calls)}" for decision in decisions] or ["- none"]
     lines = [observation_text, "", "Previous tool calls (most recent first):", *calls]
-    if shown and (reason := shown[0].outcome.invalid_reason):
+    if decisions and (reason := decisions[0].outcome.invalid_reason):
         lines += ["", f"Your last call was not carried out: {_sentence(reason)} {_NOOP_RAN}"]
     return "\n".join(lines)
 
@@ -112,30 +112,30 @@ def _arguments(call: ToolRequest) -> str:
     if call.arguments is None:
         return call.raw_arguments
     text = json.dumps(dict(call.arguments), separators=(",", ":"), ensure_ascii=False)
-    # Half an emoji is valid JSON, but no text: it could never be sent or stored.
+    # A lone surrogate is valid JSON, but could not be sent or stored.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def result_text(executed: Sequence[str], news: Mapping[str, Any]) -> str:
-    """The tool's answer: what ran and what came of it."""
+def result_text(action_names: Sequence[str], news: Mapping[str, Any]) -> str:
+    """The tool's answer: the actions that ran, and their effects."""
     if news["invalid"]:
         return f"error: {_sentence(news['invalid'])} {_NOOP_RAN}"
-    return "; ".join((f"executed: {', '.join(executed)}", *news_lines(news)))
+    return "; ".join((f"executed: {', '.join(action_names)}", *news_lines(news)))
 
 
 def _sentence(reason: str) -> str:
-    """A reason may end in a question ("Did you mean 'x'?"): that needs no full stop."""
+    """The reason with a full stop, unless it ends in a question ("Did you mean 'x'?")."""
     return reason if reason.endswith((".", "?", "!")) else f"{reason}."
 
 
 def news_lines(news: Mapping[str, Any]) -> list[str]:
-    """What the last decision brought, as short sentences."""
+    """The effects of the last decision, as short sentences."""
     change = news["health_change"]
     lines = [f"unlocked {name}" for name in news["unlocked"]]
     if change:
         lines.append(f"health {'rose' if change > 0 else 'fell'} by {abs(change)}")
     if news["invalid"]:
-        # Not "the last action changed nothing": that one was our noop, none of the model's.
+        # Not "the last action changed nothing", because that action was our noop and not the model's.
         lines.append("the last call was not carried out, one noop was executed instead")
     elif news["no_effect"]:
         lines.append("the last action changed nothing")
@@ -147,15 +147,15 @@ CLIP = 500
 
 
 class InvalidCall(ValueError):
-    """A decision that cannot be carried out; its message is the `invalid_reason`."""
+    """A decision that cannot be carried out; the message is its `invalid_reason`."""
 
 
 def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_actions: int) -> list[str]:
     """The actions of all calls of one decision, in order.
 
     Raises:
-        InvalidCall: there is no call, any call is not a proper one, or all together hold more than
-            `max_actions` actions (then none is carried out).
+        InvalidCall: there is no call, a call is faulty, or all together hold more than `max_actions` actions;
+            none is carried out then.
     """
     if not calls:
         raise InvalidCall(f"no tool call; call {TOOL_NAME} once with 1 to {max_actions} actions")
@@ -175,10 +175,10 @@ def _actions_of(call: ToolRequest, *, known: Sequence[str], max_actions: int) ->
     extra = sorted(str(key) for key in call.arguments if key != "actions")
     if extra:
         raise InvalidCall(f"unknown argument {_clip(extra[0])!r}{did_you_mean(extra[0][:CLIP], ['actions'])}")
-    return _checked(call.arguments.get("actions"), known=known, max_actions=max_actions)
+    return _check_names(call.arguments.get("actions"), known=known, max_actions=max_actions)
 
 
-def _checked(actions: Any, *, known: Sequence[str], max_actions: int) -> list[str]:
+def _check_names(actions: Any, *, known: Sequence[str], max_actions: int) -> list[str]:
     if not isinstance(actions, list | tuple):
         raise InvalidCall(f"'actions' must be a list of 1 to {max_actions} action names")
     if not 1 <= len(actions) <= max_actions:

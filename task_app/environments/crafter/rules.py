@@ -1,7 +1,7 @@
-"""The rules of the installed crafter package, read from its data.yaml and given types.
+"""The rules of the installed crafter package, read from its data.yaml.
 
-Papers and other implementations quote other costs (a table for 1 wood, for one), so prompts and
-checks take theirs from here.
+Papers and other implementations state other costs (for example a table for 1 wood), so prompts and checks
+read them here.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from crafter import constants
 
 @dataclass(frozen=True, slots=True)
 class CollectRule:
-    """Acting on a material: `requires` must be held (it is not used up), `receives` is gained.
+    """Collecting a material: `requires` must be in the inventory and is not used up, `receives` is gained.
 
-    `probability` is that of receiving anything; the material turns into `leaves` either way.
+    `probability` applies to the gain; the material turns into `leaves` either way.
     """
 
     requires: Mapping[str, int]
@@ -26,7 +26,8 @@ class CollectRule:
 
 @dataclass(frozen=True, slots=True)
 class PlaceRule:
-    """Placing onto the faced cell: `uses` is used up, the cell must be one of `where` and hold no creature.
+    """Placing something on the faced cell, which must be one of `where` and hold no creature; `uses` is used
+    up.
 
     `kind` is 'material' (the cell becomes it) or 'object' (a thing stands on the cell).
     """
@@ -38,7 +39,7 @@ class PlaceRule:
 
 @dataclass(frozen=True, slots=True)
 class MakeRule:
-    """Crafting: `uses` is used up, each of `nearby` must be in the 3x3 cells around the player."""
+    """Crafting: `uses` is used up; each of `nearby` must be in the 3x3 cells around the player."""
 
     uses: Mapping[str, int]
     nearby: tuple[str, ...]
@@ -47,7 +48,7 @@ class MakeRule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """All rules by name: `collect` by material, `place` and `make` by what results."""
+    """All rules by name: `collect` by material, `place` and `make` by result."""
 
     collect: Mapping[str, CollectRule]
     place: Mapping[str, PlaceRule]

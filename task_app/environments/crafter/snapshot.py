@@ -1,7 +1,7 @@
-"""A game as bytes, and back: to store it, send it, or start siblings from the same moment.
+"""A game as bytes, and back: to store it, send it, or start siblings from the same state.
 
-Never pickle: a snapshot may come from outside, so everything in it is checked before a game is built. It is
-a line of JSON, then the ground (a byte a cell), then the generator's 624 words (little-endian, 32 bits).
+Never pickle: a snapshot may come from outside, so everything in it is checked before a game is built. It is a
+line of JSON, then the ground (a byte for each cell), then the generator's 624 words (little-endian, 32 bits).
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ Small = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Counter = Annotated[float, Field(ge=-(2**31), lt=2**31)]
 Steps = Annotated[int, Field(ge=0, lt=2**31)]
 _MATERIALS = bytes(range(1, MATERIAL_COUNT))
-# kind, x, y, health and what `Being.extra` adds
+# Length of a thing's list: kind, x, y, health and the numbers of `Being.extra`
 THING_LENGTHS = {kind: 4 + len(being(0, 0).extra()) for kind, being in BEINGS.items()}
 
 
@@ -38,18 +38,18 @@ class _Part(BaseModel):
 
 
 class News(_Part):
-    """What the last decision brought, as the next prompt tells it."""
+    """The effects of the last decision, for the next prompt."""
 
-    unlocked: list[Literal[ACHIEVEMENTS]]  # type: ignore[valid-type]  # the names that the installed game has
+    unlocked: list[Literal[ACHIEVEMENTS]]  # type: ignore[valid-type]  # names of the installed game
     health_change: Small
     no_effect: bool
     invalid: str | None = Field(max_length=100_000)
 
 
 class Head(_Part):
-    """The line of JSON; fields as in `GameState` unless said otherwise.
+    """The line of JSON; its fields are those of `GameState`, unless described here.
 
-    `reward` (of the last env step) and `news` are what an observation tells beside the state of the game.
+    `reward` (of the last env step) and `news` belong to the last observation.
     """
 
     format: Literal[1]
@@ -71,7 +71,7 @@ class Head(_Part):
 
 
 def pack(engine: CrafterEngine, *, reward: float, news: Mapping[str, Any]) -> bytes:
-    """The game of `engine`, and what its last observation told beside it.
+    """The game of `engine`, with reward and news of its last observation.
 
     Raises:
         NotReset: there is no game yet.
@@ -91,26 +91,26 @@ def pack(engine: CrafterEngine, *, reward: float, news: Mapping[str, Any]) -> by
         "inventory": state.inventory,
         "achievements": state.achievements,
         "sleeping": state.sleeping,
-        # They are halves while asleep, and else ints: written alike, equal games are equal bytes.
+        # Ints and halves are both written as floats, so that equal games are equal bytes.
         "hidden": list(map(float, state.hidden)),
         "reward": reward,
-        # Half a character in a refused call becomes "?", as wherever the service writes one down.
+        # A lone surrogate in a refused call becomes "?", as everywhere in the service.
         "news": {**news, "invalid": encodable(news["invalid"]) if news["invalid"] else None},
     }
     return to_json(head) + b"\n" + state.ground + state.words.astype("<u4").tobytes()
 
 
 def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
-    """An engine that goes on exactly like the one that `pack` was given, its last reward, and its news.
+    """An engine that continues the packed game, with its last reward and news.
 
     Raises:
-        ValueError: the data is no snapshot, or one of an impossible game; the message says where.
+        ValueError: the data is no snapshot, or its game is impossible; the message says where.
     """
     line, _, rest = data.partition(b"\n")
     head = state_in(Head, line)
     if len(rest) != GROUND_BYTES + WORDS_BYTES:
-        expected = f"{GROUND_BYTES} bytes of ground and {WORDS_BYTES} of generator"
-        raise ValueError(f"snapshot holds {len(rest)} bytes after its first line; expected {expected}")
+        parts = f"{GROUND_BYTES} bytes of ground and {WORDS_BYTES} of generator"
+        raise ValueError(f"snapshot holds {len(rest)} bytes after its first line; expected {parts}")
     _check_names("inventory", head.inventory, tuple(RULES.item_max))
     _check_names("achievements", head.achievements, ACHIEVEMENTS)
     if head.facing not in DIRECTIONS:
@@ -129,14 +129,14 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
         sleeping=head.sleeping,
         hidden=tuple(head.hidden),
     )
-    engine = CrafterEngine(head.seed, length=head.length).restored(state, head.step, head.last_health)
+    engine = CrafterEngine(head.seed, length=head.length).with_state(state, head.step, head.last_health)
     return engine, head.reward, head.news.model_dump()
 
 
-def _check_names(field: str, found: dict[str, int], known: tuple[str, ...]) -> None:
-    if set(found) != set(known):
-        odd = sorted(set(found) ^ set(known))
-        raise ValueError(f"snapshot.{field} has missing or unknown names: {', '.join(odd)[:200]}")
+def _check_names(field: str, counts: dict[str, int], known: tuple[str, ...]) -> None:
+    if set(counts) != set(known):
+        differing = sorted(set(counts) ^ set(known))
+        raise ValueError(f"snapshot.{field} has missing or unknown names: {', '.join(differing)[:200]}")
 
 
 def _ground(ground: bytes) -> bytes:
@@ -150,15 +150,15 @@ def _words(raw: bytes) -> npt.NDArray[np.uint32]:
 
 
 def _things(head: Head) -> tuple[tuple[int, ...], ...]:
-    taken = {head.place}
+    occupied = {head.place}
     for number, thing in enumerate(head.things):
         where = f"snapshot.things[{number}]"
         if len(thing) < 4 or THING_LENGTHS.get(thing[0]) != len(thing):
             raise ValueError(f"{where} is {thing[:8]}; known kinds and their lengths: {THING_LENGTHS}")
         kind, x, y, health, *extra = thing
-        if not (0 <= x < AREA and 0 <= y < AREA) or health < 0 or (x, y) in taken:
+        if not (0 <= x < AREA and 0 <= y < AREA) or health < 0 or (x, y) in occupied:
             raise ValueError(f"{where} is {thing}: outside the world, on a taken cell, or of negative health")
         if kind == ARROW and tuple(extra) not in DIRECTIONS:
             raise ValueError(f"{where} is an arrow flying {extra}; known: {DIRECTIONS}")
-        taken.add((x, y))
+        occupied.add((x, y))
     return tuple(tuple(thing) for thing in head.things)

@@ -1,7 +1,7 @@
-"""The state of a game as plain values, and back: what fingerprints, copies and snapshots share.
+"""The state of a game as plain values, and back, for fingerprints, copies and snapshots.
 
-To be kept: ground, things in order of creation, order of the chunks, generator (624 words and position),
-player with hidden counters. Material counts, chunk membership and daylight follow from these.
+It holds the ground, things in order of creation, order of the chunks, generator (624 words and position), and
+the player with hidden counters. Material counts, chunk membership and daylight follow from these.
 """
 
 from collections.abc import Iterable
@@ -22,14 +22,14 @@ MT_WORDS = 624
 
 @dataclass(frozen=True, slots=True)
 class GameState:
-    """One moment of a game.
+    """A game at one moment.
 
     Attributes:
         ground: [64 * 64] material numbers, row by row (y before x), one byte each.
         things: (kind, x, y, health, *extra) of everything but the player, in order of creation.
         chunks: numbers of the chunks that ever held a thing, in the order of the first one.
-        words: [624] uint32 of the Mersenne Twister, `word_position` the place in them.
-        place: (x, y) of the player; `facing` (dx, dy).
+        words: [624] uint32 of the Mersenne Twister; `word_position` is its place in them.
+        place: (x, y) of the player, who faces `facing` (dx, dy).
         hidden: last_health, hunger, thirst, fatigue, recover.
     """
 
@@ -47,7 +47,7 @@ class GameState:
 
 
 def capture(world: World, player: Player) -> GameState:
-    """The state of a game, independent of what happens to it later."""
+    """The state of a game, as a copy."""
     padded = np.frombuffer(world.materials, np.uint8).reshape(STRIDE, STRIDE)
     twister = world.bits.state["state"]
     return GameState(
@@ -68,7 +68,7 @@ def capture(world: World, player: Player) -> GameState:
 
 
 def rebuild(state: GameState) -> tuple[World, Player]:
-    """A game that goes on exactly like the captured one; its daylight is still to be set."""
+    """The captured game; the caller must set its daylight."""
     padded = np.zeros((STRIDE, STRIDE), np.uint8)
     padded[PAD : PAD + AREA, PAD : PAD + AREA] = np.frombuffer(state.ground, np.uint8).reshape(AREA, AREA)
     world = World(bytearray(padded.tobytes()), bits_at(state.words, state.word_position))
@@ -90,8 +90,8 @@ def _add_beings(world: World, things: Iterable[tuple[int, ...]]) -> None:
         world.add(being)
 
 
-class _Unseeded(np.random.bit_generator.ISeedSequence):
-    """Zeros: a generator whose state is set next needs no seed, and mixing one costs a third of a copy."""
+class _ZeroSeed(np.random.bit_generator.ISeedSequence):
+    """Zeros as a seed: the state is set afterwards, and mixing a seed costs a third of a copy."""
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:  # numpy reads it word by word
         return [0] * n_words
@@ -99,7 +99,7 @@ class _Unseeded(np.random.bit_generator.ISeedSequence):
 
 def bits_at(words: npt.NDArray[np.uint32], position: int) -> np.random.MT19937:
     """A Mersenne Twister set to these 624 words and this position, independent of their owner."""
-    bits = np.random.MT19937(_Unseeded())  # type: ignore[arg-type]  # numpy's stub knows no ISeedSequence
-    # Word by word again, and from a list in half the time.
+    bits = np.random.MT19937(_ZeroSeed())  # type: ignore[arg-type]  # numpy's stub knows no ISeedSequence
+    # numpy reads this word by word too, and a list in half the time.
     bits.state = {"bit_generator": "MT19937", "state": {"key": words.tolist(), "pos": position}}
     return bits

@@ -1,7 +1,7 @@
 """The two text styles of an observation, as pure functions of `Observation.data`.
 
-`full` is the layout that users of Crafter task apps know. `compact` is for models of under a million
-parameters: a few dozen words of a small closed vocabulary, one token each.
+`full` is the usual layout of Crafter task apps. `compact` is for models with under a million parameters: a
+few dozen words of a small closed vocabulary, one token each.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,9 +11,9 @@ from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
 from task_app.environments.crafter.prompt import news_lines
 from task_app.environments.crafter.walks import Leg, Walk
 
-HELD = ("sapling", "wood", "stone", "coal", "iron", "diamond")
+MATERIAL_ITEMS = ("sapling", "wood", "stone", "coal", "iron", "diamond")
 TOOLS = ("wood_pickaxe", "stone_pickaxe", "iron_pickaxe", "wood_sword", "stone_sword", "iron_sword")
-# What the inventory does not tell: a memoryless policy would else repeat these for nothing.
+# Achievements that the inventory does not show; without them a memoryless policy would repeat them.
 TODO = (
     "collect_sapling", "place_plant", "collect_drink", "eat_cow", "wake_up", "place_table", "place_stone",
     "place_furnace", "collect_diamond", "defeat_zombie", "defeat_skeleton", "eat_plant",
@@ -27,16 +27,16 @@ LEG_LETTERS = {"left": "L", "right": "R", "up": "U", "down": "D"}
 
 
 def full_text(data: Mapping[str, Any]) -> str:
-    """The state as named lines and the map row by row: the first line of the map is the north."""
+    """The state as named lines and the map row by row; the first line of the map is the north."""
     inventory = data["inventory"]
-    held = [f"{name}:{count}" for name, count in inventory.items() if count and name != "health"]
+    items = [f"{name}:{count}" for name, count in inventory.items() if count and name != "health"]
     lines = [
         "=== CRAFTER GAME STATE ===",
         f"Step: {data['step']}/{data['max_steps']}",
         f"Health: {inventory['health']}",
         f"Position: {list(data['position'])}",
         f"Facing: {list(data['facing'])}",
-        f"Inventory: {', '.join(held) or 'empty'}",
+        f"Inventory: {', '.join(items) or 'empty'}",
         f"Achievements: {', '.join(data['achievements']) or 'none'}",
         f"In front: {data['target']}",
         f"Light: {_light(data)}",
@@ -59,17 +59,18 @@ def _light(data: Mapping[str, Any]) -> str:
 def compact_text(data: Mapping[str, Any]) -> str:
     """The state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
 
-    Twenty-five words always stand at the same place: vitals, light, the faced cell, the four neighbour cells,
-    materials, tools, what is in crafting range. Then come achievements that are still to do, walks, and news.
+    Twenty-five words have fixed places: vitals, light, the faced cell, the four neighbour cells, materials,
+    tools, and what is in crafting range. Achievements still to do, walks, and news follow.
 
         hp9 food8 drink7 rest9 day facing-up @grass left=tree right=grass up=grass down=sand sapling0 ...
         no-wood_pickaxe ... near-table far-furnace todo-eat_cow ... tree L1 water L2 U1 way U3 +collect_wood
 
-    `water L2 U1` is a walk: two left, then one up (which bumps into the water and so faces it). `xU2` are two
-    cells up through stone: dig each, then enter it. `more`: the walk goes on. What stands in front has no
-    walk, it is `@...`. `grass` and `ground` (to build on) end facing such a cell; `way` leads on out of view.
-    `lava R2 D1` is no walk but a warning: where the nearest lava lies, straight across and then down.
-    News: `no-effect` says that the last call changed nothing, with `invalid` because it was refused.
+    `water L2 U1` is a walk: two left, then one up, which bumps into the water and so faces it. `xU2` are two
+    cells up through stone: dig each, then enter it. `more`: the walk goes on. The faced cell `@...` has no
+    walk. `grass` and `ground` (to build on) end facing such a cell; `way` leads out of view. `lava R2 D1` is
+    no
+    walk but a warning: the offset of the nearest lava, across and then down. News: `no-effect` means that the
+    last call changed nothing, with `invalid` because it was refused.
     """
     facts = read_facts(data)
     head, news = list(_state_words(facts)), list(_news_words(data["news"]))
@@ -83,13 +84,13 @@ def compact_text(data: Mapping[str, Any]) -> str:
 
 
 def _state_words(facts: Facts) -> Iterator[str]:
-    held = facts.inventory
-    yield from (f"{word}{held[name]}" for name, word in VITAL_WORDS.items())
+    inventory = facts.inventory
+    yield from (f"{word}{inventory[name]}" for name, word in VITAL_WORDS.items())
     yield "asleep" if facts.sleeping else "dark" if facts.dark else "day"
     yield from (f"facing-{facts.facing}", f"@{facts.target}")
     yield from (f"{direction}={kind}" for direction, kind in facts.neighbours.items())
-    yield from (f"{name}{held[name]}" for name in HELD)
-    yield from (name if held[name] else f"no-{name}" for name in TOOLS)
+    yield from (f"{name}{inventory[name]}" for name in MATERIAL_ITEMS)
+    yield from (name if inventory[name] else f"no-{name}" for name in TOOLS)
     yield from (f"{'near' if name in facts.near else 'far'}-{name}" for name in NEAR)
     yield from (f"todo-{name}" for name in TODO if name not in facts.achievements)
 
@@ -106,5 +107,5 @@ def _walk_words(walk: Walk) -> Iterator[str]:
 
 def _news_words(news: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"+{name}" for name in news["unlocked"])
-    happened = (news["health_change"] < 0, news["no_effect"], news["invalid"] is not None)
-    yield from (word for word, is_so in zip(NEWS_WORDS, happened, strict=True) if is_so)
+    flags = (news["health_change"] < 0, news["no_effect"], news["invalid"] is not None)
+    yield from (word for word, is_so in zip(NEWS_WORDS, flags, strict=True) if is_so)

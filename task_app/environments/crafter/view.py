@@ -1,4 +1,4 @@
-"""What a player sees: the 9x7 cells around them, row by row as on the screen."""
+"""The player's view: the 9x7 cells around the player, row by row as on the screen."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,22 +9,23 @@ from task_app.environments.crafter.world import World
 
 COLUMNS, ROWS = 9, 7
 VOID = VOID_NAME
-# From the player's cell to the top left cell of the view.
+# Offset from the player's cell to the top left cell of the view.
 _TOP_LEFT = -(ROWS // 2) * STRIDE - COLUMNS // 2
 _name_of = MATERIAL_NAMES.__getitem__
 _ROW_STARTS = tuple(_TOP_LEFT + row * STRIDE for row in range(ROWS))
 
 
 class LocalView(NamedTuple):
-    """The picture in words, and the status bar below it; never more than a person at the screen knows.
+    """The picture and the status bar in words; never more than a person at the screen knows.
 
     Attributes:
         rows: [7][9] names; row 0 is the top of the screen (smallest y), column 0 its left edge. A name is
-            that of the creature or thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant',
-            'ripe-plant', 'player'), else of its material; 'void' lies outside the world.
+            that
+            of the thing on the cell ('cow', 'zombie', 'skeleton', 'arrow', 'plant', 'ripe-plant', 'player'),
+            or else of its material; 'void' lies outside the world.
         materials: [7][9] names of the materials below, 'void' outside.
         facing: (dx, dy) of the faced cell, y growing downwards.
-        target: name of the faced cell, by the rule of `rows`.
+        target: name of the faced cell, as in `rows`.
         sleeping: the player sleeps; actions are ignored until they wake up.
         daylight: 1 at noon; night is below 0.5 (the picture is then dark and noisy).
         position: (x, y) in the 64x64 world.
@@ -42,7 +43,8 @@ class LocalView(NamedTuple):
 
 
 def local_view(world: World, player: Player) -> LocalView:
-    """Look around. The border of the cell indices is as wide as the view, so the edge needs no test."""
+    """The view from the player's cell; the border of the grid is as wide as the view, so edges need no
+    test."""
     rows, materials = [], []
     for offset in _ROW_STARTS:
         start = player.cell + offset
@@ -55,12 +57,12 @@ def local_view(world: World, player: Player) -> LocalView:
         else:
             rows.append(ground)
     target = player.target_cell()
-    faced = world.at[target]
+    thing_ahead = world.at[target]
     return LocalView(
         rows=tuple(rows),
         materials=tuple(materials),
         facing=player.facing,
-        target=faced.name if faced else MATERIAL_NAMES[world.materials[target]],
+        target=thing_ahead.name if thing_ahead else MATERIAL_NAMES[world.materials[target]],
         sleeping=player.sleeping,
         daylight=world.daylight,
         position=(player.x, player.y),

@@ -1,7 +1,7 @@
-"""Walks over a known piece of the map: the shortest way to the nearest thing of every kind.
+"""Walks over a known part of the map: the shortest way to the nearest thing of every kind.
 
-A *walk* is the moves after which the player faces the thing. Bumping into what blocks turns the player, so
-for a tree that is two left and one up the walk is left, left, up; no further move is needed before `do`.
+A *walk* is a list of moves after which the player faces the thing. Bumping into an obstacle turns the player,
+so the walk to a tree that is two left and one up is left, left, up; then `do` works at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A straight part of a walk: `count` cells towards `direction`, through rock when `dig`."""
+    """A straight part of a walk: `count` cells towards `direction`, through rock if `dig`."""
 
     direction: str
     count: int
@@ -28,7 +28,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The first legs of the way to a thing; `more` when it goes on after them."""
+    """The first legs of the way to a thing; `more` if it goes on after them."""
 
     legs: tuple[Leg, ...]
     more: bool = False
@@ -60,7 +60,7 @@ class Trail:
     before: Cell | None = None
 
     def rank(self, cell: Cell) -> tuple[int, int, Cell]:
-        """Cheap first, then straight, then by place: ties never depend on the order of a search."""
+        """Cheap first, then straight, then by place, so ties never depend on the order of the search."""
         return (self.cost, self.turns, cell)
 
 
@@ -73,11 +73,11 @@ def step(cell: Cell, direction: str) -> Cell:
 
 
 def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
-    """The cheapest way to every known cell that can be entered or bumped into; among equals a straight one.
+    """The cheapest way to every known cell that can be entered or bumped into; a straight one among equals.
 
     Args:
-        ground: what is known; unknown cells and everything but grass, sand and path block.
-        can_dig: the player can remove stone, so ways may lead through it (three env steps a cell).
+        ground: everything but known grass, sand and path blocks the way.
+        can_dig: the player can remove stone, so ways may lead through it (three env steps for each cell).
     """
     cells = ground.cells
     trails: Trails = {ground.player: Trail(0, 0)}
@@ -89,27 +89,27 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
         dug = can_dig and kind in ROCK
         if (cost, turns) != (here.cost, here.turns) or not (dug or kind in GROUND or cell == ground.player):
             continue
-        # A dug cell costs more to pass than to bump into; the surcharge is paid when walking on.
+        # A dug cell costs more to pass than to bump into; walking on pays the surcharge.
         onward = cost + (_DIG_COST if dug else 1)
         for name, (dx, dy) in DIRECTIONS.items():
             neighbour = (cell[0] + dx, cell[1] + dy)
             if neighbour not in cells:
                 continue
-            turned = turns + (here.direction not in ("", name))
+            turns_on = turns + (here.direction not in ("", name))
             known = trails.get(neighbour)
-            if known is None or (onward, turned) < (known.cost, known.turns):
-                trails[neighbour] = Trail(onward, turned, name, cell)
-                heappush(queue, (onward, turned, neighbour))
+            if known is None or (onward, turns_on) < (known.cost, known.turns):
+                trails[neighbour] = Trail(onward, turns_on, name, cell)
+                heappush(queue, (onward, turns_on, neighbour))
     return trails
 
 
 def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, Cell]:
-    """The cheapest cell of each kind to face, but for the cell that the player faces already."""
-    wanted = frozenset(kinds)
+    """The cheapest cell of each kind to face, without the cell that the player faces already."""
+    kind_set = frozenset(kinds)
     best: dict[str, tuple[int, int, Cell]] = {}
     for cell, trail in trails.items():
         kind = ground.at(cell)
-        if kind in wanted and cell != ground.ahead:
+        if kind in kind_set and cell != ground.ahead:
             rank = trail.rank(cell)
             if kind not in best or rank < best[kind]:
                 best[kind] = rank
@@ -117,7 +117,7 @@ def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, C
 
 
 def nearest_facing(ground: Ground, trails: Trails, names: frozenset[str]) -> Cell | None:
-    """The cheapest free cell to arrive at with one of `names` ahead; None if the player faces one now."""
+    """The cheapest free cell to reach with one of `names` ahead; None if the player faces one already."""
     if ground.at(ground.ahead) in names:
         return None
     return cheapest(
@@ -131,12 +131,12 @@ def nearest_facing(ground: Ground, trails: Trails, names: frozenset[str]) -> Cel
 
 
 def cheapest(trails: Trails, fits: Callable[[Cell, Trail], bool]) -> Cell | None:
-    found = [trail.rank(cell) for cell, trail in trails.items() if fits(cell, trail)]
-    return min(found)[2] if found else None
+    ranks = [trail.rank(cell) for cell, trail in trails.items() if fits(cell, trail)]
+    return min(ranks)[2] if ranks else None
 
 
-def walk_to(ground: Ground, trails: Trails, cell: Cell, *, told_cells: int) -> Walk:
-    """The walk to `cell`, cut after the leg that completes `told_cells` cells."""
+def walk_to(ground: Ground, trails: Trails, cell: Cell, *, max_cells: int) -> Walk:
+    """The walk to `cell`, cut after the leg that completes `max_cells` cells."""
     steps: list[tuple[str, bool]] = []
     at, trail = cell, trails[cell]
     while trail.before is not None:
@@ -144,5 +144,7 @@ def walk_to(ground: Ground, trails: Trails, cell: Cell, *, told_cells: int) -> W
         steps.append((trail.direction, at != cell and ground.at(at) in ROCK))
         at, trail = trail.before, trails[trail.before]
     legs = [Leg(name, len(list(run)), dig) for (name, dig), run in groupby(reversed(steps))]
-    told = next((n for n in range(len(legs)) if sum(leg.count for leg in legs[:n]) >= told_cells), len(legs))
-    return Walk(tuple(legs[:told]), more=told < len(legs))
+    leg_count = next(
+        (n for n in range(len(legs)) if sum(leg.count for leg in legs[:n]) >= max_cells), len(legs)
+    )
+    return Walk(tuple(legs[:leg_count]), more=leg_count < len(legs))

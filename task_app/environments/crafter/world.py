@@ -1,6 +1,6 @@
-"""The world on integers: materials, the table of live things, chunks, and the random stream.
+"""The world in integers: materials, the table of live things, chunks, and the random stream.
 
-Same state and same draws as stock crafter's `engine.World`, without its numpy call for every cell looked at.
+It has the same state and draws as stock crafter's `engine.World`, without a numpy call for every cell.
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ KIND_COUNT = len(KINDS)
 
 
 class Thing:
-    """Anything that stands on a cell: the player, a creature, an arrow, a plant.
+    """Anything on a cell: the player, a creature, an arrow, a plant.
 
     Attributes:
         x, y: column and row, 0 .. 63, y growing downwards; `cell` is the same place as an index.
-        removed: no longer in the world (a removed thing may still be in its last update).
+        removed: whether it has left the world; it may still be in its last update.
     """
 
     __slots__ = ("cell", "removed", "x", "y")
@@ -30,7 +30,7 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """What a player sees there."""
+        """The name that a player sees."""
         return KINDS[self.kind]
 
     def hurt(self, damage: int) -> None:
@@ -38,10 +38,10 @@ class Thing:
         raise NotImplementedError
 
     def try_move(self, world: "World", direction: tuple[int, int], walkable: bytes) -> bool:
-        """Step to the neighbour in `direction` if it is free; say whether it was.
+        """Step to the neighbour in `direction` if it is free; return whether it was.
 
-        A removed thing stays where it is and yet reports True for a free cell, as in stock: the skeleton's
-        next draws depend on it.
+        A removed thing does not move, yet returns True for a free cell, as in stock: the skeleton's next
+        draws depend on it.
         """
         dx, dy = direction
         target = self.cell + dx + dy * STRIDE
@@ -59,12 +59,13 @@ class World:
 
     Attributes:
         random: the generator; its 624 words and position are part of the state.
-        uniform: next double in [0, 1), equal to `random.uniform()` at a twelfth of its price.
+        uniform: next double in [0, 1), equal to `random.uniform()` at a twelfth of its cost.
         word: next raw 32-bit word; `word() & 3` equals `random.randint(0, 4)`.
         materials: [CELLS] material numbers; write through `set_material` only.
         at: [CELLS] the thing on each cell, or None.
         things: live things in order of creation; the player is the first.
-        chunk_order: chunks that ever held a thing, in the order of the first one; only these are balanced.
+        chunk_order: chunks that ever held a thing, in the order of their first thing; only these are
+            balanced.
         material_counts: [CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
         population: [CHUNK_COUNT * KIND_COUNT] things of each kind in each chunk.
         daylight: 1 at noon, 0 at midnight.
@@ -85,7 +86,7 @@ class World:
     )
 
     def __init__(self, materials: bytearray, bits: np.random.MT19937) -> None:
-        """Take over `materials` ([CELLS], the border 0) and a seeded bit generator."""
+        """Use `materials` ([CELLS], with a border of 0) and a seeded bit generator."""
         self.bits = bits
         self.random = np.random.RandomState(bits)
         self.uniform = self.random.random_sample
@@ -115,7 +116,7 @@ class World:
         self.population[chunk * KIND_COUNT + thing.kind] += 1
 
     def remove(self, thing: Thing) -> None:
-        """Take a thing out of the world; a second time does nothing."""
+        """Remove a thing from the world; a second call does nothing."""
         if thing.removed:
             return
         self.at[thing.cell] = None
@@ -124,7 +125,7 @@ class World:
         thing.removed = True
 
     def move(self, thing: Thing, target: int) -> None:
-        """Bring a live thing to the empty cell `target`; the caller keeps its x and y in step."""
+        """Move a live thing to the empty cell `target`; the caller updates its x and y."""
         source = thing.cell
         self.at[target] = thing
         self.at[source] = None
@@ -137,7 +138,7 @@ class World:
 
 
 def seeded_bits(seed: int) -> np.random.MT19937:
-    """The bit generator that `numpy.random.RandomState(seed)` starts with, by public means."""
+    """The bit generator that `numpy.random.RandomState(seed)` starts with, made with public functions."""
     bits = np.random.MT19937(0)
     np.random.RandomState(bits).seed(seed)
     return bits
@@ -146,7 +147,7 @@ def seeded_bits(seed: int) -> np.random.MT19937:
 def count_materials(materials: bytearray) -> list[int]:
     """[CHUNK_COUNT * MATERIAL_COUNT] cells of each material in each chunk.
 
-    The border counts as void of chunk 0, a number that nothing reads.
+    The border counts as void of chunk 0, which nothing reads.
     """
     keys = np.frombuffer(CHUNK_OF, np.uint8).astype(np.int64) * MATERIAL_COUNT
     keys += np.frombuffer(materials, np.uint8)

@@ -1,8 +1,7 @@
-"""A new world: the same cells, creatures and draws as stock crafter's `worldgen`, in a few milliseconds.
+"""Generates a world with the same cells, creatures and draws as stock crafter's `worldgen`, in milliseconds.
 
-Everything that no draw decides is computed for all cells at once; the cells where a draw decides are then
-visited one by one in stock's order (x before y), with draws taken from a block that is paid back exactly.
-
+Everything that needs no draw is computed for all cells at once. Then the cells that need draws are visited in
+stock's order (x before y); the draws come from a block, and unused ones are returned.
 Names: N = 4096 cells, x before y.
 """
 
@@ -25,7 +24,7 @@ Materials = npt.NDArray[np.uint8]
 
 GRASS, PATH, TREE = MATERIAL_IDS["grass"], MATERIAL_IDS["path"], MATERIAL_IDS["tree"]
 COAL, IRON, DIAMOND = MATERIAL_IDS["coal"], MATERIAL_IDS["iron"], MATERIAL_IDS["diamond"]
-# What a draw may turn a cell into, as bits; several bits are tried in this order until one succeeds.
+# Bits for what a draw may make of a cell; with several bits, the first that succeeds in this order counts.
 MAY_BE_COAL, MAY_BE_IRON, MAY_BE_DIAMOND, MAY_BE_TREE = 1, 2, 4, 8
 MAY_HOLD_COW, MAY_HOLD_ZOMBIE, MAY_HOLD_SKELETON = 1, 2, 4
 BIT_COUNT = np.array([bin(bits).count("1") for bits in range(16)])
@@ -41,7 +40,7 @@ class Terrain:
 
 
 def generate_world(seed: int, player: Player) -> World:
-    """The world that stock generates after `world.reset(seed)`, the player placed at its centre.
+    """The world that stock generates after `world.reset(seed)`, with the player at its centre.
 
     Args:
         seed: of the world's generator; stock derives it from the environment's seed and the episode number.
@@ -70,7 +69,7 @@ def _distance_to_start() -> Floats:
 
 
 def _terrain(seed: int) -> Terrain:
-    """Stock's `_set_material` up to its draws, for all cells; the order of operations is stock's."""
+    """Stock's `_set_material` up to its draws, for all cells, in stock's order of operations."""
     noise = noise_layers(seed)
     start_N = 4 - _distance_to_start()
     start_N += 2 * noise["start"]
@@ -102,22 +101,22 @@ def _terrain(seed: int) -> Terrain:
 
 
 class _Draws:
-    """Doubles of `random` taken in a block; `settle` leaves it as if only those used had been drawn."""
+    """Doubles of `random` drawn in a block; `settle` returns the unused ones."""
 
     def __init__(self, random: np.random.RandomState, most: int) -> None:
         self._random, self._most = random, most
         self._before = random.get_state()
-        self._left: Iterator[float] = iter(random.random_sample(most).tolist())
-        self.next = self._left.__next__
+        self._rest: Iterator[float] = iter(random.random_sample(most).tolist())
+        self.next = self._rest.__next__
 
     def settle(self) -> None:
-        unused = sum(1 for _ in self._left)
+        unused = sum(1 for _ in self._rest)
         self._random.set_state(self._before)
         self._random.random_sample(self._most - unused)
 
 
 def _draw_materials(random: np.random.RandomState, terrain: Terrain) -> None:
-    """Ores and trees, written into the terrain."""
+    """Write ores and trees into the terrain."""
     cells_N = np.flatnonzero(terrain.chances_N)
     chances = terrain.chances_N[cells_N]
     draws = _Draws(random, int(BIT_COUNT[chances].sum()))

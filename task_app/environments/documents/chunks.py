@@ -1,4 +1,4 @@
-"""Pure: a document in chunks, which cut no word if possible, and the search over them."""
+"""Pure: a document in chunks, which avoid cutting words, and the search over them."""
 
 import re
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any
 
 import bm25s
 
-# More would make an index of many seconds, and a document of which no chunk says anything.
+# More would make an index that takes many seconds, of chunks too small to say anything.
 MAX_CHUNKS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Where each chunk of a document begins and ends.
+    """The spans of a document's chunks.
 
     Attributes:
-        size: most characters of one.
-        overlap: characters that a chunk repeats of the one before.
+        size: longest chunk in characters.
+        overlap: characters that a chunk repeats from the one before.
         spans: [start, end) of each, in characters.
     """
 
@@ -26,8 +26,8 @@ class Chunks:
     spans: tuple[tuple[int, int], ...]
 
 
-def chunked(text: str, *, size: int, overlap: int) -> Chunks:
-    """Cut after the last white space that fits, or in the middle of a word that is longer than a chunk."""
+def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:
+    """Cut after the last white space that fits, or inside a word that is longer than a chunk."""
     if overlap > size // 2:
         raise ValueError(f"overlap is {overlap}; at most half of chunk_size, {size // 2}, is allowed")
     spans: list[tuple[int, int]] = []
@@ -35,7 +35,7 @@ def chunked(text: str, *, size: int, overlap: int) -> Chunks:
     while start < len(text):
         if len(spans) == MAX_CHUNKS:
             raise ValueError(f"chunk_size {size} makes more than {MAX_CHUNKS} chunks; give a larger one")
-        # Cut in the second half of what is new, so that every chunk brings something new.
+        # Cut in the second half of the new text, so that every chunk adds some.
         end = _end(text, start, size, least=size - (size - overlap) // 2)
         spans.append((start, end))
         if end == len(text):
@@ -45,7 +45,7 @@ def chunked(text: str, *, size: int, overlap: int) -> Chunks:
 
 
 def _end(text: str, start: int, size: int, *, least: int) -> int:
-    """Behind the last white space between `least` and `size` characters from the start."""
+    """The end after the last white space between `least` and `size` characters from the start."""
     end = start + size
     if end >= len(text):
         return len(text)
@@ -55,23 +55,24 @@ def _end(text: str, start: int, size: int, *, least: int) -> int:
     return end
 
 
-# BM25 ranks the chunks; no other file imports bm25s.
-
 _WORD = re.compile(r"\w+")
 SNIPPET_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A chunk that holds words of the query, and how well it fits (BM25, larger is better)."""
+    """A chunk that holds words of the query, with its BM25 score (larger is better)."""
 
     chunk_id: int
     score: float
 
 
 class SearchIndex:
-    """Finds chunks by their words. Equal texts and queries give equal hits in equal order, on any machine
-    whose float32 sums agree: ties go to the earlier chunk."""
+    """Finds chunks by their words with BM25.
+
+    Equal texts and queries give equal hits in equal order on all machines whose float32 sums agree, because
+    the earlier chunk wins a tie.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
         words = [_words(text) for text in texts]
@@ -84,24 +85,24 @@ class SearchIndex:
         if self._bm25 is None or not known:
             return []
         scores = self._bm25.get_scores(known)
-        # Its own retrieval picks the best with argpartition, whose order of ties differs between processors.
+        # bm25s's own retrieval uses argpartition, whose order of ties differs between processors.
         best = (-scores).argsort(kind="stable")[:at_most]
         return [Hit(int(i), float(scores[i])) for i in best if scores[i] > 0.0]
 
 
 def snippet(text: str, query: str) -> str:
-    """The place of the text that holds most different words of the query, the first of such, on one line."""
-    wanted = set(_words(query))
-    found = [
-        (m.start(), m.group().casefold()) for m in _WORD.finditer(text) if m.group().casefold() in wanted
+    """The first passage with the largest number of different words of the query, on one line."""
+    query_words = set(_words(query))
+    matches = [
+        (m.start(), m.group().casefold()) for m in _WORD.finditer(text) if m.group().casefold() in query_words
     ]
     best, most, first = 0, 0, 0
-    for last, (place, _) in enumerate(found):
-        while place - found[first][0] > SNIPPET_CHARS:
+    for last, (place, _) in enumerate(matches):
+        while place - matches[first][0] > SNIPPET_CHARS:
             first += 1
-        held = len({word for _, word in found[first : last + 1]})
-        if held > most:
-            best, most = found[first][0], held
+        count = len({word for _, word in matches[first : last + 1]})
+        if count > most:
+            best, most = matches[first][0], count
     return " ".join(text[max(0, best - SNIPPET_CHARS // 2) : best + SNIPPET_CHARS].split())
 
 

@@ -1,17 +1,17 @@
-"""The tools of a reader, bound to the one document of its episode: each is a method of the same name."""
+"""The reader's tools, bound to the document of the episode: each is a method of the same name."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from task_app.environments.documents.chunks import Chunks, SearchIndex, chunked, snippet
+from task_app.environments.documents.chunks import Chunks, SearchIndex, cut_into_chunks, snippet
 from task_app.environments.documents.notes import MAX_NOTE_CHARS, Notes
 
-SHOWN_HITS = 10
+MAX_HITS = 10
 MAX_CHUNK_CHARS = 20_000
-# Enough for the longest heading: `chunk 19999 of 0 to 19999:` and the end of its line.
-HEADING_CHARS = 27
+# Length of the longest title: `chunk 19999 of 0 to 19999:` with its line break.
+MAX_TITLE_CHARS = 27
 NO_INDEX = "error: there is no index yet; call buildIndex first"
 
 Key = Annotated[str, Field(min_length=1, max_length=100, description="name of the note")]
@@ -21,13 +21,13 @@ Content = Annotated[str, Field(max_length=MAX_NOTE_CHARS)]
 
 @dataclass
 class Desk:
-    """What a reader has done so far; `answer` is given once, and ends the episode.
+    """The state of a reader; `answer` is given once, and ends the episode.
 
     Attributes:
         document: the whole text.
-        chunk_size: of buildIndex where the call names none, in characters.
-        max_chunk_chars: the most that a chunk may have; with its heading it is one result.
-        next_chunk: that a scan reads next.
+        chunk_size: default of buildIndex, in characters.
+        max_chunk_chars: longest chunk that fits, with its title, into one result.
+        next_chunk: the chunk that a scan reads next.
     """
 
     document: str
@@ -37,13 +37,13 @@ class Desk:
     next_chunk: int = 0
     answer: str | None = None
     max_chunk_chars: int = MAX_CHUNK_CHARS
-    # Made when it is first searched, and never kept: it follows from the chunks.
+    # Made at the first search, and not in snapshots, because it follows from the chunks.
     _search: SearchIndex | None = field(default=None, init=False, repr=False)
 
     def analyzeText(self) -> str:
         """Say how long the document is."""
         text = self.document
-        # Four characters a token is the usual guess for English; the task app knows no tokenizer.
+        # Four characters per token are the usual estimate for English; the task app has no tokenizer.
         return (
             f"{len(text)} characters, {len(text.split())} words, {text.count(chr(10)) + 1} lines, "
             f"about {len(text) // 4} tokens"
@@ -67,7 +67,7 @@ class Desk:
         if size > self.max_chunk_chars:
             return f"error: chunk_size is {size}; at most {self.max_chunk_chars} fit into one result"
         try:
-            chunks = chunked(self.document, size=size, overlap=overlap)
+            chunks = cut_into_chunks(self.document, size=size, overlap=overlap)
         except ValueError as exc:
             return f"error: {exc}"
         self.chunks, self.next_chunk, self._search = chunks, 0, None
@@ -83,13 +83,13 @@ class Desk:
             return NO_INDEX
         if chunk_id is None and not enable_scan:
             return "error: give chunk_id, or enable_scan = true"
-        wanted = self.next_chunk if chunk_id is None else chunk_id
-        if wanted > self._last():
+        number = self.next_chunk if chunk_id is None else chunk_id
+        if number > self._last():
             if chunk_id is None:
                 return "the document is read to its end"
-            return f"error: there is no chunk {wanted}; chunk_id runs from 0 to {self._last()}"
-        self.next_chunk = wanted + 1
-        return _heading(wanted, self._last()) + self._chunk(wanted)
+            return f"error: there is no chunk {number}; chunk_id runs from 0 to {self._last()}"
+        self.next_chunk = number + 1
+        return _chunk_title(number, self._last()) + self._chunk(number)
 
     def searchEngine(
         self, keyword: Annotated[str, Field(min_length=1, max_length=500, description="words to look for")]
@@ -99,7 +99,7 @@ class Desk:
             return NO_INDEX
         if self._search is None:
             self._search = SearchIndex([self.document[a:b] for a, b in self.chunks.spans])
-        hits = self._search.hits(keyword, at_most=SHOWN_HITS)
+        hits = self._search.hits(keyword, at_most=MAX_HITS)
         if not hits:
             return "no chunk holds any of these words"
         lines = [f"chunk {hit.chunk_id}: ...{snippet(self._chunk(hit.chunk_id), keyword)}..." for hit in hits]
@@ -145,5 +145,5 @@ class Desk:
         return self.document[start:end]
 
 
-def _heading(chunk_id: int, last: int) -> str:
+def _chunk_title(chunk_id: int, last: int) -> str:
     return f"chunk {chunk_id} of 0 to {last}:\n"

@@ -1,7 +1,7 @@
-"""Long documents as a `ConversationalEnvironment`: a question, and tools to read what no prompt shows.
+"""Long documents as a `ConversationalEnvironment`: a question, and tools to read the document.
 
 Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and checkBudget belong to the
-episode loop (task_app/episode/context_tools.py): they know the history, which an environment does not.
+episode loop (task_app/episode/context_tools.py), because they need the history.
 """
 
 import re
@@ -16,9 +16,9 @@ from shared_schemas.base import Body
 from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_QUESTION_CHARS
 from shared_schemas.messages import FunctionCall, Message, ToolCall, ToolSpec
 from task_app.complaints import state_in
-from task_app.environments.documents.chunks import MAX_CHUNKS, chunked
-from task_app.environments.documents.desk import HEADING_CHARS, MAX_CHUNK_CHARS, Desk
-from task_app.environments.documents.generate import Generated, Task, generated_task
+from task_app.environments.documents.chunks import MAX_CHUNKS, cut_into_chunks
+from task_app.environments.documents.desk import MAX_CHUNK_CHARS, MAX_TITLE_CHARS, Desk
+from task_app.environments.documents.generate import GenerateConfig, Task, generate_task
 from task_app.environments.documents.notes import MAX_NOTES, Note, Notes
 from task_app.errors import EpisodeOver
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
@@ -40,47 +40,47 @@ NOT_RUN = Answer.of_refusal("not carried out: the task had ended before")
 
 
 def _checkable(answer: str) -> str:
-    if not normalised(answer):
+    if not normalise(answer):
         raise ValueError("it holds no word or number, so no answer could ever match it")
     return answer
 
 
-def _listed(given: Any) -> Any:
-    return (given,) if isinstance(given, str) else given
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
 
 
-Accepted = Annotated[str, Field(max_length=MAX_ANSWER_CHARS), AfterValidator(_checkable)]
+AcceptedAnswer = Annotated[str, Field(max_length=MAX_ANSWER_CHARS), AfterValidator(_checkable)]
 
 
 class DocumentsConfig(Body):
-    """One document with its question: of a data row, or made from the seed where no row is given."""
+    """A document with its question, from a data row or generated from the seed."""
 
     document_content: str | None = Field(default=None, min_length=1, max_length=MAX_DOCUMENT_CHARS)
     question: str | None = Field(default=None, min_length=1, max_length=MAX_QUESTION_CHARS)
-    ground_truth: Annotated[tuple[Accepted, ...], BeforeValidator(_listed)] = Field(
-        default=(), description="the answer, or a list of all that count; case and punctuation do not"
+    ground_truth: Annotated[tuple[AcceptedAnswer, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="the answer, or a list of accepted answers; case and punctuation are ignored"
     )
-    generate: Generated | None = Field(default=None, description="instead of the three above")
+    generate: GenerateConfig | None = Field(default=None, description="instead of the three keys above")
     tools: tuple[ToolName, ...] = Field(default=TOOLS, min_length=1, description="on offer")
     text: Literal["full", "compact"] = Field(
         default="full", description="compact: the question alone, for small models"
     )
     chunk_size: int = Field(
-        default=4_000, ge=50, le=MAX_CHUNK_CHARS, description="characters, where buildIndex is given none"
+        default=4_000, ge=50, le=MAX_CHUNK_CHARS, description="default of buildIndex, in characters"
     )
-    indexed: bool = Field(default=False, description="the index of chunk_size is there from the start")
+    indexed: bool = Field(default=False, description="begin with an index of chunk_size")
     max_result_chars: int = Field(default=20_000, ge=100, le=1_000_000, description="of one tool result")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "DocumentsConfig":
-        given = {name: getattr(self, name) for name in ("document_content", "question", "ground_truth")}
-        found = [name for name, value in given.items() if value not in (None, ())]
-        if self.generate is not None and found:
+        values = {name: getattr(self, name) for name in ("document_content", "question", "ground_truth")}
+        names = [name for name, value in values.items() if value not in (None, ())]
+        if self.generate is not None and names:
             raise ValueError(
-                f"{found[0]} and generate are both given; a document is a row's or made, not both"
+                f"{names[0]} and generate are both given; a document comes from a row or is generated"
             )
-        missing = [name for name in given if name not in found]
-        if found and missing:
+        missing = [name for name in values if name not in names]
+        if names and missing:
             raise ValueError(
                 f"{missing[0]} is missing; give document_content, question and ground_truth, or generate"
             )
@@ -99,18 +99,18 @@ class DocumentsConfig(Body):
 
     @property
     def max_chunk_chars(self) -> int:
-        """What a chunk may have beside its heading, so that one result shows all of it."""
-        return min(MAX_CHUNK_CHARS, self.max_result_chars - HEADING_CHARS)
+        """The longest chunk that one result can show with its title."""
+        return min(MAX_CHUNK_CHARS, self.max_result_chars - MAX_TITLE_CHARS)
 
     def task(self, seed: int) -> Task:
-        """The document of a seed; a row's is the same for each."""
+        """The document of a seed; a row's document is the same for every seed."""
         if self.document_content is None or self.question is None:
-            return generated_task(self.generate or Generated(), seed)
+            return generate_task(self.generate or GenerateConfig(), seed)
         return Task(self.document_content, self.question, self.ground_truth)
 
 
 class DocumentsEnvironment:
-    """One question about one document. Equal seeds and calls give equal texts in any process."""
+    """One question about one document; equal seeds and calls give equal episodes in every process."""
 
     name = "documents"
     outcome_definition = "correctness of the answer: 1 when the one of finish is accepted, else 0"
@@ -126,17 +126,17 @@ class DocumentsEnvironment:
     def reset(self, seed: int) -> Observation:
         self._begin(seed)
         if self.config.indexed:
-            self._desk.chunks = chunked(self._desk.document, size=self.config.chunk_size, overlap=0)
+            self._desk.chunks = cut_into_chunks(self._desk.document, size=self.config.chunk_size, overlap=0)
         return self._observe(0.0)
 
     def opening(self) -> tuple[Message, ...]:
-        return opening(self._data(self._started()))
+        return opening(self._data(self._require_started()))
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        self._running()
+        self._require_running()
         reason = invalid_reason or (None if calls else NO_CALL)
         if reason is not None:
-            return self._refused(Answer.of_refusal(reason), len(calls))
+            return self._refuse(Answer.of_refusal(reason), len(calls))
         toolbox = self._toolbox()
         answers: list[Answer] = []
         rewards: list[float] = []
@@ -146,7 +146,7 @@ class DocumentsEnvironment:
                 continue
             answers.append(toolbox.answer(call))
             rewards.append(self.outcome_reward())
-        executed = [
+        action_names = [
             "noop" if answer.refused else call.name for answer, call in zip(answers, calls, strict=True)
         ]
         results = tuple(answer.text for answer in answers)
@@ -154,14 +154,14 @@ class DocumentsEnvironment:
             observation=self._observe(rewards[-1]),
             env_rewards=tuple(rewards),
             terminated=self._desk.answer is not None,
-            executed_actions=tuple(executed[: len(rewards)]),
+            executed_actions=tuple(action_names[: len(rewards)]),
             invalid_reason=next((answer.refused for answer in answers if answer.refused), None),
             result="\n".join(results),
             results=results,
         )
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Words without a call answer nothing: only `finish` does."""
+        """Text without a call is no answer; only `finish` gives one."""
         return self.step(())
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -177,16 +177,16 @@ class DocumentsEnvironment:
         return correctness(self._desk.answer, self._task.answers)
 
     def snapshot(self) -> bytes:
-        """What was done so far; raises EpisodeOver when no episode was started."""
-        self._started()
+        """The reader's state; raises EpisodeOver before the first reset."""
+        self._require_started()
         return pack(self._desk, seed=self._seed, reward=self._last_reward)
 
     def restore(self, state: bytes) -> Observation:
-        read = state_in(ReaderState, state)
-        task = self.config.task(read.seed)
-        desk = desk_of(read, self._new_desk(task.document))
-        self._seed, self._task, self._desk = read.seed, task, desk
-        return self._observe(read.reward)
+        reader_state = state_in(ReaderState, state)
+        task = self.config.task(reader_state.seed)
+        desk = desk_of(reader_state, self._new_desk(task.document))
+        self._seed, self._task, self._desk = reader_state.seed, task, desk
+        return self._observe(reader_state.reward)
 
     def _begin(self, seed: int) -> None:
         self._seed, self._task = seed, self.config.task(seed)
@@ -198,21 +198,21 @@ class DocumentsEnvironment:
         return Desk(document, config.chunk_size, notes, max_chunk_chars=config.max_chunk_chars)
 
     def _toolbox(self) -> Toolbox:
-        offered = (function_tool(getattr(self._desk, name)) for name in self.config.tools)
-        return Toolbox(offered, max_result_chars=self.config.max_result_chars)
+        tools = (function_tool(getattr(self._desk, name)) for name in self.config.tools)
+        return Toolbox(tools, max_result_chars=self.config.max_result_chars)
 
-    def _started(self) -> Task:
+    def _require_started(self) -> Task:
         if self._task is None:
             raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
         return self._task
 
-    def _running(self) -> None:
-        self._started()
+    def _require_running(self) -> None:
+        self._require_started()
         if self._desk.answer is not None:
             raise EpisodeOver()
 
-    def _refused(self, answer: Answer, calls: int) -> DecisionOutcome:
-        """Nothing of the decision is carried out: one no-op."""
+    def _refuse(self, answer: Answer, calls: int) -> DecisionOutcome:
+        """Refuse the whole decision, which costs one no-op."""
         return DecisionOutcome(
             observation=self._observe(0.0),
             env_rewards=(0.0,),
@@ -224,7 +224,7 @@ class DocumentsEnvironment:
 
     def _observe(self, reward: float) -> Observation:
         self._last_reward = reward
-        data = self._data(self._started())
+        data = self._data(self._require_started())
         return Observation(text=observation_text(data), data=data, reward_last_step=reward)
 
     def _data(self, task: Task) -> dict[str, Any]:
@@ -240,27 +240,28 @@ class DocumentsEnvironment:
 
 
 _WORD = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)*|\w+")
-# Commas of thousands alone: "1,5" is no 15, and stays text.
+# Commas only between thousands: "1,5" is not 15, and stays text.
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _ARTICLES = frozenset({"a", "an", "the"})
 
 
-def normalised(text: str) -> str:
-    """Without case, punctuation and articles, numbers by value: "The 1,000.0 Boats!" is "1000 boats".
+def normalise(text: str) -> str:
+    """The text without case, punctuation and articles, and numbers by value: "The 1,000.0 Boats!" is "1000
+    boats".
 
-    Articles stay where nothing else is said: "A" may be the answer.
+    A text of articles alone keeps them, because "A" may be the answer.
     """
     words = [_plain(word) for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold())]
     return " ".join([word for word in words if word not in _ARTICLES] or words)
 
 
 def correctness(answer: str, accepted: Iterable[str]) -> float:
-    """1.0 when the answer is one of the accepted ones, else 0.0."""
-    return float(normalised(answer) in map(normalised, accepted))
+    """1.0 if the answer is one of the accepted ones, else 0.0."""
+    return float(normalise(answer) in map(normalise, accepted))
 
 
 def _plain(word: str) -> str:
-    """A number in the one way to write its value, exact at any length; anything else as it is."""
+    """A number in one exact form of its value; any other word unchanged."""
     if not _NUMBER.fullmatch(word):
         return word
     whole, _, fraction = word.removeprefix("-").replace(",", "").partition(".")
@@ -278,23 +279,23 @@ NO_CALL = "no tool call; call one of the tools, and finish with your answer"
 
 
 def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages before the first decision, of an observation's data."""
+    """The messages before the first decision, from an observation's data."""
     task = Message(role="user", content=data["question"])
     if data["text"] == "compact":
         return (task,)
-    told = f"The document has {data['chars']} characters.\n\nQuestion: {data['question']}"
-    return Message(role="system", content=SYSTEM), task.model_copy(update={"content": told})
+    text = f"The document has {data['chars']} characters.\n\nQuestion: {data['question']}"
+    return Message(role="system", content=SYSTEM), task.model_copy(update={"content": text})
 
 
 def observation_text(data: Mapping[str, Any]) -> str:
-    """Say how far the reader is; the results of its calls hold the text that it read."""
-    cut = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
+    """The reader's progress; the results of its calls hold the text that it read."""
+    index = f"{data['chunks']} chunks, next {data['next_chunk']}" if data["chunks"] else "no index"
     notes = f"notes: {', '.join(data['notes'])}" if data["notes"] else "no notes"
-    return f"Question: {data['question']}\n{cut}; {notes}"
+    return f"Question: {data['question']}\n{index}; {notes}"
 
 
 def with_past(data: Mapping[str, Any], past: Sequence[PastDecision]) -> tuple[Message, ...]:
-    """The opening, and the decisions that are given, as calls and results."""
+    """The opening and the past decisions, as calls and results."""
     messages = list(opening(data))
     for t, decision in enumerate(past):
         calls = tuple(
@@ -312,13 +313,13 @@ def with_past(data: Mapping[str, Any], past: Sequence[PastDecision]) -> tuple[Me
     return tuple(messages)
 
 
-# A snapshot leaves out the document, which follows from the config and the seed.
+# A snapshot leaves out the document, which follows from config and seed.
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class ReaderState(BaseModel):
-    """`index` is [chunk_size, overlap] of the last buildIndex; `reward` of the last env step."""
+    """The state of a reader: `index` is [chunk_size, overlap], `reward` that of the last env step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -347,7 +348,7 @@ def pack(desk: Desk, *, seed: int, reward: float) -> bytes:
 
 
 def desk_of(state: ReaderState, fresh: Desk) -> Desk:
-    """The desk at that moment; `fresh` is the one that the episode began with."""
+    """The desk of a stored state; `fresh` is the desk at the episode's start."""
     document = fresh.document
     if state.chars != len(document):
         raise ValueError(
@@ -355,6 +356,6 @@ def desk_of(state: ReaderState, fresh: Desk) -> Desk:
         )
     chunks = None
     if state.index is not None:
-        chunks = chunked(document, size=state.index[0], overlap=state.index[1])
+        chunks = cut_into_chunks(document, size=state.index[0], overlap=state.index[1])
     notes = fresh.notes.with_all(state.notes)
     return replace(fresh, notes=notes, chunks=chunks, next_chunk=state.next_chunk, answer=state.answer)

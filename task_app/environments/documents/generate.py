@@ -1,10 +1,12 @@
-"""Documents and questions of any length from a seed: filler, facts like those asked for, and these.
+"""Generates documents and questions of any length from a seed: filler, distractors, and the facts in
+question.
 
-needle  one fact stands somewhere: "The code of Amber Harbour is 48213."
-hops    a parcel goes from hand to hand; the last one's locker is asked for: `hops` facts, then one more.
-count   deliveries are told one by one; how many of one kind came to one place?
-keeper  as needle, but the answer is one of 16 names: "The keeper of Amber Harbour is Mira." For small models,
-        to which a number is a row of tokens that none of them has seen together.
+needle  one fact is hidden in the text: "The code of Amber Harbour is 48213."
+hops    a parcel changes hands `hops` times; the question is the last owner's locker.
+count   deliveries are listed; the question is how many of one kind came to one place.
+keeper  like needle, but the answer is one of 16 names: "The keeper of Amber Harbour is Mira." For small
+    models,
+        to which a number is a sequence of tokens that they have never seen together.
 """
 
 import random
@@ -46,17 +48,19 @@ _FILLER = (
 )
 
 
-class Generated(Body):
-    """Which documents a seed makes."""
+class GenerateConfig(Body):
+    """Settings of generated documents."""
 
     kind: Kind = "needle"
-    chars: int = Field(default=20_000, ge=500, le=10_000_000, description="of the document, about")
-    hops: int = Field(default=2, ge=1, le=12, description="of kind hops: how often the parcel changes hands")
+    chars: int = Field(
+        default=20_000, ge=500, le=10_000_000, description="approximate length of the document"
+    )
+    hops: int = Field(default=2, ge=1, le=12, description="for kind hops: how often the parcel changes hands")
     distractors: int = Field(
         default=8,
         ge=0,
         le=150,
-        description="facts like those asked for, about others; of kind hops at most 15",
+        description="similar facts about other names; for kind hops at most 15",
     )
 
 
@@ -69,8 +73,8 @@ class Task:
     answers: tuple[str, ...]
 
 
-def generated_task(settings: Generated, seed: int) -> Task:
-    """The document of a seed; equal in every process."""
+def generate_task(settings: GenerateConfig, seed: int) -> Task:
+    """The document of a seed, equal in every process."""
     source = random.Random(seed)
     facts, question, answer = _KINDS[settings.kind](settings, source)
     sentences = _filler(settings.chars - sum(len(fact) + 1 for fact in facts), source)
@@ -80,7 +84,7 @@ def generated_task(settings: Generated, seed: int) -> Task:
     return Task(_paragraphs(sentences), question, (answer,))
 
 
-def _needle(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+def _needle(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
     names = _places(1 + settings.distractors, source)
     codes = source.sample(range(10_000, 100_000), len(names))
     facts = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
@@ -88,12 +92,12 @@ def _needle(settings: Generated, source: random.Random) -> tuple[list[str], str,
     return facts, f"What is the code of {names[0]}?", str(codes[0])
 
 
-def _hops(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+def _hops(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
     people = source.sample(_PEOPLE, settings.hops + 1)
     others = [person for person in _PEOPLE if person not in people]
     lockers = source.sample(range(100, 1_000), 1 + settings.distractors)
     facts = [f"{giver} gave the parcel to {taker}." for giver, taker in pairwise(people)]
-    # Of those who hold the parcel on its way too: the locker of the first would be a wrong answer.
+    # Earlier owners have lockers too, which would be wrong answers.
     holders = [people[-1], *(people[:-1] + others)[: settings.distractors]]
     facts += [f"{person} has locker {locker}." for person, locker in zip(holders, lockers, strict=False)]
     source.shuffle(facts)
@@ -101,7 +105,7 @@ def _hops(settings: Generated, source: random.Random) -> tuple[list[str], str, s
     return facts, question, str(lockers[0])
 
 
-def _count(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+def _count(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
     place, *others = _places(1 + settings.distractors, source)
     thing, *rest = source.sample(_THINGS, 3)
     count = source.randint(2, 9)
@@ -109,11 +113,11 @@ def _count(settings: Generated, source: random.Random) -> tuple[list[str], str, 
     facts += [f"Delivery {{}}: a crate of {thing} arrived at {other}." for other in others]
     facts += [f"Delivery {{}}: a crate of {other} arrived at {place}." for other in rest]
     source.shuffle(facts)
-    numbered = [fact.format(number) for number, fact in enumerate(facts, start=1)]
-    return numbered, f"How many crates of {thing} arrived at {place}?", str(count)
+    deliveries = [fact.format(number) for number, fact in enumerate(facts, start=1)]
+    return deliveries, f"How many crates of {thing} arrived at {place}?", str(count)
 
 
-def _keeper(settings: Generated, source: random.Random) -> tuple[list[str], str, str]:
+def _keeper(settings: GenerateConfig, source: random.Random) -> tuple[list[str], str, str]:
     names = _places(1 + settings.distractors, source)
     keepers = source.choices(_PEOPLE, k=len(names))
     facts = [f"The keeper of {name} is {keeper}." for name, keeper in zip(names, keepers, strict=True)]
@@ -125,7 +129,7 @@ _KINDS = {"needle": _needle, "hops": _hops, "count": _count, "keeper": _keeper}
 
 
 def _places(count: int, source: random.Random) -> list[str]:
-    """Different ones: there are 224."""
+    """Different names of places, out of 224."""
     return source.sample([f"{first} {second}" for first in _FIRST for second in _SECOND], count)
 
 

@@ -15,12 +15,12 @@ class Note(Body):
 
 
 class Notes:
-    """Every method answers in words for the model. Notes live here and not in the prompt, so that writing one
-    changes no earlier message: what a model wrote comes back by `read`.
+    """The reader's notes; every method answers in words for the model.
+
+    Notes are not in the prompt, so that writing one changes no earlier message; `read` shows them.
 
     Args:
-        notes: those that are there.
-        max_read_chars: of what `read` tells of one, which is all of it.
+        max_read_chars: longest answer of `read`, which shows a whole note.
     """
 
     def __init__(
@@ -34,32 +34,32 @@ class Notes:
         return dict(self._notes)
 
     def with_all(self, notes: Mapping[str, Note]) -> "Notes":
-        """These notes, within the same bounds."""
+        """A copy with these notes and the same bounds."""
         return Notes(notes, max_read_chars=self._max_read_chars)
 
     def write(self, key: str, summary: str, content: str) -> str:
         if key in self._notes:
             return f"error: there is a note {key!r} already; updateNote changes it"
-        return self._stored(key, Note(summary=summary, content=content))
+        return self._store(key, Note(summary=summary, content=content))
 
     def read(self, key: str | None) -> str:
         if key is None:
             return self.index()
         note = self._notes.get(key)
-        return self._unknown(key) if note is None else _told(key, note)
+        return self._unknown(key) if note is None else _format(key, note)
 
     def append(self, key: str, content: str, summary: str | None) -> str:
         note = self._notes.get(key)
         if note is None:
             return self._unknown(key)
-        kept = note.summary if summary is None else summary
-        return self._stored(key, Note(summary=kept, content=f"{note.content}\n{content}"))
+        new_summary = note.summary if summary is None else summary
+        return self._store(key, Note(summary=new_summary, content=f"{note.content}\n{content}"))
 
     def overwrite(self, key: str, content: str, summary: str | None) -> str:
         note = self._notes.get(key)
         if note is None:
             return self._unknown(key)
-        return self._stored(key, Note(summary=note.summary if summary is None else summary, content=content))
+        return self._store(key, Note(summary=note.summary if summary is None else summary, content=content))
 
     def delete(self, key: str) -> str:
         if self._notes.pop(key, None) is None:
@@ -67,15 +67,15 @@ class Notes:
         return f"deleted. {self.index()}"
 
     def index(self) -> str:
-        """Keys and summaries."""
+        """The keys and summaries of all notes."""
         lines = [f"- {key}: {note.summary}" for key, note in self._notes.items()]
         return "\n".join(("notes:", *lines)) if lines else "there are no notes yet"
 
-    def _stored(self, key: str, note: Note) -> str:
-        # Beside its heading: what stands behind the end of a result could never be read again.
-        allowed = min(MAX_NOTE_CHARS, self._max_read_chars - len(_told(key, note)) + len(note.content))
-        if len(note.content) > allowed:
-            return f"error: the note would have {len(note.content)} characters; {max(0, allowed)} are allowed"
+    def _store(self, key: str, note: Note) -> str:
+        # The bound includes the heading, because text beyond a result's end could never be read.
+        limit = min(MAX_NOTE_CHARS, self._max_read_chars - len(_format(key, note)) + len(note.content))
+        if len(note.content) > limit:
+            return f"error: the note would have {len(note.content)} characters; {max(0, limit)} are allowed"
         if key not in self._notes and len(self._notes) >= MAX_NOTES:
             return f"error: there are {MAX_NOTES} notes, which is the most; delete one with updateNote first"
         self._notes[key] = note
@@ -85,5 +85,5 @@ class Notes:
         return f"error: there is no note {key!r}{did_you_mean(key, self._notes) if self._notes else ''}"
 
 
-def _told(key: str, note: Note) -> str:
+def _format(key: str, note: Note) -> str:
     return f"{key}: {note.summary}\n{note.content}"

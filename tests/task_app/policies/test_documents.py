@@ -8,7 +8,13 @@ import pytest
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import Trajectory, prompts
 from task_app.plugins import default_plug_boards
-from task_app.policies.documents import UNKNOWN, DocumentsTeacher, DocumentsTeacherConfig, Shown, deletable
+from task_app.policies.documents import (
+    UNKNOWN,
+    DocumentsTeacher,
+    DocumentsTeacherConfig,
+    ToolResult,
+    deletable,
+)
 from task_app.protocols import PolicyObservation
 from tests.task_app.counting import running_app
 from tests.task_app.rollout_client import accept, all_of
@@ -86,23 +92,23 @@ async def test_a_question_that_it_does_not_know_is_answered_at_the_end_of_the_do
     assert "read to its end" in trajectory.steps[-2].step_info.tool_result
 
 
-def chunk(text: str, msg_id: int, invoking: int) -> Shown:
-    return Shown(f"chunk 3 of 0 to 9:\n{text}", msg_id, invoking)
+def chunk(text: str, msg_id: int, invoking: int) -> ToolResult:
+    return ToolResult(f"chunk 3 of 0 to 9:\n{text}", msg_id, invoking)
 
 
 def test_all_goes_but_a_chunk_whose_end_may_be_the_beginning_of_the_fact():
-    before = [Shown("deleted 1, 2", 4, 3), chunk("Rain fell.", 5, 3)]
+    before = [ToolResult("deleted 1, 2", 4, 3), chunk("Rain fell.", 5, 3)]
     assert deletable([*before, chunk("It rained. Ada", 7, 6)], FACT) == [3, 4, 5, 6, 7]
     for end in ("The", "The code of Amber", "The code of Amber Harbour is 48"):
         assert deletable([*before, chunk(f"It rained. {end}", 7, 6)], FACT) == [3, 4, 5]
     # What follows the last full stop is nothing.
     assert deletable([chunk("It rained. ", 2, 1)], FACT) == [1, 2]
     # Of the turn whose chunk stays the other results go, and the message that called stays.
-    assert deletable([Shown("deleted 1", 4, 3), chunk("The code", 5, 3)], FACT) == [4]
+    assert deletable([ToolResult("deleted 1", 4, 3), chunk("The code", 5, 3)], FACT) == [4]
 
 
 def test_results_without_ids_are_not_deleted():
-    assert deletable([Shown.of("chunk 0 of 0 to 9:\nRain fell.")], FACT) == []
+    assert deletable([ToolResult.of("chunk 0 of 0 to 9:\nRain fell.")], FACT) == []
 
 
 async def test_it_goes_on_from_a_snapshot_as_it_would_have():
@@ -149,4 +155,4 @@ async def test_a_question_and_a_document_of_megabytes_are_read_in_one_go(questio
     ['{"msg_id": 1}', '{"msg_id": [], "message": "x", "msg_id(invoking_assistant)": 0}', "[1]", "{"],
 )
 def test_a_result_that_only_looks_like_one_with_an_id_is_its_text(content):
-    assert Shown.of(content) == Shown(content)
+    assert ToolResult.of(content) == ToolResult(content)

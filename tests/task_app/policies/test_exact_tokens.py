@@ -77,7 +77,7 @@ def test_a_prompt_that_goes_on_is_kept_as_what_it_adds():
         (whole([1], [7], logprobs={"content": [{"logprob": 0.5}]}), "a log-prob is above 0"),
         (
             whole([1], [7], logprobs={"content": [{"logprob": -9999.0}]}),
-            "a log-prob of -9999: it cannot have",
+            "a log-prob of -9999: the token cannot",
         ),
     ],
 )
@@ -94,14 +94,14 @@ async def test_a_sample_that_nothing_could_weigh_is_a_failure_and_never_data(ans
 def test_what_is_drawn_cannot_be_changed_past_the_record(key: str):
     asked = {"inference_url": "http://h", "model": "m", "extra_body": {key: 0.5}}
     assert OpenAIConfig(**asked).extra_body
-    with pytest.raises(ValueError, match=f"extra_body: '{key}' would change what is drawn"):
+    with pytest.raises(ValueError, match=f"extra_body: '{key}' would change the sampling"):
         OpenAIConfig(**asked, **VLLM)
 
 
 def test_a_grammar_that_a_call_is_drawn_under_is_not_in_the_record():
     asked = {"inference_url": "http://h", "model": "m", "tool_choice": "required"}
     assert OpenAIConfig(**asked).tool_choice == "required"
-    with pytest.raises(ValueError, match="tool_choice: 'required' has the server draw under a grammar"):
+    with pytest.raises(ValueError, match="tool_choice: 'required' makes the server sample under a grammar"):
         OpenAIConfig(**asked, **VLLM)
 
 

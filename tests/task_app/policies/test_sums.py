@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared_schemas.messages import Message
-from task_app.policies.sums import SumsTeacher, SumsTeacherConfig, worked_out
+from task_app.policies.sums import SumsTeacher, SumsTeacherConfig, solve
 from task_app.protocols import PolicyObservation
 
 DATA = Path(__file__).parents[3] / "configs/data"
@@ -17,7 +17,7 @@ DATA = Path(__file__).parents[3] / "configs/data"
 def test_every_row_of_the_data_sets_is_worked_out_as_it_stands_there(name):
     for line in (DATA / name).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        assert worked_out(row["question"]) == row["answer"]
+        assert solve(row["question"]) == row["answer"]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_every_row_of_the_data_sets_is_worked_out_as_it_stands_there(name):
 )
 def test_a_slip_is_one_of_the_last_step_and_never_below_0(slip, answer):
     question = "Gus has 3 nails. Gus triples them. Gus gives away 5. How many nails does Gus have now?"
-    assert worked_out(question, slip=slip) == (answer or "3 * 3 = 9\n9 - 5 = 0\n#### 0")
+    assert solve(question, slip=slip) == (answer or "3 * 3 = 9\n9 - 5 = 0\n#### 0")
 
 
 async def test_it_is_right_as_often_as_it_is_asked_to_be_and_the_same_for_a_seed():
@@ -45,6 +45,6 @@ async def test_it_is_right_as_often_as_it_is_asked_to_be_and_the_same_for_a_seed
 
 
 def test_a_text_that_doubles_ten_thousands_of_times_is_worked_out_from_its_beginning():
-    lines = worked_out("Ada has 1 plum. " + "Ada doubles them. " * 50_000).splitlines()
+    lines = solve("Ada has 1 plum. " + "Ada doubles them. " * 50_000).splitlines()
     assert (lines[0], lines[-1]) == ("1 * 2 = 2", f"#### {2**99}")
-    assert worked_out("Ada has " + "9" * 5_000 + " plums.") == "#### 0"
+    assert solve("Ada has " + "9" * 5_000 + " plums.") == "#### 0"

@@ -90,13 +90,13 @@ async def test_calls_that_hang_lose_their_place_and_too_many_of_them_stop_new_on
     threads, opened = Threads(most=1, stuck_after_s=0.02), threading.Event()
     async with asyncio.timeout(20.0):
         hung = asyncio.create_task(threads.run("hung", opened.wait, 15.0))
-        while not threads.stuck:
+        while not threads.stuck_count:
             await asyncio.sleep(0)
         with pytest.raises(CapacityReached, match="1 calls of plug-ins hang"):
             await threads.run("next", int)
         opened.set()
         assert await hung is True
-        while threads.stuck:
+        while threads.stuck_count:
             await asyncio.sleep(0)
         assert await threads.run("next", int, "7") == 7
 

@@ -15,7 +15,7 @@ def meadow(place: tuple[int, int] = (32, 32), *, step: int = NOON, length: int =
     engine.reset()
     grass = bytes([MATERIAL_IDS["grass"]]) * AREA**2
     state = replace(engine.capture(), ground=grass, things=(), chunks=(), place=place)
-    return engine.restored(state, step, engine.last_health)
+    return engine.with_state(state, step, engine.last_health)
 
 
 def put(engine: CrafterEngine, what: str | Thing, x: int = 0, y: int = 0) -> None:

@@ -9,8 +9,8 @@ from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
 from task_app.environments.crafter.prompt import NO_NEWS
 from task_app.environments.crafter.rules import ACTIONS, RULES
 from task_app.environments.crafter.text import (
-    HELD,
     LEG_LETTERS,
+    MATERIAL_ITEMS,
     TODO,
     TOOLS,
     VITAL_WORDS,
@@ -160,7 +160,7 @@ def read_compact(text: str) -> Facts:
     words = text.split()
     counts = {word.rstrip("0123456789"): int(word[-1]) for word in words[:17] if word[-1].isdigit()}
     inventory = {name: counts[word] for name, word in VITAL_WORDS.items()}
-    inventory |= {name: counts[name] for name in HELD}
+    inventory |= {name: counts[name] for name in MATERIAL_ITEMS}
     inventory |= {name: int(name in words) for name in TOOLS}
     return Facts(
         inventory=inventory,

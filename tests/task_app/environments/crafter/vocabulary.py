@@ -5,9 +5,9 @@ from itertools import product
 from task_app.environments.crafter.landmarks import KINDS, THINGS
 from task_app.environments.crafter.rules import ACHIEVEMENTS, MATERIALS, RULES
 from task_app.environments.crafter.text import (
-    HELD,
     LEG_LETTERS,
     LIGHT_WORDS,
+    MATERIAL_ITEMS,
     NEAR,
     NEWS_WORDS,
     TODO,
@@ -27,7 +27,7 @@ def compact_vocabulary() -> tuple[str, ...]:
     words |= {
         f"{word}{count}" for name, word in VITAL_WORDS.items() for count in range(RULES.item_max[name] + 1)
     }
-    words |= {f"{name}{count}" for name in HELD for count in range(RULES.item_max[name] + 1)}
+    words |= {f"{name}{count}" for name in MATERIAL_ITEMS for count in range(RULES.item_max[name] + 1)}
     words |= {f"no-{name}" for name in TOOLS} | {f"todo-{name}" for name in TODO}
     words |= {f"+{name}" for name in ACHIEVEMENTS} | {f"@{name}" for name in seen}
     words |= {f"{direction}={name}" for direction, name in product(DIRECTIONS, seen)}

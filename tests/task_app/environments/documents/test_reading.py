@@ -4,29 +4,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from task_app.environments.documents.chunks import MAX_CHUNKS, SNIPPET_CHARS, SearchIndex, chunked, snippet
-from task_app.environments.documents.environment import correctness, normalised
+from task_app.environments.documents.chunks import (
+    MAX_CHUNKS,
+    SNIPPET_CHARS,
+    SearchIndex,
+    cut_into_chunks,
+    snippet,
+)
+from task_app.environments.documents.environment import correctness, normalise
 from task_app.environments.documents.notes import MAX_NOTE_CHARS, MAX_NOTES, Notes
 
 
 def test_a_chunk_ends_behind_the_last_white_space_that_fits():
     # 10 characters would end inside "four"
     text = "one two four five"
-    assert [text[a:b] for a, b in chunked(text, size=10, overlap=0).spans] == ["one two ", "four five"]
+    assert [text[a:b] for a, b in cut_into_chunks(text, size=10, overlap=0).spans] == [
+        "one two ",
+        "four five",
+    ]
 
 
 def test_a_word_longer_than_a_chunk_is_cut():
-    assert chunked("a" * 25, size=10, overlap=0).spans == ((0, 10), (10, 20), (20, 25))
+    assert cut_into_chunks("a" * 25, size=10, overlap=0).spans == ((0, 10), (10, 20), (20, 25))
 
 
 def test_an_overlap_repeats_the_end_of_the_chunk_before():
-    assert chunked("a" * 25, size=10, overlap=4).spans == ((0, 10), (6, 16), (12, 22), (18, 25))
+    assert cut_into_chunks("a" * 25, size=10, overlap=4).spans == ((0, 10), (6, 16), (12, 22), (18, 25))
 
 
 @given(st.text("ab \n", max_size=300), st.integers(2, 40), st.integers(0, 20))
 def test_chunks_cover_the_document_in_order_and_none_is_too_long(text, size, overlap):
     overlap = min(overlap, size // 2)
-    spans = chunked(text, size=size, overlap=overlap).spans
+    spans = cut_into_chunks(text, size=size, overlap=overlap).spans
     assert all(0 < end - start <= size for start, end in spans)
     covered = 0
     for start, end in spans:
@@ -38,9 +47,9 @@ def test_chunks_cover_the_document_in_order_and_none_is_too_long(text, size, ove
 
 def test_chunks_that_would_be_too_many_or_the_same_again_are_refused():
     with pytest.raises(ValueError, match=f"chunk_size 1 makes more than {MAX_CHUNKS} chunks"):
-        chunked("a" * (MAX_CHUNKS + 1), size=1, overlap=0)
+        cut_into_chunks("a" * (MAX_CHUNKS + 1), size=1, overlap=0)
     with pytest.raises(ValueError, match="overlap is 6; at most half of chunk_size, 5, is allowed"):
-        chunked("abc", size=10, overlap=6)
+        cut_into_chunks("abc", size=10, overlap=6)
 
 
 def test_the_chunk_with_the_rarer_word_is_found_first_and_ties_go_to_the_earlier():
@@ -81,7 +90,7 @@ def test_a_snippet_shows_where_most_words_of_the_query_stand_together():
     ],
 )
 def test_case_punctuation_articles_and_commas_in_numbers_do_not_count(answer, form):
-    assert normalised(answer) == form
+    assert normalise(answer) == form
 
 
 def test_an_answer_is_right_when_it_is_one_of_the_accepted_ones():
