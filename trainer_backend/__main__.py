@@ -1,4 +1,4 @@
-"""The `turnwise` command. Each command is a thin shell; torch is imported only by those that need it."""
+"""The `turnwise` command. Each command is thin; only commands that need torch import it."""
 
 import asyncio
 from contextlib import ExitStack
@@ -9,19 +9,18 @@ import typer
 from rich.text import Text
 
 from service_kit.errors import ServiceError
+from trainer_backend.core.presets import PRESETS
 from trainer_backend.job.load import dump_job
+from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.new_job import load_new_job
 from trainer_backend.terminal import jobs_commands, service_commands
-from trainer_backend.terminal.telling import (
+from trainer_backend.terminal.output import (
     JOB_HELP,
     JobPaths,
     Overrides,
     TextConsole,
-    estimators,
-    presets,
-    run_directories,
     tell,
     warn,
 )
@@ -29,7 +28,7 @@ from trainer_backend.terminal.telling import (
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Decision-level rewards."
 )
-new = typer.Typer(no_args_is_help=True, help="Make something of your own from a template that works.")
+new = typer.Typer(no_args_is_help=True, help="Create something of your own from a working template.")
 app.add_typer(new, name="new")
 app.add_typer(jobs_commands.jobs, name="jobs")
 service_commands.add_to(app)
@@ -43,17 +42,17 @@ def train(
     run: Annotated[Path | None, typer.Option(help="the run directory to make")] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="a run to continue; --set changes its job.toml", autocompletion=run_directories),
+        typer.Option(help="a run to continue; --set changes its job.toml"),
     ] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(help="such as 0,1,2: a run for each value of job.seed; again: those that are left"),
+        typer.Option(help="such as 0,1,2: one run per seed; repeating the command skips finished ones"),
     ] = None,
     report: Annotated[bool, typer.Option(help="write the report at the end")] = True,
-    dashboard: Annotated[bool, typer.Option(help="show it on a page of this machine meanwhile")] = False,
+    dashboard: Annotated[bool, typer.Option(help="show it on a local page meanwhile")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train as the job says, then write the report; Ctrl-C saves the last finished iteration."""
+    """Train a job, then write the report; Ctrl-C saves the last finished iteration."""
     from trainer_backend.terminal.train_command import (
         dashboard_beside,
         run_of_each_seed,
@@ -61,22 +60,24 @@ def train(
         train_one,
     )
 
-    given = (job, run, resume, overrides or ())
-    with ExitStack() as shown:
-        for planned in run_of_each_seed(*given, seeds=seeds) if seeds is not None else [single_run(*given)]:
-            warn(_err, planned.loaded)
+    arguments = (job, run, resume, overrides or ())
+    with ExitStack() as stack:
+        for plan in (
+            run_of_each_seed(*arguments, seeds=seeds) if seeds is not None else [single_run(*arguments)]
+        ):
+            warn(_err, plan.loaded)
             if dashboard:
-                shown.enter_context(dashboard_beside(planned.folder, lambda line: tell(_out, line)))
-                dashboard = False  # one shows them all
-            if not train_one(_out, planned, report=report):
+                stack.enter_context(dashboard_beside(plan.folder, lambda line: tell(_out, line)))
+                dashboard = False  # one dashboard shows all runs
+            if not train_one(_out, plan, report=report):
                 raise typer.Exit(130)
 
 
 @app.command()
 def check(job: JobPaths, overrides: Overrides = None) -> None:
-    """Read a job and print it with every default filled in; starts and writes nothing.
+    """Print a job with every default filled in; nothing is started or written.
 
-    What task apps offer (environments, policies, their configs) is checked when `train` starts.
+    The offers of task apps (environments, policies, their configs) are checked when `train` starts.
     """
     from trainer_backend.run.preflight import lines_before_a_run
 
@@ -90,15 +91,16 @@ def check(job: JobPaths, overrides: Overrides = None) -> None:
 @app.command("init")
 def init_job(
     file: Annotated[Path, typer.Argument(help="the job TOML to write")] = Path("job.toml"),
-    env: Annotated[str, typer.Option(help="the environment that it trains on")] = "crafter",
+    env: Annotated[str, typer.Option(help="the environment to train on")] = "crafter",
     preset: Annotated[
-        str | None, typer.Option(help="a small model to begin with", autocompletion=presets)
+        str | None,
+        typer.Option(help="a small model to begin with", autocompletion=lambda: list(PRESETS)),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="or a Hugging Face model: a local folder, or a name of the hub")
     ] = None,
 ) -> None:
-    """Write a job with a comment for every key; it asks nothing and overwrites nothing."""
+    """Write a job with a comment for every key, without questions; no file is overwritten."""
     from trainer_backend.terminal.templates import Choices, write_job
 
     warn(_err, write_job(file, Choices(env, preset, model)))
@@ -107,10 +109,10 @@ def init_job(
 
 @new.command("env")
 def new_environment(
-    name: Annotated[str, typer.Argument(help="small letters, digits and _; also the folder's name")],
-    parent: Annotated[Path, typer.Option("--in", help="the folder to make it in")] = Path(),
+    name: Annotated[str, typer.Argument(help="lower-case letters, digits and _; also the folder's name")],
+    parent: Annotated[Path, typer.Option("--in", help="the parent folder")] = Path(),
 ) -> None:
-    """Make a folder with an environment that works, its contract test, and a job that trains on it."""
+    """Create a folder with a working environment, its contract test, and a job that trains on it."""
     from trainer_backend.terminal.templates import write_environment
 
     for file in write_environment(name, parent):
@@ -123,9 +125,9 @@ def new_environment(
 
 @app.command("report")
 def write_run_report(
-    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=run_directories)],
+    run: Annotated[Path, typer.Argument(help="a run directory")],
 ) -> None:
-    """Write RUN/report/report.html, the page of the run as one file, from the files of the run."""
+    """Write RUN/report/report.html, the run's page as one file."""
     from trainer_backend.pages.report import write_report
 
     print(write_report(open_run(run)))
@@ -137,12 +139,11 @@ def compare(
         list[Path],
         typer.Argument(
             help="two or more run directories; the first is the baseline",
-            autocompletion=run_directories,
         ),
     ],
     out: Annotated[Path, typer.Option(help="the folder to write")] = Path("comparison"),
 ) -> None:
-    """Lay runs over one another: a table here, curves and differing settings in OUT/comparison.html."""
+    """Compare runs: a table here, curves and differing settings in OUT/comparison.html."""
     from trainer_backend.pages.compare import read_sides, write_comparison
     from trainer_backend.terminal.evaluation_tables import comparison_table
 
@@ -153,10 +154,12 @@ def compare(
 
 @app.command()
 def recredit(
-    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=run_directories)],
+    run: Annotated[Path, typer.Argument(help="a run directory")],
     advantage: Annotated[
         list[str] | None,
-        typer.Option(help="an estimator; may be repeated; absent: all", autocompletion=estimators),
+        typer.Option(
+            help="an estimator; may be repeated; absent: all", autocompletion=lambda: list(ESTIMATORS)
+        ),
     ] = None,
     iteration: Annotated[
         list[int] | None, typer.Option(help="a stored iteration; may be repeated; absent: all")
@@ -167,7 +170,7 @@ def recredit(
     out: Annotated[Path | None, typer.Option(help="the folder to write; absent: RUN/recredit")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Credit stored rollouts anew, by every estimator and any reward mode (--set), without new rollouts."""
+    """Credit stored rollouts again, by every estimator and any reward mode (--set), without new rollouts."""
     from trainer_backend.credit.recredit import recredit_run
 
     tables, folder = recredit_run(run, advantage or (), iteration or (), checkpoint, out, overrides or ())
@@ -177,31 +180,31 @@ def recredit(
 
 @app.command("inspect")
 def inspect_rollout(
-    rollout: Annotated[str, typer.Argument(help="its id, or the end of it, such as train/3/0/1")],
+    rollout: Annotated[str, typer.Argument(help="its id, or the end of its id, such as train/3/0/1")],
     run: Annotated[
         Path | None,
-        typer.Option(help="the run that holds it; absent: those in runs/", autocompletion=run_directories),
+        typer.Option(help="the run that holds it; absent: those in runs/"),
     ] = None,
-    full: Annotated[bool, typer.Option(help="show whole prompts, not only what is new in them")] = False,
-    tokens: Annotated[bool, typer.Option(help="show token ids, and where segments hold them")] = False,
+    full: Annotated[bool, typer.Option(help="show whole prompts, not only their new parts")] = False,
+    tokens: Annotated[bool, typer.Option(help="show token ids, and their segments")] = False,
 ) -> None:
-    """Show one stored episode, decision by decision: what it saw, did, earned, and its credit."""
+    """Show one stored episode, decision by decision: observation, action, rewards and credit."""
     from trainer_backend.credit.inspect import episode_view, find_rollout
 
     folders = [run] if run else sorted(path.parent for path in Path("runs").glob("*/run.json"))
-    found, credits = find_rollout([open_run(folder) for folder in folders], rollout)
-    _out.print(episode_view(found, credits, full=full, tokens=tokens), soft_wrap=True)
+    rollout_record, credits = find_rollout([open_run(folder) for folder in folders], rollout)
+    _out.print(episode_view(rollout_record, credits, full=full, tokens=tokens), soft_wrap=True)
 
 
 @app.command("export")
 def export_rollouts(
-    run: Annotated[Path, typer.Argument(help="a run directory", autocompletion=run_directories)],
-    to: Annotated[Path, typer.Option(help="x.jsonl, x.parquet, or a folder to make, which `datasets` loads")],
-    min_reward: Annotated[float | None, typer.Option(help="least outcome reward of an episode")] = None,
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    to: Annotated[Path, typer.Option(help="x.jsonl, x.parquet, or a new folder, which `datasets` loads")],
+    min_reward: Annotated[float | None, typer.Option(help="minimum outcome reward of an episode")] = None,
     achievement: Annotated[
-        list[str] | None, typer.Option(help="that the episode unlocked; may be repeated: all of them")
+        list[str] | None, typer.Option(help="required achievement; may be repeated: all of them")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="that played it, such as actor")] = None,
+    policy: Annotated[str | None, typer.Option(help="the policy that played, such as actor")] = None,
     stage: Annotated[
         list[str] | None,
         typer.Option(help="train, warmup, branches, evaluation; may be repeated; absent: train and warmup"),
@@ -220,41 +223,40 @@ def evaluate_policy(
         Path | None,
         typer.Argument(
             help="a run (its best checkpoint plays), or a model folder",
-            autocompletion=run_directories,
         ),
     ] = None,
-    job: Annotated[Path | None, typer.Option(help="a job TOML; absent: that of the run")] = None,
+    job: Annotated[Path | None, typer.Option(help="a job TOML; absent: the run's")] = None,
     policy: Annotated[
         str | None, typer.Option(help="a policy of the task app plays instead, such as crafter_teacher")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="a model of any OpenAI-compatible server plays instead")
     ] = None,
-    inference_url: Annotated[str | None, typer.Option(help="the server that --model asks")] = None,
+    inference_url: Annotated[str | None, typer.Option(help="the server of --model")] = None,
     api_key_env: Annotated[
         str | None,
         typer.Option(
             help="environment variable with its key; absent: OPENAI_API_KEY for api.openai.com, else none"
         ),
     ] = None,
-    instances: Annotated[int | None, typer.Option(min=1, help="how many held-out worlds")] = None,
+    instances: Annotated[int | None, typer.Option(min=1, help="number of held-out worlds")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="of sampling: --set evaluation.temperature")
+        float | None, typer.Option(help="sampling temperature: --set evaluation.temperature")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures to this file")] = None,
     rollouts: Annotated[Path | None, typer.Option(help="keep the episodes in this Parquet file")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Play the held-out worlds with a model or a scripted policy, and print the figures."""
-    from trainer_backend.evaluation.play import chosen_player, evaluate, what_to_evaluate
+    from trainer_backend.evaluation.play import evaluate, player_of_flags, what_to_evaluate
     from trainer_backend.evaluation.result import as_json
     from trainer_backend.terminal.evaluation_tables import tables
 
-    changed = list(overrides or ())
-    changed += [f"evaluation.instances={instances}", "evaluation.seeds=[]"] if instances is not None else []
-    changed += [f"evaluation.temperature={temperature}"] if temperature is not None else []
-    chosen = chosen_player(policy, model, inference_url, api_key_env)
-    loaded, player = what_to_evaluate(folder, job, chosen, changed)
+    settings = list(overrides or ())
+    settings += [f"evaluation.instances={instances}", "evaluation.seeds=[]"] if instances is not None else []
+    settings += [f"evaluation.temperature={temperature}"] if temperature is not None else []
+    player_flags = player_of_flags(policy, model, inference_url, api_key_env)
+    loaded, player = what_to_evaluate(folder, job, player_flags, settings)
     warn(_err, loaded)
     with _err.status("playing the held-out worlds") as status:
 
@@ -269,7 +271,7 @@ def evaluate_policy(
 
 
 def main() -> None:
-    """Run a command; an error of ours is one sentence and exit code 2 (the user's) or 1 (ours)."""
+    """Run a command; an error of ours becomes one sentence and exit code 2 (the user's) or 1 (ours)."""
     try:
         app()
     except ServiceError as error:

@@ -1,17 +1,17 @@
-"""The errors of the trainer backend, as one tree; those of the HTTP edge are in `service_kit.errors`.
+"""The errors of the trainer backend, as one tree; errors of the HTTP edge are in `service_kit.errors`.
 
     TrainerError
-    ├── JobError                   the TOML of a job is wrong
-    ├── DataError                  a file, split or row of [data] is not as it must be
+    ├── JobError                   a job's TOML is wrong
+    ├── DataError                  a file, split or row of [data] is wrong
     ├── ModelFolderError           a model or tokenizer cannot be loaded or built
     ├── CheckpointError            a checkpoint cannot be written or read
-    ├── RunDirectoryError          a run's folder cannot be made, is not one, or is somebody else's now
+    ├── RunDirectoryError          a run's folder cannot be created or read, or another process uses it
     │   └── RunNotWritten          the disk is full, or refuses
     ├── NothingToLearnFrom         no rollout of a stage was finished
     ├── CreditError                a trajectory cannot be credited (leaves below)
-    ├── UpdateStopped              an update could not go on; says how many of its steps were taken
+    ├── UpdateStopped              an update could not continue; it says how many steps were taken
     │   ├── NonFiniteLoss          it met NaN or infinity
-    │   ├── SamplerMismatch        sampler and learner give a token other log-probs than rounding explains
+    │   ├── SamplerMismatch        log-probs of sampler and learner differ by more than rounding
     │   └── OutOfMemory            it did not fit the device
     ├── TaskAppError               a task app refused, or could not be reached in time
     │   ├── NoPictures             there are none of an episode (collect/wire.py)
@@ -19,29 +19,29 @@
     │   └── Refused                it finds something wrong in a request (collect/wire.py)
     ├── BadAddress, UnknownTurn, ReadOnly    a request to the dashboard cannot be met (pages/page.py)
     ├── ApiError                   a request to the service cannot be carried out (leaves below)
-    ├── ServiceRefused, ServiceUnreachable   what it said to a terminal, or that nobody answers (terminal/)
+    ├── ServiceRefused, ServiceUnreachable   the service's answer to a terminal, or its absence (terminal/)
     ├── StoreError                 the database of jobs and runs cannot be used (leaves in store/database.py)
     │   ├── StoreUnavailable       it does not answer, or refuses to write
-    │   ├── UnknownJob, UnknownRollout   there is none of that id
-    │   ├── UnknownCursor          a page begins nowhere there
+    │   ├── UnknownJob, UnknownRollout   no row has that id
+    │   ├── UnknownCursor          the store did not issue the cursor
     │   ├── IdempotencyConflict    the key was used with another body
-    │   └── JobConflict            the job's state does not allow it
-    │       └── JobChanged         somebody else changed it since it was read
+    │   └── JobConflict            the job's state does not allow the request
+    │       └── JobChanged         somebody else changed the job after it was read
     └── InferenceError             the engine or the gateway could not answer
         ├── BadChatRequest         the request itself is wrong
         │   ├── ContextLengthExceeded   prompt + max_tokens do not fit the model
         │   └── UnknownModel       no policy of that name is served here
         ├── InferenceUnauthorized  missing or wrong key
-        ├── WeightsRefused         load_weights was given tensors that do not fit; the old ones still serve
-        ├── EngineBusy             the waiting line is full; try again later
+        ├── WeightsRefused         new weights do not fit; the old ones still serve
+        ├── EngineBusy             the queue is full; try again later
         ├── EngineTimeout          a bounded wait ran out
-        ├── EngineOutOfMemory      a prompt or a decode step did not fit; the engine goes on without it
-        ├── EngineStopped          stopped, or its thread ended on an error
-        ├── RemoteUnavailable      somebody else's server does not answer, or asks for patience
-        └── RemoteRefused          it refuses, or answers with what cannot be weighed
+        ├── EngineOutOfMemory      a prompt or decode step did not fit; the engine continues without it
+        ├── EngineStopped          stopped, or its thread ended with an error
+        ├── RemoteUnavailable      a foreign server does not answer, or asks to try later
+        └── RemoteRefused          it refuses, or its answer cannot be weighed
 
 A message is one sentence: where, what was found, what is allowed. `code` is for programs, `status` is the
-HTTP status where such an error becomes a reply, `where` names the place and `hint` the likely remedy.
+HTTP status of a reply with this error, `where` names the place and `hint` the likely remedy.
 """
 
 from service_kit.errors import ServiceError
@@ -49,7 +49,7 @@ from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
 
 
 class TrainerError(ServiceError):
-    """Base of the tree."""
+    """The base of the tree."""
 
     code = "trainer_error"
     title = "Trainer error"
@@ -96,7 +96,7 @@ class NothingToLearnFrom(TrainerError):
 
 
 class UpdateStopped(TrainerError):
-    """An update, or a warm-up, that could not go on. The step that met it has not touched the weights.
+    """An update or warm-up that could not continue. The failing step has not changed the weights.
 
     Attributes:
         steps_taken: optimizer steps of this update before it; 0: the weights are those of the last iteration.
@@ -140,7 +140,7 @@ class BadChatRequest(InferenceError):
 
 
 class ContextLengthExceeded(BadChatRequest):
-    """Carries the counts, so that a budget check needs no second question."""
+    """The context is full. It carries the counts, so that callers can check a budget."""
 
     code = CONTEXT_LENGTH_EXCEEDED
     title = "The context is full"
@@ -154,7 +154,7 @@ class ContextLengthExceeded(BadChatRequest):
         whose: str = "the model's own",
         at_least: bool = False,
     ) -> None:
-        # OpenAI's words first: by them other clients know this error.
+        # OpenAI's words first, by which other clients recognise this error.
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens ({whose}), and a prompt of "
             f"{'at least ' * at_least}{prompt_tokens} tokens + max_tokens {max_tokens} = "
@@ -215,7 +215,7 @@ class RemoteUnavailable(InferenceError):
 
 
 class RemoteRefused(InferenceError):
-    """Not the caller's mistake, and asking again would not help: 424, which no client repeats."""
+    """A foreign server's refusal: 424, which no client repeats, since the caller did nothing wrong."""
 
     code = "inference_refused"
     status = 424
@@ -251,19 +251,19 @@ class BatchError(CreditError):
 
 
 def place(rollout_id: str, turn: int | None = None, token: int | None = None) -> str:
-    """`rollout r-3, turn 5, token 2`: turn counts from 1, token from 0."""
+    """Return `rollout r-3, turn 5, token 2`; turns count from 1, tokens from 0."""
     parts = [f"rollout {rollout_id or '(unnamed)'}"]
     parts += [] if turn is None else [f"turn {turn}"]
     parts += [] if token is None else [f"token {token}"]
     return ", ".join(parts)
 
 
-# Of what waits for a place, or for a database that starts.
+# Seconds to wait for a place, or for a database that starts.
 RETRY_S = 5
 
 
 class ApiError(TrainerError):
-    """The request cannot be carried out as it stands."""
+    """The request is invalid."""
 
     code = "request_invalid"
     status = 422
@@ -290,7 +290,7 @@ class QueueFull(ApiError):
 
 
 class CheckEnded(ApiError):
-    """A job that nobody can check in the time and the memory that there is for that."""
+    """A job that cannot be checked within the limits of time and memory."""
 
     code = "check_ended"
     title = "The check was ended"

@@ -1,6 +1,6 @@
-"""The plug boards of the trainer: every name that a job may choose, and what it stands for.
+"""The plug boards of the trainer: every name that a job may choose, and its implementation.
 
-Reading this file imports no torch.
+Importing this file imports no torch.
 """
 
 from collections.abc import Mapping
@@ -30,18 +30,18 @@ from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import Fall, constant, cosine, linear
 from trainer_backend.errors import JobError
 from trainer_backend.sinks import OpenSink, open_tensorboard, open_wandb
+from trainer_backend.tool_formats.calls import ToolFormat
 from trainer_backend.tool_formats.hermes import parse_hermes
 from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
 from trainer_backend.tool_formats.mistral import CALLS, parse_mistral
 from trainer_backend.tool_formats.qwen3_coder import parse_qwen3_coder
-from trainer_backend.tool_formats.reading import ToolFormat
-from trainer_backend.tool_formats.tagged import OPEN
+from trainer_backend.tool_formats.tags import OPEN
 from trainer_backend.tool_formats.turnwise import CALL, parse_turnwise
 
 Plug = TypeVar("Plug")
 
 _OF_SCORES = frozenset({"episode_score"})
-_ANCHORED = _OF_SCORES | frozenset(
+_ANCHOR_KEYS = _OF_SCORES | frozenset(
     {"state_hashing_function", "default_step_reward", "fnorm", "episode_baseline", "context_depth"}
     | {"context_alpha"}
 )
@@ -75,11 +75,11 @@ ESTIMATORS: dict[str, EstimatorPlug] = {
         compares_siblings=False,
     ),
     "gigpo": EstimatorPlug(
-        gigpo, _ANCHORED | {"omega"}, needs_state_keys=True, divides_by_std=True, bias=_OF_ANCHORS
+        gigpo, _ANCHOR_KEYS | {"omega"}, needs_state_keys=True, divides_by_std=True, bias=_OF_ANCHORS
     ),
     "gigpo_additive": EstimatorPlug(
         gigpo_additive,
-        _ANCHORED | {"step_advantage_w"},
+        _ANCHOR_KEYS | {"step_advantage_w"},
         needs_state_keys=True,
         divides_by_std=True,
         bias=_OF_ANCHORS,
@@ -110,10 +110,10 @@ AGGREGATIONS: dict[str, AggregationPlug] = {
     "episode_equal": AggregationPlug(episode_equal, over="iteration"),
     "constant": AggregationPlug(constant_aggregation, over="plan", takes=frozenset({"constant_tokens"})),
 }
-# Their libraries are imported when a job opens them.
+# A sink's library is imported when a job opens the sink.
 SINKS: dict[str, OpenSink] = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 SCHEDULES: dict[str, Fall] = {"linear": linear, "cosine": cosine, "constant": constant}
-# Who samples rollouts, the actor or a fixed policy: alpha over the steps of a run.
+# Schedules of alpha, the probability that the actor instead of a fixed policy samples.
 ALLOCATIONS: dict[str, AllocationPlug] = {
     "constant": AllocationPlug(ConstantSchedule, needs=frozenset({"alpha"})),
     "linear": AllocationPlug(
@@ -130,8 +130,8 @@ ALLOCATIONS: dict[str, AllocationPlug] = {
         looks_back=True,
     ),
 }
-# How models write tool calls. Of several markers in one chat template the first here counts: the template of
-# Qwen3-Coder holds that of Hermes too.
+# Formats of tool calls. The first marker found in a chat template decides: the template of Qwen3-Coder
+# contains that of Hermes too.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "turnwise": ToolFormat(parse_turnwise, marker="'<|call|> '", openers=(CALL,)),
     "mistral": ToolFormat(parse_mistral, marker="[TOOL_CALLS]", openers=(CALLS,)),
@@ -139,7 +139,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(parse_hermes, marker="<tool_call>", openers=(OPEN,)),
     "llama": ToolFormat(parse_llama, marker="ipython", openers=("{", PYTHON_TAG)),
 }
-# Every key of a job that takes a name of a board: what checks it, documents it, and offers it after a tab.
+# Every key of a job that takes a name of a board; checks and documentation use it.
 BOARDS: dict[str, Mapping[str, object]] = {
     "algorithm.advantage": ESTIMATORS,
     "algorithm.loss": LOSSES,
@@ -157,7 +157,7 @@ def _keys(algorithm: frozenset[str] = frozenset(), training: frozenset[str] = fr
     return frozenset({f"algorithm.{key}" for key in algorithm} | {f"training.{key}" for key in training})
 
 
-# The job's keys that each name reads; a set key that only unchosen names read is refused (`check`).
+# The job's keys that each name reads; a set key that only other names read is refused (`check`).
 READS: dict[str, dict[str, frozenset[str]]] = {
     "algorithm.advantage": {
         name: _keys(plug.takes, _OF_CRITICS if plug.needs_values else frozenset())
@@ -177,42 +177,42 @@ READS: dict[str, dict[str, frozenset[str]]] = {
 
 
 def not_read(board: str, name: str) -> dict[str, list[str]]:
-    """The keys that other names of the board read and this one does not, each with the names that do."""
+    """Return the keys that only other names of the board read, each with those names."""
     others = frozenset[str]().union(*READS[board].values()) - READS[board][name]
     return {key: [other for other, keys in READS[board].items() if key in keys] for key in sorted(others)}
 
 
 def refuse_unknown(key: str, name: str) -> None:
-    """JobError, which lists the names that there are, if `key` of BOARDS does not take this one."""
-    _chosen(BOARDS[key], name, key=key)
+    """Raise JobError with the known names if `key` of BOARDS does not take this one."""
+    _plug(BOARDS[key], name, key=key)
 
 
 def estimator(name: str) -> EstimatorPlug:
     """Return the named advantage estimator; JobError, which lists the names, if there is none."""
-    return _chosen(ESTIMATORS, name, key="algorithm.advantage")
+    return _plug(ESTIMATORS, name, key="algorithm.advantage")
 
 
 def policy_loss(name: str) -> LossPlug:
-    """The policy loss of that name; JobError if there is none."""
-    return _chosen(LOSSES, name, key="algorithm.loss")
+    """Return the policy loss of that name, or raise JobError."""
+    return _plug(LOSSES, name, key="algorithm.loss")
 
 
 def aggregation(name: str) -> AggregationPlug:
-    """The loss aggregation of that name; JobError if there is none."""
-    return _chosen(AGGREGATIONS, name, key="training.aggregation")
+    """Return the loss aggregation of that name, or raise JobError."""
+    return _plug(AGGREGATIONS, name, key="training.aggregation")
 
 
 def schedule(name: str) -> Fall:
-    """How the learning rate falls after its rise; JobError if there is no schedule of that name."""
-    return _chosen(SCHEDULES, name, key="training.learning_rate_schedule")
+    """Return the course of the learning rate after its rise, or raise JobError."""
+    return _plug(SCHEDULES, name, key="training.learning_rate_schedule")
 
 
 def allocation(name: str) -> AllocationPlug:
-    """The allocation schedule of that name; JobError if there is none."""
-    return _chosen(ALLOCATIONS, name, key="rollout_allocation_schedule.type")
+    """Return the allocation schedule of that name, or raise JobError."""
+    return _plug(ALLOCATIONS, name, key="rollout_allocation_schedule.type")
 
 
-def _chosen(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
+def _plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
     if name not in board:
         raise JobError(f"{key} is {name[:100]!r}{did_you_mean(name, board)}")
     return board[name]

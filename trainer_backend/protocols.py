@@ -1,6 +1,6 @@
-"""The roles that the orchestrator (`trainer_backend.train`) joins, so that each can move to another process.
+"""The parts that the orchestrator (`trainer_backend.train`) connects; each could run in another process.
 
-*learner* scores and updates the policy, *inference* serves it; `reporter` tells a person what happens.
+The *learner* scores and updates the policy, *inference* serves it, and the *reporter* informs the user.
 """
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -23,11 +23,11 @@ class CreditedEpisode:
     """An episode that is ready for an update.
 
     Attributes:
-        rollout_id: named in errors.
+        rollout_id: its name in errors.
         segments: its token sequences (core.segments).
         advantages: [T] of its decisions, or those of its sampled tokens.
-        critic: what a critic is to learn from it; None where there is none.
-        policy: who sampled it: the one that is trained, or a fixed one of the job by its name.
+        critic: the critic's targets; None without a critic.
+        policy: the policy that sampled it: the trained one, or a fixed one of the job by its name.
     """
 
     rollout_id: str
@@ -39,11 +39,11 @@ class CreditedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training has come; what a checkpoint's state.json holds.
+    """The progress of training, stored in a checkpoint's state.json.
 
     Attributes:
-        iteration: iterations that are finished; 0 after warm-up.
-        policy_version: counts published weights.
+        iteration: finished iterations; 0 after warm-up.
+        policy_version: number of published weights.
         updates: optimizer steps of RL.
     """
 
@@ -53,34 +53,34 @@ class Progress:
 
 
 class Learner(Protocol):
-    """Holds the policy that is trained. Calls block; the orchestrator makes them on a thread."""
+    """Holds the trained policy. Calls block; the orchestrator makes them on a thread."""
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
-        """Supervised steps on a teacher's decisions.
+        """Train on a teacher's decisions and return metrics.
 
-        `tell` is called with the steps done and their total; what it raises ends the warm-up there.
+        `tell` receives the finished steps and their total; its error ends the warm-up.
         """
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        """V of each episode where the job's estimator reads it; only a job whose estimator needs it asks.
+        """Return V of each episode, where the job's estimator needs it.
 
-        Raises AdvantageError where one is not finite, by rollout, turn and token.
+        Raises AdvantageError with rollout, turn and token if a value is not finite.
         """
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """What the policy and the one that RL started from say of each episode's tokens, by rollout id.
+        """Return the tokens' log-probs by the policy and by the initial model of RL, by rollout id.
 
-        Only a job whose rewards have the KL between the two asks.
+        Called only for jobs whose rewards contain the KL between the two.
         """
 
     def update(self, episodes: Sequence[CreditedEpisode], *, iteration: int) -> dict[str, float]:
-        """Score, then one iteration of policy updates; the metrics of it.
+        """Score the episodes, do one iteration of policy updates, and return its metrics.
 
-        Raises NonFiniteLoss before anything non-finite has reached the weights.
+        Raises NonFiniteLoss before anything non-finite reaches the weights.
         """
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """A whole checkpoint, or a CheckpointError and nothing."""
+        """Write a whole checkpoint, or raise CheckpointError and leave nothing."""
 
 
 class InferenceServer(Protocol):
@@ -92,23 +92,23 @@ class InferenceServer(Protocol):
         """Serve the learner's weights from now on, under this version; no request is lost."""
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of work that asks it, which has ended in any case.
+        """Run work that uses the server, and return its result; the work has ended in any case.
 
-        Raises EngineStopped where it can answer nobody any more: whatever asks would only ask again.
+        Raises EngineStopped if the engine has failed, since further requests would be useless.
         """
 
     def totals(self) -> Mapping[str, float]:
-        """Counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
+        """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 
 
 class Reporter(Protocol):
-    """Tells a person what happens. Calls return at once."""
+    """Informs the user. Calls return at once."""
 
     def say(self, text: str) -> None:
-        """One line worth keeping."""
+        """Report one line worth keeping."""
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """How far the current stage has come."""
+        """Report the progress of the current stage."""
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl that was just written."""
+        """Report a row of metrics.jsonl that was just written."""

@@ -1,4 +1,7 @@
-"""Sinks of metrics: their interface, Weights & Biases, TensorBoard. Importing it loads no sink's library."""
+"""Sinks of metrics: their interface, Weights & Biases, TensorBoard.
+
+Importing this loads no sink's library.
+"""
 
 import importlib.util
 import math
@@ -13,18 +16,21 @@ from trainer_backend.job.tables import SinksTable
 
 
 class Sink(Protocol):
-    """Takes rows of metrics.jsonl, oldest first. Any exception is reported, and the sink dropped."""
+    """Takes rows of metrics.jsonl, oldest first.
+
+    After an exception, which is reported, it gets no more rows.
+    """
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take one row; returns at once."""
+        """Take one row, without waiting."""
 
     def close(self) -> None:
-        """Hand on what is still buffered."""
+        """Send the rows that are still buffered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What a sink is opened with.
+class SinkOptions:
+    """The options with which a sink is opened.
 
     Attributes:
         table: [sinks].
@@ -39,15 +45,15 @@ class Opening:
     job: Mapping[str, Any]
 
 
-OpenSink = Callable[[Opening], Sink]
+OpenSink = Callable[[SinkOptions], Sink]
 
 
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def refuse_missing(table: SinksTable, *, installed: Callable[[str], bool] = is_installed) -> None:
-    """Before anything is started: the library of every sink that the job asks for must be there."""
+def refuse_missing_libraries(table: SinksTable, *, installed: Callable[[str], bool] = is_installed) -> None:
+    """Refuse a job with a sink whose library is missing, before anything is started."""
     for name in type(table).model_fields:
         if getattr(table, name) and not installed(name):
             raise JobError(
@@ -57,11 +63,11 @@ def refuse_missing(table: SinksTable, *, installed: Callable[[str], bool] = is_i
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by tag, for sinks that draw curves.
+    """Return the numbers of a row by tag, for sinks that draw curves.
 
-    A table such as eval/success_rates gives a tag an entry. Rows of other kinds than `iteration` have their
-    kind before the name, so that an evaluation's rollout/finished stays apart from the iteration's.
-    Left out are lists (a reward for every turn is no curve), texts, and what is not finite.
+    A table such as eval/success_rates gives one tag per entry. Rows of kinds other than `iteration` have
+    their kind before the name, so that an evaluation's rollout/finished differs from the iteration's. Lists
+    (a reward for every turn is no curve), texts, and numbers that are not finite are left out.
     """
     kind = row["kind"]
     tags: dict[str, float] = {}
@@ -81,34 +87,34 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# A run directory is one run of the W&B project, also after a resume.
+# A run directory is one run of the W&B project, even after a resume.
 
 
-def open_wandb(opening: Opening) -> Sink:
-    """Begin the run, or go on with it: what it holds already is not sent again."""
-    return _Wandb(opening)
+def open_wandb(options: SinkOptions) -> Sink:
+    """Start the run, or continue it without sending its rows again."""
+    return _Wandb(options)
 
 
 class _Wandb:
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, options: SinkOptions) -> None:
         import wandb
 
-        table = opening.table.wandb
+        table = options.table.wandb
         assert table is not None, "opened only where the job asks for it"
         self._run = wandb.init(
             project=table.project,
             entity=table.entity,
-            name=table.name or opening.folder.name,
+            name=table.name or options.folder.name,
             mode=table.mode,
-            id=opening.run_id,
+            id=options.run_id,
             resume="allow",
-            dir=str(opening.folder),
-            config=dict(opening.job),
-            # A run of its own, whatever else this process logs; and nothing of it in our live table.
+            dir=str(options.folder),
+            config=dict(options.job),
+            # A separate run, whatever else this process logs, and without output in our live table.
             settings=wandb.Settings(console="off", silent=True),
             reinit="create_new",
         )
-        # W&B takes no row of a step before the one that it is at.
+        # W&B accepts no row of a step before its current one.
         self._from = self._run.step
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -122,20 +128,20 @@ class _Wandb:
 # TensorBoard gets a scalar for each metric, by iteration, in event files under RUN/tensorboard.
 
 
-def open_tensorboard(opening: Opening) -> Sink:
-    """A new event file; earlier ones of the run are superseded, since all rows are written again."""
-    return _TensorBoard(str(opening.folder / "tensorboard"))
+def open_tensorboard(options: SinkOptions) -> Sink:
+    """Open a new event file; it replaces earlier ones of the run, since all rows are written again."""
+    return _TensorBoard(str(options.folder / "tensorboard"))
 
 
 class _TensorBoard:
     def __init__(self, folder: str) -> None:
-        # The job asked for it, and the sentence about a missing package was said before.
+        # The job asked for it; a missing package was reported before.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._writer = EventFileWriter(folder)
-        # Readers drop what earlier files hold from this step on (event_accumulator.py, purge_orphaned_data).
+        # Readers drop earlier files' data from this step on (event_accumulator.py, purge_orphaned_data).
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, session_log=start))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from service_kit.logs import configure_logs_from
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.task_apps import task_apps, told_of
+from trainer_backend.collect.task_apps import describe, task_apps
 from trainer_backend.collect.trial import try_job
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.data.dataset import data_of
@@ -88,8 +88,8 @@ async def _run(
             if reporter.left_behind:
                 await collector.abort(reporter.left_behind)
             reporter.runs_as(run_id)
-            lines = [told_of(apps), echo_of_switches(job.training, job.algorithm)]
-            for line in (*lines, *(data.told if data is not None else ())):
+            lines = [describe(apps), echo_of_switches(job.training, job.algorithm)]
+            for line in (*lines, *(data.notes if data is not None else ())):
                 reporter.say(line)
             preset = job.model.preset is not None
             await until(stop, try_job(planner, apps, from_scratch=checkpoint is None, preset=preset))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shared_schemas.rollouts import RolloutRequest
-from trainer_backend.collect.collector import Collection, joined
+from trainer_backend.collect.collector import Collection, join_rounds
 from trainer_backend.collect.metrics import (
     collection_metrics,
     evaluation_metrics,
@@ -120,7 +120,7 @@ class Iteration:
             return False
         new = self._planner.branches(collection.rollouts)  # 3; none, but for an estimator that needs them
         if new:  # their parents are stored first, lest an error loses them
-            self._store(self._name, joined([*self._rounds, collection]))
+            self._store(self._name, join_rounds([*self._rounds, collection]))
         stage = _stage("branches", self.number, refills)
         branches = await run.collect(stage, new, spool=self._spool, stop=stop)  # 4 to 6
         if branches is None:
@@ -134,7 +134,7 @@ class Iteration:
 
     def result(self) -> IterationResult:
         """All rounds together."""
-        collection, credits = joined(self._rounds), self._credited.credits
+        collection, credits = join_rounds(self._rounds), self._credited.credits
         inference = inference_metrics(self._totals, self._run.server.totals())
         times = IterationTimes(self._started, time.monotonic(), self._collect_s)
         schedule = self._planner.allocation.schedule
@@ -142,7 +142,7 @@ class Iteration:
         metrics = self._run.metrics
         return IterationResult(
             collection=collection,
-            branches=joined(self._branches),
+            branches=join_rounds(self._branches),
             credited=self._credited,
             times=times,
             inference=inference,
@@ -152,7 +152,7 @@ class Iteration:
 
     async def _credit_and_store(self, newest: Collection) -> None:
         """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
-        collection, branches = joined(self._rounds), joined(self._branches)
+        collection, branches = join_rounds(self._rounds), join_rounds(self._branches)
         credit = self._run.credit
 
         def store(credits: Sequence[Credit] | None) -> None:

@@ -79,7 +79,7 @@ def test_siblings_are_asked_their_row_and_every_start_plans_the_same_rows(run):
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         again = Planner.of(directory.job(), "another", inference, data).training(iteration)
         assert {request.group_id for request in again} == groups(directory, f"iteration_{iteration}").keys()
-    assert data.told[0] in reporter.lines
+    assert data.notes[0] in reporter.lines
 
 
 def test_the_interaction_scores_every_answer_by_the_truth_of_its_row(run):

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import at_the_task_app, rows_of, tiny_job, train_job
 from tests.foreign_server import foreign_server
 from trainer_backend.errors import JobError
-from trainer_backend.evaluation.play import Scripted, evaluate
+from trainer_backend.evaluation.play import TaskAppPolicy, evaluate
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 KEY = "sk-very-secret-0123456789abcdef"
@@ -44,7 +44,7 @@ def test_a_model_is_imitated_without_token_ids_and_its_key_is_stored_nowhere(tmp
 def test_the_teacher_is_evaluated_as_the_job_configures_it_with_its_key(monkeypatch):
     monkeypatch.setenv("THEIR_KEY", KEY)
     with foreign_server(key=KEY) as server:
-        found = asyncio.run(evaluate(at_the_task_app(job_with_teacher(server.url)), Scripted("openai")))
+        found = asyncio.run(evaluate(at_the_task_app(job_with_teacher(server.url)), TaskAppPolicy("openai")))
     assert (found.unique.count, found.models) == (1, ("their-model-2026-01-01",))
     assert len(server.bodies) == 8
 

@@ -1,4 +1,4 @@
-"""The task app's rollout routes, as a client. Every call has a deadline, every retry a budget."""
+"""A client for the task app's rollout routes. Every call has a deadline, every retry a budget."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from trainer_backend.collect.wire import (
     first_finding,
     is_final,
     json_in,
+    message_of,
     refusal,
     refuse_too_large,
     slices,
-    told_by,
 )
 from trainer_backend.errors import TaskAppError
 
-# Few: a rollout can be had from another task app, and a lost one is looked for again.
+# Few, because another task app can play the rollout, and lost apps are tried again later.
 _ATTEMPTS = 4
 _ACK_AT_ONCE = 1024
 _LATER = (429, 502, 503, 504)
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class _Unreachable(Exception):
-    """The request may be sent again: nothing answered, or the server said 'later'."""
+    """The request may be repeated: there was no answer, or one that asks to try later."""
 
 
 class _Limits(OpenBody):
@@ -55,7 +55,7 @@ class _Capabilities(OpenBody):
 
 
 class About(OpenBody):
-    """What a trainer wants to know of GET /info.
+    """The part of GET /info that a trainer uses.
 
     Attributes:
         service: `instance_id` names the process: after a restart it is another.
@@ -70,7 +70,7 @@ class About(OpenBody):
     capabilities: _Capabilities = _Capabilities()
 
 
-class _CreatedInfo(OpenBody):
+class _InstanceInfo(OpenBody):
     conversation: bool = False
     takes_answers: bool = True
     state_keys: tuple[str, ...] = ()
@@ -80,29 +80,29 @@ class _FirstObservation(OpenBody):
     achievements_counts: dict[str, int] = Field(default_factory=dict)
 
 
-class Created(OpenBody):
-    """What `create` made.
+class Instance(OpenBody):
+    """An environment or policy that `create` made.
 
     Attributes:
         id: for `snapshot` and `terminate`.
         observation: of an environment: `achievements_counts` has a counter of every achievement.
-        info: `conversation`: it is an environment whose history the task app keeps; `takes_answers`: in
-            which somebody may answer words without a call; `state_keys`: those that it has.
+        info: `conversation`: the task app keeps its history; `takes_answers`: words without a call are
+            accepted; `state_keys`: the names of its state keys.
     """
 
     id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
-    info: _CreatedInfo = _CreatedInfo()
+    info: _InstanceInfo = _InstanceInfo()
 
 
 class TaskAppClient:
-    """One task app. Use as an async context manager.
+    """A client for one task app. Use it as an async context manager.
 
     Args:
         url: its address, such as http://127.0.0.1:8001
         api_key: sent as X-API-Key.
-        timeout_s: deadline of one request, on top of the time that a long poll asks for.
-        name: `host:port` that the address was looked up by (`addresses.Address.name`), if it was.
+        timeout_s: deadline of one request, in addition to the waiting time of a long poll.
+        name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
     """
 
     def __init__(self, url: str, api_key: SecretStr, *, timeout_s: float, name: str = "") -> None:
@@ -128,7 +128,7 @@ class TaskAppClient:
             await self._session.close()
 
     async def about(self, *, attempts: int = _ATTEMPTS) -> About:
-        """Which process this is, and its bounds; also the proof that it is up and that the key is right."""
+        """Return its process and limits; success also proves that it is up and accepts the key."""
         about = await self._answer(About, "GET", "/info", attempts=attempts)
         self._limits = about.limits
         return about
@@ -138,10 +138,10 @@ class TaskAppClient:
         refuse_too_large(request, max_body_bytes=self._limits.max_body_bytes, url=self.url)
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> str:
-        """Ask for rollouts, in slices. Sending the same requests twice is harmless.
+        """Request rollouts, in slices. Sending the same requests twice is harmless.
 
         Returns:
-            The instance_id of the process that accepted the last of them.
+            The instance_id of the process that accepted the last slice.
         """
         instance_id = ""
         for part in slices(requests, max_body_bytes=self._limits.max_body_bytes, url=self.url):
@@ -150,45 +150,45 @@ class TaskAppClient:
         return instance_id
 
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
-        """Everything that ended since `cursor`; waits up to `wait_s` for at least one.
+        """Return everything that ended since `cursor`; wait up to `wait_s` for at least one rollout.
 
         Raises:
             CursorExpired: the cursor is of a process that has ended; poll without one.
-            TaskAppLost: it does not answer, within the budget.
-            TaskAppError: anything else that went wrong.
+            TaskAppLost: it does not answer within the budget.
+            TaskAppError: any other error.
         """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
         return await self._answer(RolloutPage, "GET", "/rollouts", params=params, extra_s=wait_s)
 
     async def ack(self, run_id: str, rollout_ids: Sequence[str]) -> None:
-        """Tell the task app that it may forget these; ids that it does not know are harmless."""
+        """Let the task app forget these rollouts; unknown ids are ignored."""
         for first in range(0, len(rollout_ids), _ACK_AT_ONCE):
             ack = RolloutAck(run_id=run_id, rollout_ids=tuple(rollout_ids[first : first + _ACK_AT_ONCE]))
             await self._answer(RolloutAcked, "POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
 
     async def cancel(self, rollout_id: str) -> None:
-        """End a rollout that has not ended."""
+        """End an unfinished rollout."""
         await self._call("DELETE", f"/rollouts/{rollout_id}")
 
     async def abort(self, run_id: str) -> None:
-        """End what a run has unfinished, and let nothing more of it start; an unknown one is harmless."""
+        """End a run's unfinished rollouts and refuse further ones; an unknown run is ignored."""
         await self._call("POST", "/run/abort", body={"run_id": run_id})
 
-    async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Created:
-        """Make an environment or a policy that no rollout uses, until `terminate`.
+    async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Instance:
+        """Create an environment or a policy outside any rollout, until `terminate`.
 
         Raises:
-            Refused: it is not offered there, or not with this config.
-            TaskAppError: anything else that went wrong.
+            Refused: the task app does not offer it, or not with this config.
+            TaskAppError: any other error.
         """
-        return await self._answer(Created, "POST", f"/{kind}/create", body=body)
+        return await self._answer(Instance, "POST", f"/{kind}/create", body=body)
 
     async def snapshot(self, env_id: str) -> None:
-        """Have a snapshot taken of what `create` made, and leave it there.
+        """Take a snapshot of an environment from `create` and leave it at the task app.
 
         Raises:
-            Refused: the environment cannot be kept.
-            TaskAppError: anything else that went wrong.
+            Refused: the environment has no snapshots.
+            TaskAppError: any other error.
         """
         await self._call("POST", "/env/snapshot", body={"env_id": env_id})
 
@@ -213,7 +213,7 @@ class TaskAppClient:
         await self._call("POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
 
     async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:
-        """What the route answers, as the model that it is."""
+        """Parse the answer of a route as a model."""
         answer = await self._call(method, path, **options)
         try:
             return model.model_validate(answer)
@@ -251,32 +251,32 @@ class TaskAppClient:
         try:
             async with self._session.request(
                 method, self.url + path, data=_payload(body), params=params, timeout=timeout,
-                server_hostname=self._certified,
+                server_hostname=self._certificate_host,
             ) as reply:  # fmt: skip
                 status, text = reply.status, await reply.text(errors="replace")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
             raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
-        # The status first: what a proxy says while the task app starts is a page of HTML.
+        # The status first: while the task app starts, a proxy may answer with a page of HTML.
         answer = json_in(text)
         if status in _LATER and not is_final(answer):
-            raise _Unreachable(f"status {status}: {told_by(answer, text)}")
+            raise _Unreachable(f"status {status}: {message_of(answer, text)}")
         if status >= 400:
-            sentence = f"{self.url}: {method} {path}: status {status}: {told_by(answer, text)}"
+            sentence = f"{self.url}: {method} {path}: status {status}: {message_of(answer, text)}"
             raise refusal(status, answer, sentence)
         if answer is None:
             raise TaskAppError(f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}")
         return answer
 
     @property
-    def _certified(self) -> str | None:
-        """Whom a certificate must be for, where that is not the host of the URL."""
+    def _certificate_host(self) -> str | None:
+        """The host of the certificate, if it is not the host of the URL."""
         return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None
 
 
 def _payload(body: Any) -> BytesIOPayload | None:
-    """JSON, written piece by piece: a row with its document, as a whole, would hold up the event loop."""
+    """Return a JSON body written in pieces: a large row as one string would block the event loop."""
     if body is None:
         return None
     return BytesIOPayload(BytesIO(json.dumps(body).encode("ascii")), content_type="application/json")

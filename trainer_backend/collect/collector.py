@@ -1,8 +1,8 @@
 """Collects planned rollouts from one or several task apps until each has ended.
 
-An episode that ended for a reason of the policy's is data. Only infrastructure fails a rollout; such a one
-is planned once more with the same seeds, then left out and counted. A task app that does not answer any more
-is infrastructure too: what it had goes to the others (work.py), and back again it takes work again (lane.py).
+A policy's own mistakes are training data. Only infrastructure fails a rollout: it is planned once more with
+the same seeds, then omitted and counted. A task app that stops answering counts as infrastructure too: the
+others take its rollouts (work.py), and once it is back it takes work again (lane.py).
 """
 
 import asyncio
@@ -13,22 +13,23 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.apps import App, TaskApps
 from trainer_backend.collect.lane import Lane, first_of, tolerantly
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.work import Collection, Desk, Keep, Progress, Tally, Work, joined
+from trainer_backend.collect.work import Collection, Desk, Keep, Progress, Tally, Work, join_rounds
 from trainer_backend.errors import TaskAppError
 
-__all__ = ["Collection", "Collector", "Progress", "joined"]
+__all__ = ["Collection", "Collector", "Progress", "join_rounds"]
 
-# For cancelling what runs at the task apps, when a collection ends. One that does not answer forgets by
-# itself, after its expiry time.
+# Time to cancel running rollouts when a collection ends. A task app that does not answer drops them itself
+# after
+# its expiry time.
 _LAST_WORD_S = 5.0
 
 
 class Collector:
-    """Has the task apps in `apps` take rollouts from one queue, each whole groups where that can be.
+    """Lets the task apps in `apps` take rollouts from one queue, in whole groups where possible.
 
     Args:
         timeout_s: deadline of one collection.
-        max_running: rollouts that may be submitted and unfinished at a time, over all task apps; None is all.
+        max_running: limit of unfinished rollouts at all task apps together; None: no limit.
     """
 
     def __init__(self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None) -> None:
@@ -42,14 +43,14 @@ class Collector:
         progress: Progress | None = None,
         keep: Keep | None = None,
     ) -> Collection:
-        """Run all requests, which are of one run, to their end.
+        """Run all requests, which belong to one run, to their end.
 
-        Whatever ends it early, a cancellation too: what still runs at the task apps is cancelled there.
+        If an error or a cancellation ends it early, running rollouts are cancelled at the task apps.
 
         Args:
-            progress: is told how many have ended.
-            keep: is given each that has finished, before any task app is told to forget it; what it raises
-                ends the collection.
+            progress: receives the number of ended rollouts.
+            keep: receives each finished rollout before a task app may forget it; its error ends the
+                collection.
         """
         if not requests:
             return Collection(())
@@ -76,23 +77,23 @@ class Collector:
             await asyncio.gather(*(self._ack(app, run_id, ids) for app in self._apps.members))
 
     async def abort(self, run_id: str) -> None:
-        """End what a start of the run that was killed has left at the task apps; they work for nobody.
+        """End rollouts of a killed start of the run at the task apps; nobody waits for them.
 
-        Errors are passed over: what asks a gateway that is gone ends by itself, if later.
+        Errors are ignored: a rollout whose gateway is gone ends by itself, only later.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
-                clients = [app.client for app in self._apps.members if app.lost is None]
+                clients = [app.client for app in self._apps.members if app.fault is None]
                 await asyncio.gather(*(tolerantly(client.abort(run_id)) for client in clients))
 
     async def _ack(self, app: App, run_id: str, ids: Sequence[str]) -> None:
-        if app.lost is not None:
+        if app.fault is not None:
             return
         try:
             await app.client.ack(run_id, ids)
         except TaskAppLost as error:
-            # What it keeps it forgets by itself, after its expiry time. The next collection looks for it.
-            app.lost = str(error)
+            # It forgets its results itself, after its expiry time. The next collection tries it again.
+            app.fault = str(error)
             self._apps.tell(f"task app lost: {error}")
 
 
@@ -101,11 +102,11 @@ class _Crew:
 
     def __init__(self, apps: TaskApps, work: Work) -> None:
         self._apps, self._work = apps, work
-        self._changed = asyncio.Event()
+        self._change = asyncio.Event()
         self._lanes: list[Lane] = []
 
     async def work_off(self) -> None:
-        """Until every rollout has ended, or no task app answers for too long."""
+        """Work until every rollout has ended, or no task app answers for too long."""
         try:
             async with asyncio.TaskGroup() as group:
 
@@ -113,19 +114,19 @@ class _Crew:
                     app.judge_anew()
                     desk = Desk(app)
                     self._work.desks.append(desk)
-                    self._lanes.append(Lane(self._apps, desk, self._work, self._changed))
+                    self._lanes.append(Lane(self._apps, desk, self._work, self._change))
                     return group.create_task(self._lanes[-1].run())
 
                 tasks = [take_on(app) for app in self._apps.members]
-                found = self._apps.keep_looking_up(lambda app: tasks.append(take_on(app)))
-                tasks += [group.create_task(found), group.create_task(self._refuse_to_wait_for_ever())]
+                refresh = self._apps.refresh_names(lambda app: tasks.append(take_on(app)))
+                tasks += [group.create_task(refresh), group.create_task(self._refuse_to_wait_for_ever())]
                 self._work.deal()
                 await self._work.done.wait()
                 for task in tasks:
                     task.cancel()
         except BaseExceptionGroup as errors:
             first = first_of(errors)
-            raise first from first.__cause__  # which the group must not replace
+            raise first from first.__cause__  # the group must not replace the cause
 
     async def each(self, last: Callable[[Lane], Awaitable[None]]) -> None:
         """Send each task app a last message, within a time limit; without it the app finds out by itself."""
@@ -134,12 +135,12 @@ class _Crew:
                 await asyncio.gather(*(last(lane) for lane in self._lanes))
 
     async def _refuse_to_wait_for_ever(self) -> None:
-        """"""
+        """Raise TaskAppLost if no task app answers for too long."""
         while True:
-            self._changed.clear()
+            self._change.clear()
             try:
                 async with asyncio.timeout(None if self._any_answers else self._apps.lost_wait_s):
-                    await self._changed.wait()
+                    await self._change.wait()
             except TimeoutError as error:
                 raise TaskAppLost(
                     f"no task app answers, for {self._apps.lost_wait_s:g} s (services.task_app_wait_s): "

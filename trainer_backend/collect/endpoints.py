@@ -1,4 +1,4 @@
-"""Somebody else's OpenAI-compatible server: its address, and its key, which only the environment holds."""
+"""A foreign OpenAI-compatible server: its address, and its key, which only the environment holds."""
 
 import os
 import re
@@ -26,20 +26,20 @@ def endpoint(
     key_variable: str | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Inference:
-    """The model that `turnwise eval --model --inference-url --api-key-env` names.
+    """Return the server that `turnwise eval --model --inference-url --api-key-env` names.
 
     Args:
-        model: its name at the server.
+        model: the model's name at the server.
         url: the server's base URL.
-        key_variable: environment variable that holds the key. Absent, OPENAI_API_KEY goes to api.openai.com
-            over https, and nowhere else: a key must not reach a host that it is not for.
+        key_variable: environment variable that holds the key. If absent, OPENAI_API_KEY is sent to
+            api.openai.com over https only: a key must not reach a foreign host.
     """
     if not model or not url:
-        given, missing = ("--model", "--inference-url") if model else ("--inference-url", "--model")
+        flag, missing = ("--model", "--inference-url") if model else ("--inference-url", "--model")
         if not model and not url:
-            given = "--api-key-env"
+            flag = "--api-key-env"
             missing = "--model and --inference-url"
-        raise JobError(f"{given} needs {missing}: a model's name, and the server that answers for it")
+        raise JobError(f"{flag} needs {missing}: a model's name, and the server that answers for it")
     parts = _split(url, where="--inference-url")
     if key_variable is not None:
         return Inference(url, model, key_from(key_variable, where="--api-key-env", environ=environ))
@@ -49,7 +49,7 @@ def endpoint(
 
 
 def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.environ) -> SecretStr:
-    """The key that an environment variable holds.
+    """Read a key from an environment variable.
 
     Args:
         variable: its name, in capitals.
@@ -72,18 +72,18 @@ def key_from(variable: str, *, where: str, environ: Mapping[str, str] = os.envir
 
 
 def warmup_key(table: WarmupTable | None) -> SecretStr | None:
-    """The key of the server that the warm-up's teacher asks, if the job names a variable for it."""
+    """Return the key of the warm-up teacher's server, if the job names a variable for it."""
     if table is None or table.api_key_env is None:
         return None
     return key_from(table.api_key_env, where="warmup.api_key_env")
 
 
 def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -> list[str]:
-    """Hosts that the task app of the job's own must be allowed to call: those that the user has named.
+    """List the hosts named by the user that the job's own task app may call.
 
     Args:
         warmup: may name a server.
-        player: the model that plays, if it is one of somebody else's.
+        player: the model that plays, if it runs on a foreign server.
     """
     hosts = [inference_host(player.url, where="--inference-url")] if player else []
     url = warmup.policy_config.get("inference_url") if warmup else None
@@ -93,7 +93,7 @@ def hosts_to_call(warmup: WarmupTable | None, player: Inference | None = None) -
 
 
 def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
-    """Hosts that the job's own gateway calls."""
+    """List the hosts that the job's own gateway calls."""
     return [
         inference_host(table.inference_url, where=f"[rollout_only] {table.name!r}: inference_url")
         for table in tables
@@ -102,16 +102,16 @@ def hosts_of_fixed_policies(tables: Sequence[RolloutOnlyTable]) -> list[str]:
 
 
 def inference_host(url: str, *, where: str) -> str:
-    """`host:port` of an inference URL, as a task app's allow-list has it."""
+    """Return `host:port` of an inference URL, the form in a task app's allow-list."""
     parts = _split(url, where=where)
     host = parts.hostname or ""
     return f"{f'[{host}]' if ':' in host else host}:{parts.port or PORTS[parts.scheme]}"
 
 
-def sends_key_in_the_open(url: str, *, keyed: bool) -> bool:
-    """Whether a key for this URL would travel unencrypted to another machine."""
+def sends_key_in_the_open(url: str, *, has_key: bool) -> bool:
+    """Return whether a key for this URL would travel unencrypted to another machine."""
     parts = urlsplit(url)
-    return keyed and parts.scheme == "http" and not is_loopback(parts.hostname or "")
+    return has_key and parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 def _split(url: str, *, where: str) -> SplitResult:

@@ -1,4 +1,4 @@
-"""One task app in one collection: send what it is given, poll, hand on what ended; lost, look for it."""
+"""One task app in one collection: send requests, poll for results, and look for the app if it is lost."""
 
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
@@ -12,40 +12,41 @@ from trainer_backend.errors import TaskAppError
 
 _WAIT_S = 20.0
 _PAUSE_S = 0.1
-# Between two looks at a task app that is lost.
+# Interval of attempts to reach a lost task app.
 _FIRST_LOOK_S, _MOST_LOOK_S = 0.25, 5.0
-# A stage may be larger than what a task app holds. See Lane.run for why that is safe.
+# The most results that a task app holds, even in a large stage. Lane.run says why dropping more is safe.
 _MOST_UNACKED = 256
 
 
 class Lane:
-    """
+    """Serves one task app in one collection.
+
     Args:
-        desk: of this task app.
-        changed: is set whenever it begins or ceases to answer.
+        desk: the app's part of the work.
+        change: set whenever the app starts or stops answering.
     """
 
-    def __init__(self, apps: TaskApps, desk: Desk, work: Work, changed: asyncio.Event) -> None:
-        self.desk, self.answers = desk, desk.app.lost is None
-        self._apps, self._work, self._changed = apps, work, changed
+    def __init__(self, apps: TaskApps, desk: Desk, work: Work, change: asyncio.Event) -> None:
+        self.desk, self.answers = desk, desk.app.fault is None
+        self._apps, self._work, self._change = apps, work, change
         self._app, self._client = desk.app, desk.app.client
         self._cursor: str | None = None
         self._instance = ""
         self._look_s = 0.0
         self._strikes = 0
-        self._sent = asyncio.Event()
+        self._send_done = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until cancelled, or until the app is lost and its name leads elsewhere.
 
-        The last results are acknowledged by the collector's caller, when they are stored. Earlier ones are
-        let go here, so that a task app never holds more than it runs and _MOST_UNACKED. Nothing is lost by
-        that: what has finished was kept before (`Collector.collect`), and a trainer that died would ask
-        under another run id (start.run_job), and never for these again.
+        The caller acknowledges the last results after storing them. Earlier ones are acknowledged here, so
+        that a task app holds at most its running rollouts and _MOST_UNACKED results. That is safe: finished
+        rollouts are on disk already (`Collector.collect`), and a restarted trainer uses another run id
+        (start.run_job) and never asks for these again.
         """
-        while not (self._app.retired and self._app.lost):
+        while not (self._app.retired and self._app.fault):
             try:
-                if self._app.lost is None:
+                if self._app.fault is None:
                     await self._serve()
                 elif not await self._is_back():
                     break
@@ -54,91 +55,91 @@ class Lane:
         self._apps.forget(self._app)
 
     async def tidy(self) -> None:
-        """After the last rollout has ended: stop and let go of what nobody wants from this app any more."""
-        if self._app.lost is None:
-            names = [*self.desk.unwanted, *self.desk.settled]
-            await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in self.desk.unwanted))
+        """Cancel and acknowledge superfluous rollouts of this app, after the last rollout ended."""
+        if self._app.fault is None:
+            names = [*self.desk.stale, *self.desk.discard]
+            await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in self.desk.stale))
             await tolerantly(self._client.ack(self._work.run_id, names))
 
     async def abandon(self) -> None:
-        """Cancel unfinished rollouts and drop all results. Errors are ignored: another is being raised."""
-        ids = [*self.desk.asked, *self.desk.unwanted]
+        """Cancel unfinished rollouts and drop all results. Errors are ignored, as another is being raised."""
+        ids = [*self.desk.requests, *self.desk.stale]
         await asyncio.gather(*(tolerantly(self._client.cancel(name)) for name in ids))
-        done = [*ids, *self.desk.settled, *self.desk.unacked]
-        await tolerantly(self._client.ack(self._work.run_id, done))
+        results = [*ids, *self.desk.discard, *self.desk.unacked]
+        await tolerantly(self._client.ack(self._work.run_id, results))
 
     async def _serve(self) -> NoReturn:
         async with asyncio.TaskGroup() as both:
-            both.create_task(self._sending())
-            both.create_task(self._receiving())
+            both.create_task(self._send())
+            both.create_task(self._receive())
         raise AssertionError("neither of the two ever returns")
 
-    async def _sending(self) -> None:
+    async def _send(self) -> None:
         desk = self.desk
         while True:
             desk.wake.clear()
-            await self._drop_unwanted()
+            await self._drop_stale()
             batch, desk.unsent = desk.unsent, []
             if batch:
-                # Noted first: a submission that is cut short may have been accepted.
-                desk.asked |= dict.fromkeys((planned.rollout_id for planned in batch), "")
-                self._instance = await self._client.submit([planned.request for planned in batch])
-                self._answered()
-                for planned in batch:
-                    if planned.rollout_id in desk.asked:
-                        desk.asked[planned.rollout_id] = self._instance
-                self._sent.set()
+                # Recorded first: a submission that is cut short may have been accepted.
+                desk.requests |= dict.fromkeys((entry.rollout_id for entry in batch), "")
+                self._instance = await self._client.submit([entry.request for entry in batch])
+                self._note_answer()
+                for entry in batch:
+                    if entry.rollout_id in desk.requests:
+                        desk.requests[entry.rollout_id] = self._instance
+                self._send_done.set()
             await desk.wake.wait()
 
-    async def _receiving(self) -> None:
+    async def _receive(self) -> None:
         desk = self.desk
         while True:
-            # First all that it should have, or it would stand idle; while a poll waits, more may be sent.
-            while desk.unsent or not desk.asked or "" in desk.asked.values():
-                self._sent.clear()
-                await self._sent.wait()
-            asked = dict(desk.asked)
+            # Send everything first, so that the app is not idle; during a poll more may be sent.
+            while desk.unsent or not desk.requests or "" in desk.requests.values():
+                self._send_done.clear()
+                await self._send_done.wait()
+            requests = dict(desk.requests)
             try:
                 page = await self._client.poll(self._work.run_id, self._cursor, wait_s=_WAIT_S)
             except CursorExpired as error:
                 self._cursor = None
-                self._lose_some(self._still_missing(asked), str(error))
+                self._lose_some(self._missing(requests), str(error))
                 continue
-            self._answered()
+            self._note_answer()
             await self._take(page)
-            await self._look_for_losses(page, asked)
+            await self._look_for_losses(page, requests)
 
     async def _take(self, page: RolloutPage) -> None:
         self._cursor = page.cursor
         for rollout in page.rollouts:
             self._work.end(self.desk, rollout)
         self._work.deal()
-        done, self.desk.settled = self.desk.settled, []
+        results, self.desk.discard = self.desk.discard, []
         if len(self.desk.unacked) > _MOST_UNACKED:
-            done, self.desk.unacked = done + self.desk.unacked, []
-        await self._ack(done)
+            results, self.desk.unacked = results + self.desk.unacked, []
+        await self._ack(results)
 
-    async def _look_for_losses(self, page: RolloutPage, asked: Mapping[str, str]) -> None:
+    async def _look_for_losses(self, page: RolloutPage, requests: Mapping[str, str]) -> None:
         """Find rollouts that the task app accepted before this page and no longer has."""
-        missing = self._still_missing(asked)
-        restarted = [name for name in missing if asked[name] != page.instance_id]
+        missing = self._missing(requests)
+        restarted = [name for name in missing if requests[name] != page.instance_id]
         if restarted:
             self._lose_some(restarted, f"{self._client.url} was started anew")
         elif page.rollouts:
             self._strikes = 0
         elif missing and not page.unfinished:
-            told = f"{self._client.url} has lost {len(missing)} rollouts"
+            message = f"{self._client.url} has lost {len(missing)} rollouts"
             self._strikes += 1
             if self._strikes > 1:
-                raise TaskAppLost(f"{told}, twice")
-            self._lose_some(missing, told)
+                raise TaskAppLost(f"{message}, twice")
+            self._lose_some(missing, message)
         elif missing:
             # A task app that is stopping answers long polls at once.
             await asyncio.sleep(_PAUSE_S)
 
-    def _still_missing(self, asked: Mapping[str, str]) -> list[str]:
+    def _missing(self, requests: Mapping[str, str]) -> list[str]:
         """Return the requests that the task app has not answered and that were not sent again since."""
-        return [name for name, instance in asked.items() if self.desk.asked.get(name) == instance]
+        return [name for name, instance in requests.items() if self.desk.requests.get(name) == instance]
 
     def _lose_some(self, names: Collection[str], why: str) -> None:
         if names:
@@ -146,21 +147,23 @@ class Lane:
         self._work.lose(self.desk, names, why=why)
 
     def _lose(self, error: BaseException) -> None:
-        """The app does not answer: whatever it has goes to the others, or waits."""
-        self._app.lost = str(error)
+        """Give the rollouts of an app that does not answer to the others, or back to the queue."""
+        self._app.fault = str(error)
         self._strikes = 0
         self.desk.outages += 1
-        self.desk.unwanted |= set(self.desk.asked)
-        self._apps.tell(f"task app lost: {error}; {len(self.desk.given)} of its rollouts are for the others")
-        self._work.lose(self.desk, list(self.desk.given), why=str(error))
+        self.desk.stale |= set(self.desk.requests)
+        self._apps.tell(
+            f"task app lost: {error}; {len(self.desk.entries)} of its rollouts are for the others"
+        )
+        self._work.lose(self.desk, list(self.desk.entries), why=str(error))
         if self.answers:
             self.answers = False
-            self._changed.set()
+            self._change.set()
 
     async def _is_back(self) -> bool:
-        """Look until it is there; False: it will not be, or is one that is asked under another address.
+        """Try the app until it answers; return False if it never will, or is known under another address.
 
-        Results that it kept count, where no other app was faster; what others have by now is stopped here.
+        Its results count unless another app was faster; rollouts that others have now are cancelled here.
         """
         while True:
             await asyncio.sleep(self._look_s)
@@ -170,66 +173,66 @@ class Lane:
             try:
                 await self._app.look()
                 break
-            except TaskAppError as error:  # also one that refuses: another service may have its address now
-                self._app.lost = str(error)
+            except TaskAppError as error:  # also a refusal: another service may have its address now
+                self._app.fault = str(error)
         if self._apps.is_twin(self._app):
             self._apps.tell(f"{self._client.url} is a task app that has another address already")
             return False
         if self._app.instance_id == self._instance:
-            await self._fetch_kept()
+            await self._fetch_results()
         else:
             self._cursor = None
-            self.desk.unwanted.clear()
+            self.desk.stale.clear()
         self._apps.tell(f"task app answers: {self._client.url}")
-        self._app.lost = None
+        self._app.fault = None
         self._work.deal()
         return True
 
-    async def _fetch_kept(self) -> None:
+    async def _fetch_results(self) -> None:
         page = None
         while page is None or page.rollouts:
             try:
                 page = await self._client.poll(self._work.run_id, self._cursor, wait_s=0.0)
             except CursorExpired as error:
-                raise TaskAppLost(str(error)) from error  # started anew just now: look again
+                raise TaskAppLost(str(error)) from error  # it has just restarted: look again
             await self._take(page)
-        await self._drop_unwanted()
+        await self._drop_stale()
 
-    async def _drop_unwanted(self) -> None:
-        names = sorted(self.desk.unwanted)
+    async def _drop_stale(self) -> None:
+        names = sorted(self.desk.stale)
         for name in names:
             try:
                 await self._client.cancel(name)
             except TaskAppLost:
                 raise
             except TaskAppError:
-                pass  # it does not know it: so much the better
+                pass  # it does not know the rollout, which is fine
         await self._client.ack(self._work.run_id, names)
-        self.desk.unwanted.difference_update(names)
+        self.desk.stale.difference_update(names)
 
     async def _ack(self, names: Sequence[str]) -> None:
         try:
             await self._client.ack(self._work.run_id, names)
         except BaseException:
-            self.desk.settled += names  # it may still hold them
+            self.desk.discard += names  # it may still hold them
             raise
 
-    def _answered(self) -> None:
+    def _note_answer(self) -> None:
         self._look_s = 0.0
         if not self.answers:
             self.answers = True
-            self._changed.set()
+            self._change.set()
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The first leaf of a group of errors: one is enough for the user."""
+    """Return the first leaf of a group of errors; one is enough for the user."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 async def tolerantly(call: Coroutine[None, None, None]) -> None:
-    """Make a call to a task app whose error changes nothing."""
+    """Make a call to a task app and ignore its error."""
     try:
         await call
     except TaskAppError:

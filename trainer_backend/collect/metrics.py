@@ -23,7 +23,7 @@ from trainer_backend.errors import NothingToLearnFrom
 
 
 def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Mean outcome with its 95 % interval; what there is of achievements and of conversations beside it."""
+    """Compute mean outcome with its 95 % interval, and figures of achievements and conversations if any."""
     trajectories = finished_trajectories(rollouts, "evaluation")
     outcome = mean_interval([item.outcome_reward for item in trajectories])
     episodes = episode_metrics(trajectories)
@@ -51,12 +51,12 @@ def _achievement_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
-def _with_bounds(name: str, found: Interval) -> dict[str, float | None]:
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+def _with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def collection_metrics(collection: Collection) -> dict[str, Any]:
-    """How many rollouts came back, why others did not, and what each task app did."""
+    """Count the rollouts that came back, the causes of failures, and the work of each task app."""
     causes = {f"rollout/failure/{code}": float(n) for code, n in sorted(collection.failures.items())}
     return {
         "rollout/finished": float(len(collection.rollouts)),
@@ -68,12 +68,12 @@ def collection_metrics(collection: Collection) -> dict[str, Any]:
 
 
 def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
-    """By host and port of the task app; a stage that was stored before knows none."""
+    """Return figures by task app; a stage stored by an earlier start has none."""
     if not apps:
         return {}
     return {
         "app/finished": {name: float(figures.finished) for name, figures in apps.items()},
-        "app/lost": {name: float(figures.lost) for name, figures in apps.items()},
+        "app/lost": {name: float(figures.losses) for name, figures in apps.items()},
         "app/outages": {name: float(figures.outages) for name, figures in apps.items()},
         "app/answers": {name: float(figures.answers) for name, figures in apps.items()},
         "app/seconds_per_decision": {
@@ -85,49 +85,49 @@ def _app_metrics(apps: Mapping[str, AppFigures]) -> dict[str, dict[str, float]]:
 
 
 def refuse_empty(collection: Collection, stage: str, *, log: Path | None = None) -> None:
-    """Say why nothing came back; the collection itself is stored by then.
+    """Raise an error that explains an empty collection, which is stored already.
 
     Args:
-        log: where a task app of our own may have logged; absent: where its operator looks.
+        log: the log of the job's own task app; absent: its operator knows where it is.
     """
     if collection.rollouts:
         return
     counts = ", ".join(f"{count} x {code}" for code, count in collection.failures.most_common())
     example = next((item for item in collection.failed if item.failure is not None), None)
-    told = f"; {example.rollout_id}: {example.failure.detail}" if example and example.failure else ""
+    note = f"; {example.rollout_id}: {example.failure.detail}" if example and example.failure else ""
     where = f"the task app's log ({log})" if log is not None and log.exists() else "the task app's log"
     raise NothingToLearnFrom(
-        f"{stage}: none of {len(collection.failed)} rollouts was finished ({counts or 'no failures'}{told})",
+        f"{stage}: none of {len(collection.failed)} rollouts was finished ({counts or 'no failures'}{note})",
         hint=f"Failures are counted over both attempts; {where} says more.",
     )
 
 
 def finished_trajectories(rollouts: Sequence[Rollout], stage: str) -> list[Trajectory]:
-    """The trajectories of the finished rollouts."""
-    found = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
-    if not found:
+    """Return the trajectories of the finished rollouts; none is an error."""
+    trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory is not None]
+    if not trajectories:
         raise NothingToLearnFrom(f"{stage}: no rollout was finished")
-    return found
+    return trajectories
 
 
-# A definition may explain itself after a colon; the part before the colon is the outcome's name.
+# A definition may explain itself after a colon; the part before it is the outcome's name.
 
-# Rows of before they named their outcome are all of Crafter.
+# All rows without a named outcome are older and come from Crafter.
 _UNIQUE = "unique achievements"
 
 
 def outcome_name(row: Mapping[str, Any] | None) -> str:
-    """The name of a row's outcome, of whatever kind of row; without a row, just that."""
+    """Return the name of a row's outcome; without a row, `outcome`."""
     return "outcome" if row is None else _definition(row).partition(":")[0]
 
 
 def outcome_meaning(row: Mapping[str, Any] | None) -> str:
-    """What the definition says beyond the name; often nothing."""
+    """Return the explanation in the definition; often empty."""
     return "" if row is None else _definition(row).partition(":")[2].strip()
 
 
 def outcome_interval(row: Mapping[str, Any]) -> Interval:
-    """Of the episodes of an evaluation, or of a teacher; the bounds are missing for a lone one."""
+    """Return the outcome of an evaluation's or teacher's episodes; a single episode has no bounds."""
     name = "eval/outcome_reward" if "eval/outcome_reward_low" in row else "eval/unique_achievements"
     return Interval(row[name], row.get(f"{name}_low"), row.get(f"{name}_high"), row["eval/episodes"])
 

@@ -1,4 +1,4 @@
-"""The worlds or rows that the groups of an iteration start from, and the policy that samples each. Pure."""
+"""The starts of an iteration's groups (worlds or rows), and the policy that samples each rollout. Pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ from trainer_backend.plugins import allocation
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the siblings of a group share.
+    """The common start of a group's siblings.
 
     Attributes:
         seed: of the world.
         row_id: of the row; None without a data set.
-        env_config: what the row puts into the environment, over rollout.env_config.
-        ground_truth: that the row is scored by.
-        interaction: who answers as the user.
+        env_config: the row's part of the environment's config, over rollout.env_config.
+        ground_truth: the row's answer for scoring.
+        interaction: the user in a conversation.
     """
 
     seed: int
@@ -51,7 +51,7 @@ class Source(Protocol):
     """Where groups start. Each method is a pure function of the job and its arguments."""
 
     def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
-        """The origins to train on.
+        """Return the origins for training.
 
         Args:
             purpose: the stage; each has an order of its own.
@@ -96,8 +96,8 @@ class Worlds:
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
         if not self.seeds:
             return self.training(stage, numbers, iteration)
-        known = {origin.seed for origin in played}
-        others = other_worlds(self.job_seed, self.seeds, iteration=iteration, played=known)
+        played_ids = {origin.seed for origin in played}
+        others = other_worlds(self.job_seed, self.seeds, iteration=iteration, played=played_ids)
         return [Origin(others[number % len(others)]) for number in numbers]
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
@@ -118,10 +118,10 @@ class Worlds:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of [data], in shuffled epochs: each comes once before any comes again.
+    """Rows of [data], in shuffled epochs: every row comes once before any comes again.
 
-    The order is a function of the job's seed, the stage and the ids alone. Which rows an iteration plays
-    follows from its number: a checkpoint holds no other position, and a resumed run goes on where it was.
+    The order depends only on the job's seed, the stage and the ids. The rows of an iteration follow from its
+    number, so a resumed run needs no stored position.
     """
 
     job_seed: int
@@ -133,13 +133,13 @@ class Rows:
         if not self.table.shuffle:
             return [self.origin(rows[number % len(rows)]) for number in numbers]
         ids = [row.id for row in rows]
-        chosen = cycled_worlds(self.job_seed, purpose, ids, numbers)
-        return [self.origin(self.data.by_id[row_id]) for row_id in chosen]
+        ids_in_order = cycled_worlds(self.job_seed, purpose, ids, numbers)
+        return [self.origin(self.data.by_id[row_id]) for row_id in ids_in_order]
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
         ids = [row.id for row in self.data.training]
-        known = {origin.row_id for origin in played if origin.row_id is not None}
-        others = other_worlds(self.job_seed, ids, iteration=iteration, played=known)
+        played_ids = {origin.row_id for origin in played if origin.row_id is not None}
+        others = other_worlds(self.job_seed, ids, iteration=iteration, played=played_ids)
         return [self.origin(self.data.by_id[others[number % len(others)]]) for number in numbers]
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
@@ -158,15 +158,15 @@ class Rows:
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
 
     def origin(self, row: Row) -> Origin:
-        """Where a group of this row starts."""
+        """Return the origin of this row's groups."""
         return origin_of(row, interaction=self.table.interaction)
 
 
 def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
-    """What a row becomes in the requests of its group.
+    """Convert a row to the origin of its group's requests.
 
     Args:
-        interaction: answers as the user, where the row names no other.
+        interaction: the user for rows that name none.
     """
     return Origin(
         seed=derived_seed("row", row.id, below=HELD_OUT_FROM),
@@ -184,7 +184,7 @@ def bytes_of(origin: Origin) -> int:
 
 
 def _env_config(row: Row) -> dict[str, Any]:
-    """Under the keys that dialogues, or environments that hold a document, have for it (SET_BY_ROWS)."""
+    """Return the row under the config keys of dialogues or environments with a document (SET_BY_ROWS)."""
     if row.document is None:
         prompt = row.prompt if isinstance(row.prompt, str) else [dict(message) for message in row.prompt]
         return {"prompt": prompt}
@@ -206,13 +206,13 @@ def _interaction(row: Row, default: str | None) -> InteractionSpec | None:
 
 
 def group_name(stage: str, iteration: int, group: int, origin: Origin) -> str:
-    """`train/3/0`, and with a data set the row's id behind it: `train/3/0/train/17`."""
+    """Return `train/3/0`, with a data set followed by the row's id: `train/3/0/train/17`."""
     row = "" if origin.row_id is None else f"/{origin.row_id}"
     return f"{stage}/{iteration}/{group}{row}"
 
 
 def row_of(group_id: str) -> str | None:
-    """The row's id that a group is named with, if it is."""
+    """Return the row's id in the name of a group, or None."""
     parts = group_id.split("/", 3)
     return parts[3] if len(parts) == 4 else None
 
@@ -237,7 +237,7 @@ class Inference:
 def model_config(
     table: MultiTurnTable, inference: Inference, sampling: Sampling, *, seed: int
 ) -> dict[str, Any]:
-    """The config of a policy that asks a model."""
+    """Return the config of a policy that calls a model."""
     return {
         "inference_url": inference.url,
         "model": inference.model,
@@ -258,7 +258,7 @@ def _lengths(table: MultiTurnTable, inference: Inference) -> list[int]:
 
 
 def sampler_of(request: RolloutRequest) -> str:
-    """The policy that a request is to be sampled by."""
+    """Return the policy that samples a request."""
     return policy_of(request.policy.config.get("model"))
 
 
@@ -295,7 +295,7 @@ class Allocation:
         if table is None or not self.fixed:
             return None
         plug = allocation(table.type)
-        keys = table.given(plug.needs | plug.takes)
+        keys = table.values(plug.needs | plug.takes)
         selection: Selection = Weighted({fixed.name: fixed.weight for fixed in self.fixed})
         if table.selection == "reward":
             selection = ByReward([fixed.name for fixed in self.fixed], self.history)

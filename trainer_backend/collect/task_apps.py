@@ -1,7 +1,7 @@
-"""The task apps of a job: a child process of its own on the loopback, or the ones that [services] names.
+"""The task apps of a job: the ones in [services], or a child process of its own on the loopback.
 
-It lives exactly as long as this process: it is told to stop at the end, and its standard input is a pipe
-from us, so that it also ends when this process is killed and can tell nobody anything.
+The child lives exactly as long as this process: it is stopped at the end, and its standard input is a pipe
+from this process, so it also ends when this process is killed.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from service_kit.children import PIPE, Child
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
-from trainer_backend.collect.apps import TaskApps, Tell, logged
+from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
 from trainer_backend.collect.endpoints import hosts_to_call
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.sources import Rows, bytes_of
@@ -29,8 +29,8 @@ from trainer_backend.job.schema import JobConfig
 
 _START_S = 60.0
 _STOP_S = 10.0
-# Its exit code for a setting or a plug-in file that is wrong (task_app.__main__).
-_REFUSED = 2
+# Its exit code for a wrong setting or plug-in file (task_app.__main__).
+_REFUSAL = 2
 _BODY_BYTES = "TURNWISE_MAX_BODY_BYTES"
 # Of the job's own task app: the calls of an episode of 10,000 decisions fit (POST /replay).
 OWN_BODY_BYTES = 4 << 20
@@ -42,11 +42,11 @@ class EmbeddedTaskApp:
     """Async context manager around the child process.
 
     Args:
-        log_file: its log lines are appended to it.
-        hosts_to_call: `host:port` of inference servers that it may call beside those on this machine.
-        plugins: files with environments and policies of the job's own.
-        interactions: the file of its interactions, if it has one.
-        body_bytes: a request may hold so many, unless the variable for that is set already.
+        log_file: receives its log.
+        hosts_to_call: `host:port` of inference servers that it may call, besides servers on this machine.
+        plugins: files with the job's own environments and policies.
+        interactions: the file of its interactions, or None.
+        body_bytes: size limit of a request, unless the variable for it is set.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class EmbeddedTaskApp:
         body_bytes: int = OWN_BODY_BYTES,
     ) -> None:
         self._log_file = log_file
-        self._allowed = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
-        self._allowed += [word for file in plugins for word in ("--plugins", str(file))]
+        self._arguments = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
+        self._arguments += [word for file in plugins for word in ("--plugins", str(file))]
         if interactions is not None:
-            self._allowed += ["--interactions", str(interactions)]
+            self._arguments += ["--interactions", str(interactions)]
         self._environment = {_BODY_BYTES: str(min(body_bytes, _MOST_BODY_BYTES)), **os.environ}
         self.api_key = SecretStr(secrets.token_urlsafe(32))
         self.url = ""
@@ -73,7 +73,7 @@ class EmbeddedTaskApp:
             self._child = await Child.start(
                 (
                     sys.executable, "-m", "task_app", "--host", "127.0.0.1", "--port", "0",
-                    "--exit-with-parent", *self._allowed,
+                    "--exit-with-parent", *self._arguments,
                 ),
                 stdout=PIPE,
                 stderr=log,
@@ -100,16 +100,16 @@ class EmbeddedTaskApp:
         if address is not None:
             return address
         code = await child.ended()
-        if code == _REFUSED:
-            # Its last line says what is wrong; the log may be in a folder that goes with us.
+        if code == _REFUSAL:
+            # Its last line names the fault; the log's folder may be deleted with the run.
             lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
             raise JobError(f"the job's own task app did not start: {lines[-1].removeprefix('task_app: ')}")
         raise TaskAppError(f"the embedded task app ended with exit code {code}; see {self._log_file}")
 
 
-# What a request holds beside its row: ids, limits, the configs of policy and environment.
+# Size of a request without its row: ids, limits, the configs of policy and environment.
 _BESIDE_A_ROW = 1 << 18
-# Of the job's own task app, whose port is another one in every start.
+# Label of the job's own task app, whose port differs in every start.
 OWN = "own"
 
 
@@ -120,16 +120,16 @@ async def task_apps(
     player: Inference | None = None,
     *,
     data: DataSet | None = None,
-    tell: Tell = logged,
+    tell: Tell = log_sentence,
 ) -> AsyncIterator[TaskApps]:
-    """The job's task apps. One at least is known to be up, and each that is up, to accept the key.
+    """Open the job's task apps. At least one is up, and each that is up accepts the key.
 
     Args:
         job: names them in [services], or none.
-        log_file: where an embedded one logs.
-        player: a model at somebody else's server; an embedded task app is allowed to call it. What another
-            one may call, its operator decides.
-        tell: is given a sentence when one is lost, and when it is back.
+        log_file: receives the log of an own task app.
+        player: a model on a foreign server; the own task app may call it. The operators of other task apps
+            decide that themselves.
+        tell: receives a sentence when one is lost, and when it is back.
     """
     table = job.services
     source = None if data is None or job.data is None else Rows(job.job.seed, job.data, data)
@@ -149,7 +149,7 @@ async def task_apps(
                     body_bytes=OWN_BODY_BYTES if source is None else _body_bytes(source),
                 )
             )
-            # Nobody would start it again: there is nothing to wait for.
+            # No waiting for it: nobody would restart it.
             apps = TaskApps(
                 (child.url,), child.api_key, timeout_s=table.request_timeout_s, label=OWN, tell=tell
             )
@@ -160,17 +160,17 @@ def _body_bytes(source: Rows) -> int:
     return max(OWN_BODY_BYTES, bytes_of(source.largest()) + _BESIDE_A_ROW)
 
 
-def told_of(apps: TaskApps) -> str:
-    """Where the task apps are, and what those said that do not answer, in one line."""
+def describe(apps: TaskApps) -> str:
+    """Describe the task apps' addresses, and the faults of those that do not answer, in one line."""
     urls = ", ".join(client.url for client in apps)
-    missing = apps.answers()
-    return f"task app{'s' if len(apps) > 1 else ''}: {urls}" + (f"; not there: {missing}" if missing else "")
+    faults = apps.answers()
+    return f"task app{'s' if len(apps) > 1 else ''}: {urls}" + (f"; not there: {faults}" if faults else "")
 
 
-def task_app_key(given: SecretStr | None = None) -> SecretStr:
-    """The key of the task apps that [services] names: the job's own, or this process's."""
-    if given is not None:
-        return given
+def task_app_key(own_key: SecretStr | None = None) -> SecretStr:
+    """Return the key of the task apps in [services]: the job's own, or this process's."""
+    if own_key is not None:
+        return own_key
     try:
         key = key_from_environ(os.environ, TASK_APP_KEY)
     except SettingsError as error:

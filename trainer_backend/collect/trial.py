@@ -1,8 +1,8 @@
-"""Tries at the task apps what a job configures, before anything is played.
+"""A trial of a job at its task apps, before anything is played.
 
-Each task app makes the job's environment and a policy of every stage, and lets go of them again; reward
-functions and interactions are only looked up. So a misspelt name or config is reported in the first second,
-by its TOML key, and not after the minutes of a warm-up.
+Each task app creates the job's environment and a policy of every stage and releases them again; names of
+reward functions and interactions are only compared. A wrong name or config is reported in the first second
+and by its TOML key, instead of after minutes of warm-up.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,7 +14,7 @@ from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.client import Created, TaskAppClient
+from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Planner, Players, Slot, stored_state_keys
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.wire import Refused, TaskAppLost
@@ -31,83 +31,83 @@ _SEED_KEY = {"seed": SET_BY_THE_JOB["seed"]}
 
 @dataclass(frozen=True, slots=True)
 class _StagePolicy:
-    """The policy of a stage, as its first request names it, and the TOML keys that it is made of.
+    """The policy of a stage, as its first request names it, and the TOML keys behind it.
 
     Attributes:
-        name_key, config_key: where the job names and configures it.
-        given: what stands under config_key.
-        derived: what the job adds to that, and from which key.
+        name_key, config_key: the keys of its name and config in the job.
+        config: the value of config_key.
+        job_keys: further settings from the job, and the key of each.
     """
 
     policy: PolicySpec
     name_key: str
     config_key: str
-    given: Mapping[str, Any]
-    derived: Mapping[str, str]
+    config: Mapping[str, Any]
+    job_keys: Mapping[str, str]
 
     def key_of(self, problem: Problem) -> str:
-        """The TOML key that a task app's complaint about this policy is about."""
+        """Return the TOML key that a task app's complaint about this policy refers to."""
         place, _, path = (problem.where or "").partition(".")
         if place != "config":
             return self.name_key
         if problem.code == _HOST_NOT_ALLOWED:
             path = "inference_url"
         first = path.partition(".")[0]
-        if first in self.derived and first not in self.given:
-            return f"{self.derived[first]}, sent to {self.name_key} {self.policy.policy_name!r} as {first!r}"
+        if first in self.job_keys and first not in self.config:
+            return f"{self.job_keys[first]}, sent to {self.name_key} {self.policy.policy_name!r} as {first!r}"
         return f"{self.config_key}.{path}" if path else self.config_key
 
 
 async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, preset: bool = False) -> None:
-    """Have every task app that answers make what the job will ask for.
+    """Have every task app that answers create what the job will request.
 
     Args:
-        planner: nobody is asked at the address of its gateway yet.
+        planner: its gateway's address is not called yet.
         from_scratch: whether the run has no checkpoint, so that it begins with a warm-up or random play.
-        preset: whether [model] names one; without a warm-up its tokenizer is trained on random play.
+        preset: whether [model] names a preset; without a warm-up its tokenizer is trained on random play.
     """
     policies = _policies(planner, from_scratch=from_scratch, preset=preset)
     first = planner.first_training()
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
     interactions = planner.source.interactions()
     largest = planner.largest()
-    unpaid: str | None = None
+    warning: str | None = None
     environment_key = partial(_environment_key, row_of(first.group_id))
     for app in apps.members:
-        if app.lost is not None:
-            continue  # not there yet; it may come
+        if app.fault is not None:
+            continue  # not up yet; it may come later
         try:
             app.client.refuse_too_large(largest)
             environment = _Environment(planner, app.client, has_interactions=bool(interactions))
-            made = await _try(app.client, "env", world, environment_key, check=environment.check)
-            unpaid = unpaid or environment.without_pay(made)
+            instance = await _try(app.client, "env", world, environment_key, check=environment.check)
+            warning = warning or environment.reward_warning(instance)
             await _refuse_unknown_reward(app.client, first.reward_function)
             await _refuse_unknown_interactions(app.client, interactions)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config"})
                 await _try(app.client, "policy", body, stage.key_of)
         except TaskAppLost as error:
-            app.lost = str(error)
+            app.fault = str(error)
             apps.tell(f"task app lost: {error}")
     apps.refuse_if_none_answers()
-    if unpaid is not None:
-        apps.tell(unpaid)
+    if warning is not None:
+        apps.tell(warning)
 
 
 def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_StagePolicy]:
     players, first = planner.players, Slot("train", 1, 0)
-    trained = partial(
+    actor = partial(
         _StagePolicy,
         name_key="rollout.policy_name",
         config_key="rollout.policy_config",
-        given=players.rollout.policy_config,
+        config=players.rollout.policy_config,
     )
     own = {} if players.held_out.temperature is None else {"temperature": "evaluation.temperature"}
     policies = [
-        trained(players.sampled_by(ACTOR, *first), derived=SET_BY_THE_JOB),
-        trained(planner.evaluation("0", most=1)[0].policy, derived={**SET_BY_THE_JOB, **own}),
+        actor(players.sampled_by(ACTOR, *first), job_keys=SET_BY_THE_JOB),
+        actor(planner.evaluation("0", most=1)[0].policy, job_keys={**SET_BY_THE_JOB, **own}),
         *(
-            trained(players.sampled_by(table.name, *first), derived=_keys_of(players, table))
+            actor(players.sampled_by(table.name, *first), job_keys=_keys_of(players, table))
             for table in players.fixed
         ),
     ]
@@ -119,22 +119,22 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
                 planner.warmup(most=1)[0].policy,
                 name_key="warmup.policy_name",
                 config_key="warmup.policy_config",
-                given=planner.teacher.policy_config,
-                derived=_SEED_KEY,
+                config=planner.teacher.policy_config,
+                job_keys=_SEED_KEY,
             )
         )
     elif preset:
         key = "model.preset without [warmup], whose tokenizer is trained on random play"
         policies.append(
             _StagePolicy(
-                planner.prompts(1)[0].policy, name_key=key, config_key=key, given={}, derived=_SEED_KEY
+                planner.prompts(1)[0].policy, name_key=key, config_key=key, config={}, job_keys=_SEED_KEY
             )
         )
     return policies
 
 
 def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
-    """The keys that a fixed policy's config is made of: inherited ones, or those of its own table."""
+    """Return the keys behind a fixed policy's config: inherited ones, or keys of its own table."""
     own = [key for key in ("temperature", "top_p", "top_k") if getattr(table, key) is not None]
     return {
         **SET_BY_THE_JOB,
@@ -146,11 +146,12 @@ def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
 async def _refuse_unknown_reward(client: TaskAppClient, name: str | None) -> None:
     if name is None:
         return
-    known = (await client.about()).capabilities.reward_functions
-    if name not in known:
-        told = f"unknown reward function {name!r}{did_you_mean(name, known) if known else '; it has none'}"
+    functions = (await client.about()).capabilities.reward_functions
+    if name not in functions:
+        hint = did_you_mean(name, functions) if functions else "; it has none"
+        message = f"unknown reward function {name!r}{hint}"
         raise JobError(
-            f"{told} (says the task app at {client.url})",
+            f"{message} (says the task app at {client.url})",
             where="rollout.reward_function",
             hint="A file of the operator has it: services.task_plugins, or turnwise task-app --plugins FILE.",
         )
@@ -169,16 +170,16 @@ async def _refuse_unknown_interactions(client: TaskAppClient, names: frozenset[s
         raise _no_interaction(f"{told}{': ' * bool(known)}{', '.join(known)}")
 
 
-def _no_interaction(told: str) -> JobError:
+def _no_interaction(message: str) -> JobError:
     return JobError(
-        told,
+        message,
         where="data.interaction, or interaction_kwargs of a row",
         hint="A file of the operator has them: multi_turn.interaction_config_path, or turnwise task-app "
         "--interactions.",
     )
 
 
-def _never_asked(env_name: str) -> JobError:
+def _needless_interaction(env_name: str) -> JobError:
     return JobError(
         f"nobody would ask the interaction in {env_name!r}, where only tool calls count",
         where="data.interaction, or interaction_kwargs of a row",
@@ -199,55 +200,52 @@ async def _try(
     body: Mapping[str, Any],
     key_of: Callable[[Problem], str],
     *,
-    check: Callable[[Created], Awaitable[None]] | None = None,
-) -> Created:
-    """Make it, check it, and let go of it again."""
+    check: Callable[[Instance], Awaitable[None]] | None = None,
+) -> Instance:
+    """Create an environment or policy, check it, and release it."""
     try:
-        created = await client.create(kind, body)
-    except Refused as refused:
-        raise _job_error(refused, client, where=key_of(refused.problem_found)) from refused
+        instance = await client.create(kind, body)
+    except Refused as refusal:
+        raise _job_error(refusal, client, where=key_of(refusal.finding)) from refusal
     try:
         if check is not None:
-            await check(created)
+            await check(instance)
     finally:
-        await client.terminate(kind, created.id)
-    return created
+        await client.terminate(kind, instance.id)
+    return instance
 
 
 @dataclass(frozen=True, slots=True)
 class _Environment:
-    """The job's environment at a task app, beside what the job does with it.
+    """The check of the job's environment at a task app.
 
     Attributes:
-        has_interactions: whether an interaction is to answer in it.
+        has_interactions: whether interactions answer in it.
     """
 
     planner: Planner
     client: TaskAppClient
     has_interactions: bool
 
-    async def check(self, made: Created) -> None:
-        """
-        Raises:
-            JobError: the job does with it what it cannot do.
-        """
+    async def check(self, instance: Instance) -> None:
+        """Refuse an environment that the job cannot use as it is configured."""
         rollout, algorithm = self.planner.players.rollout, self.planner.algorithm
-        if made.info.conversation:
+        if instance.info.conversation:
             _refuse_conversation(rollout.env_name, self.planner.players.multi_turn, algorithm)
-            if self.has_interactions and not made.info.takes_answers:
-                raise _never_asked(rollout.env_name)
-        _refuse_unknown_state_keys(algorithm, rollout, made, self.client)
+            if self.has_interactions and not instance.info.takes_answers:
+                raise _needless_interaction(rollout.env_name)
+        _refuse_unknown_state_keys(algorithm, rollout, instance, self.client)
         if estimator(algorithm.advantage).needs_branches:
             try:
-                await self.client.snapshot(made.id)
-            except Refused as refused:
-                raise _job_error(refused, self.client, where="algorithm.advantage") from refused
+                await self.client.snapshot(instance.id)
+            except Refused as refusal:
+                raise _job_error(refusal, self.client, where="algorithm.advantage") from refusal
 
-    def without_pay(self, made: Created) -> str | None:
-        """A warning where nothing but a penalty can be earned: such a job runs, and learns nothing else."""
+    def reward_warning(self, instance: Instance) -> str | None:
+        """Return a warning if penalties are the only possible rewards: such a job learns nothing else."""
         rollout, algorithm = self.planner.players.rollout, self.planner.algorithm
         by_outcome = rollout.reward_function is not None or algorithm.episode_score == "outcome"
-        by_decision = self.has_interactions or made.observation.achievements_counts
+        by_decision = self.has_interactions or instance.observation.achievements_counts
         if by_outcome or by_decision or not self.planner.table.step_rewards.emits_decision_rewards:
             return None
         return (
@@ -258,16 +256,16 @@ class _Environment:
 
 
 def _refuse_unknown_state_keys(
-    algorithm: AlgorithmTable, rollout: RolloutTable, made: Created, client: TaskAppClient
+    algorithm: AlgorithmTable, rollout: RolloutTable, environment: Instance, client: TaskAppClient
 ) -> None:
-    known = made.info.state_keys
+    state_keys = environment.info.state_keys
     for name in stored_state_keys(algorithm, rollout):
-        if name not in known:
-            listed = name in rollout.state_keys
+        if name not in state_keys:
+            is_listed = name in rollout.state_keys
             raise JobError(
-                f"{rollout.env_name!r} has no state key {name!r}{did_you_mean(name, known)} "
+                f"{rollout.env_name!r} has no state key {name!r}{did_you_mean(name, state_keys)} "
                 f"(says the task app at {client.url})",
-                where="rollout.state_keys" if listed else "algorithm.state_hashing_function",
+                where="rollout.state_keys" if is_listed else "algorithm.state_hashing_function",
             )
 
 
@@ -286,8 +284,8 @@ def _refuse_conversation(name: str, multi_turn: MultiTurnTable, algorithm: Algor
         )
 
 
-def _job_error(refused: Refused, client: TaskAppClient, *, where: str) -> JobError:
-    """The refusal of a task app, by the TOML key that it is about."""
-    problem = refused.problem_found
+def _job_error(refusal: Refused, client: TaskAppClient, *, where: str) -> JobError:
+    """Convert a task app's refusal to an error of the TOML key it refers to."""
+    problem = refusal.finding
     sentence = problem.detail.removeprefix(f"{problem.where}: ")
     return JobError(f"{sentence} (says the task app at {client.url})", where=where, hint=problem.hint)

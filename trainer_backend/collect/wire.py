@@ -1,4 +1,4 @@
-"""The wire to task apps: rollout requests as JSON, in batches, and the errors that may come back. Pure."""
+"""Rollout requests as JSON in batches, and the errors of task apps. Pure."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,25 +16,25 @@ _ITS_OWN_FAULT = 500
 
 
 class CursorExpired(TaskAppError):
-    """The task app was started anew since the cursor was given; what it had accepted is lost."""
+    """The task app was restarted since the cursor; its accepted requests are lost."""
 
     code = "cursor_expired"
 
 
 class TaskAppLost(TaskAppError):
-    """The task app does not answer, or only with errors of its own; others may, and it may come back."""
+    """The task app does not answer, or answers with its own errors; it may recover, and others may answer."""
 
     code = "task_app_lost"
 
 
 class Refused(TaskAppError):
-    """The task app finds something wrong in the body of a request; `problem_found` says what, and where."""
+    """The task app refused the body of a request; `finding` says what is wrong, and where."""
 
     code = "request_refused"
 
-    def __init__(self, detail: str, problem_found: Problem) -> None:
+    def __init__(self, detail: str, finding: Problem) -> None:
         super().__init__(detail)
-        self.problem_found = problem_found
+        self.finding = finding
 
 
 class NoPictures(TaskAppError):
@@ -48,7 +48,7 @@ _REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures)} | {"replay
 
 
 def json_in(text: str) -> Any:
-    """The JSON in `text`, or None where there is none."""
+    """Parse `text` as JSON; return None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -56,12 +56,12 @@ def json_in(text: str) -> Any:
 
 
 def is_final(answer: Any) -> bool:
-    """Whether an answer with a status that says 'later' will be the same later."""
+    """Return whether an answer that asks to try later would stay the same."""
     return isinstance(answer, dict) and answer.get("code") == "missing_environment_api_key"
 
 
-def told_by(answer: Any, text: str) -> str:
-    """The problem's own words, its place and its hint, if the answer is a problem."""
+def message_of(answer: Any, text: str) -> str:
+    """Return the detail, place and hint of a problem, or the beginning of another answer."""
     if not isinstance(answer, dict):
         return text[:200]
     parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
@@ -84,35 +84,35 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
 
 
 def first_finding(error: ValidationError) -> str:
-    """`accepted.0: Input should be a valid string`; what was found is left out: it may be a whole page."""
+    """Return `accepted.0: Input should be a valid string`, without the input, which may be a whole page."""
     first, *others = error.errors(include_url=False, include_input=False, include_context=False)
     place = ".".join(map(str, first["loc"])) or "the answer"
     return f"{place}: {first['msg']}" + (f" (and {len(others)} more)" if others else "")
 
 
-# What a task app takes by default, where it does not say.
+# The limit of a task app that does not name one.
 DEFAULT_BODY_BYTES = 1 << 20
-# Of one slice: requests that bring a document or a snapshot are large, and others wait behind them.
+# Size of one slice: requests with a document or snapshot are large, and others wait behind them.
 _SLICE_BYTES = 1 << 19
 _SLICE_REQUESTS = 64
-# `{"rollouts": [` and `]}`; what parts two requests is counted with each.
+# Bytes of `{"rollouts": [` and `]}`, and of the separator between two requests.
 _AROUND, _BETWEEN = 16, 2
 
 
 def slices(
     requests: Sequence[RolloutRequest], *, max_body_bytes: int, url: str
 ) -> Iterator[list[dict[str, Any]]]:
-    """The requests as JSON, in order, parted by number and by the bytes that they are sent as.
+    """Yield the requests as JSON, in order, in slices limited by number and by bytes.
 
     Args:
-        max_body_bytes: of one body, as the task app at `url` bounds it.
+        max_body_bytes: limit of one body at the task app at `url`.
 
     Raises:
-        JobError: a single one is larger.
+        JobError: a single request is larger.
     """
     part: list[dict[str, Any]] = []
-    most = min(_SLICE_BYTES, max_body_bytes) - _AROUND
-    room = most
+    limit = min(_SLICE_BYTES, max_body_bytes) - _AROUND
+    room = limit
     for request in requests:
         wire = _wire(request)
         size = _size(wire)
@@ -120,7 +120,7 @@ def slices(
             raise _too_large(request, size + _AROUND, max_body_bytes, url)
         if part and (len(part) == _SLICE_REQUESTS or size > room):
             yield part
-            part, room = [], most
+            part, room = [], limit
         part.append(wire)
         room -= size
     if part:
@@ -128,7 +128,7 @@ def slices(
 
 
 def refuse_too_large(request: RolloutRequest, *, max_body_bytes: int, url: str) -> None:
-    """"""
+    """Refuse a request that is too large for the task app at `url`."""
     for _ in slices([request], max_body_bytes=max_body_bytes, url=url):
         pass
 
@@ -143,12 +143,12 @@ def _too_large(request: RolloutRequest, size: int, max_body_bytes: int, url: str
 
 
 def _size(wire: dict[str, Any]) -> int:
-    """Bytes, as aiohttp writes JSON: in ASCII."""
+    """Return the request's bytes in aiohttp's JSON, which is ASCII."""
     return len(json.dumps(wire)) + _BETWEEN
 
 
 def _wire(request: RolloutRequest) -> dict[str, Any]:
-    """As JSON; pydantic masks secrets, so the key is put back for this one request."""
+    """Convert a request to JSON, with its key, which pydantic would mask."""
     out = request.model_dump(mode="json")
     if request.policy.inference_key is not None:
         out["policy"]["inference_key"] = request.policy.inference_key.get_secret_value()

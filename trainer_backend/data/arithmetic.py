@@ -1,8 +1,8 @@
-"""Short sums in the layout of GSM8K, any number of them: `python -m trainer_backend.data.arithmetic`.
+"""Any number of short sums in the layout of GSM8K: `python -m trainer_backend.data.arithmetic`.
 
     python -m trainer_backend.data.arithmetic --rows 1000 --steps 2 --seed 0 > sums.jsonl
 
-A row is `{"question", "answer"}`; the answer says each step and ends in `#### n`, as in the public data set.
+A row is `{"question", "answer"}`; the answer gives each step and ends in `#### n`, as in the public data set.
 """
 
 import argparse
@@ -15,40 +15,40 @@ _THINGS = ("shells", "stamps", "marbles", "plums", "coins", "beads", "nails", "c
 
 
 def sums(rows: int, *, steps: int, seed: int, largest: int = 20) -> Iterator[dict[str, str]]:
-    """Rows of one to `steps` steps each; no question comes twice.
+    """Yield rows of one to `steps` steps each, without repeated questions.
 
     Args:
-        rows: how many.
+        rows: number of rows.
         steps: the most additions, subtractions and multiplications of a row.
-        seed: of everything; the first rows do not depend on how many follow.
-        largest: number that a question names; multipliers are 2 or 3.
+        seed: random seed; the first rows do not depend on the number of rows.
+        largest: the largest number in a question; multipliers are 2 or 3.
     """
-    random, asked = Random(seed), set[str]()
+    random, questions = Random(seed), set[str]()
     for _ in range(rows):
         for _ in range(1000):
             question, answer = _sum(random, steps, largest)
-            if question not in asked:
+            if question not in questions:
                 break
         else:
-            raise ValueError(f"{len(asked)} different questions were found, and {rows} are asked for")
-        asked.add(question)
+            raise ValueError(f"{len(questions)} different questions were found, and {rows} are asked for")
+        questions.add(question)
         yield {"question": question, "answer": answer}
 
 
 def _sum(random: Random, steps: int, largest: int) -> tuple[str, str]:
     name, thing = random.choice(_NAMES), random.choice(_THINGS)
     have = random.randint(2, largest)
-    told, worked = [f"{name} has {have} {thing}."], []
+    sentences, calculations = [f"{name} has {have} {thing}."], []
     for _ in range(random.randint(1, steps)):
         sentence, calculation, have = _step(random, name, have, largest)
-        told.append(sentence)
-        worked.append(calculation)
-    question = " ".join([*told, f"How many {thing} does {name} have now?"])
-    return question, "\n".join([*worked, f"#### {have}"])
+        sentences.append(sentence)
+        calculations.append(calculation)
+    question = " ".join([*sentences, f"How many {thing} does {name} have now?"])
+    return question, "\n".join([*calculations, f"#### {have}"])
 
 
 def _step(random: Random, name: str, have: int, largest: int) -> tuple[str, str, int]:
-    """A sentence, its calculation and what it leaves, which is never below 0."""
+    """Return a sentence, its calculation and its result, which is never below 0."""
     kind = random.choice(("more", "fewer", "times") if have else ("more",))
     if kind == "more":
         count = random.randint(1, largest)
@@ -57,12 +57,12 @@ def _step(random: Random, name: str, have: int, largest: int) -> tuple[str, str,
         count = random.randint(1, have)
         return f"{name} gives away {count}.", f"{have} - {count} = {have - count}", have - count
     count = random.choice((2, 3))
-    told = "doubles" if count == 2 else "triples"
-    return f"{name} {told} them.", f"{have} * {count} = {have * count}", have * count
+    verb = "doubles" if count == 2 else "triples"
+    return f"{name} {verb} them.", f"{have} * {count} = {have * count}", have * count
 
 
 def main() -> None:
-    """The rows as JSONL on the standard output."""
+    """Print the rows as JSONL."""
     parser = argparse.ArgumentParser(description="Short sums in the layout of GSM8K, as JSONL.")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=2, help="the most steps of a sum")

@@ -1,8 +1,8 @@
-"""Which files make up which split, for a lone file and for the folders that `datasets` and the hub have.
+"""The files of each split, for a lone file and for folders in the layouts of `datasets` and the hub.
 
-file.jsonl, file.parquet                  all rows are of the one split that the job names
-dataset_dict.json, train/, test/          DatasetDict.save_to_disk: a folder a split
-state.json, data-00000-of-00001.arrow     Dataset.save_to_disk: one split, whose name state.json says
+file.jsonl, file.parquet                  all rows belong to the split that the job names
+dataset_dict.json, train/, test/          DatasetDict.save_to_disk: one folder per split
+state.json, data-00000-of-00001.arrow     Dataset.save_to_disk: one split, named in state.json
 train.jsonl, test-00000-of-00002.parquet  a repository of the hub, also with its files in data/
 train/0000.parquet, test/0000.parquet     its conversion to Parquet
 """
@@ -19,52 +19,52 @@ from trainer_backend.data.records import READERS
 from trainer_backend.errors import DataError
 
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
-# What a file of a folder is called that holds one split: numbered, or as `datasets` calls its data.
-_NUMBERED = re.compile(r"\d+|data(-\d{5}-of-\d{5})?|part[-.].*")
+# Names of a folder's files if the folder is one split: numbers, or the names that `datasets` gives.
+_DATA_NAME = re.compile(r"\d+|data(-\d{5}-of-\d{5})?|part[-.].*")
 
 Splits = Mapping[str, Sequence[Path]]
 
 
 def files_of(path: Path, split: str) -> Sequence[Path]:
-    """The files of a split, in order."""
+    """Return the files of a split, in order."""
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError(f"no such file or folder{_meant(path)}", where=str(path))
+        raise DataError(f"no such file or folder{_similar_path(path)}", where=str(path))
     splits = _splits(path, split)
     if split not in splits:
-        told = did_you_mean(split, splits).replace("; known", "; there are")
-        raise DataError(f"has no split {split!r}{told}", where=str(path))
+        hint = did_you_mean(split, splits).replace("; known", "; there are")
+        raise DataError(f"has no split {split!r}{hint}", where=str(path))
     formats = sorted({file.suffix for file in splits[split]})
     if len(formats) > 1:
         raise DataError(f"split {split!r} is there as {' and as '.join(formats)}; keep one", where=str(path))
     return splits[split]
 
 
-def _meant(path: Path) -> str:
-    """`". Did you mean 'x'?"` for a misspelt last part."""
+def _similar_path(path: Path) -> str:
+    """Return `". Did you mean 'x'?"` for a misspelt last part."""
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)
     return f". Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
 
 
-def _splits(folder: Path, wanted: str) -> Splits:
+def _splits(folder: Path, split: str) -> Splits:
     if (folder / "dataset_dict.json").is_file():
         names = _json(folder / "dataset_dict.json").get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DataError("has no list `splits` of names", where=str(folder / "dataset_dict.json"))
-        return {name: _saved(_inside(folder, name, folder / "dataset_dict.json")) for name in names}
+        return {name: _dataset_files(_inside(folder, name, folder / "dataset_dict.json")) for name in names}
     if (folder / "state.json").is_file():
         name = _json(folder / "state.json").get("_split")
-        return {str(name or wanted): _saved(folder)}
-    found = _by_name(folder) or _by_name(folder / "data") or dict(_by_folder(folder))
-    if not found:
+        return {str(name or split): _dataset_files(folder)}
+    splits = _by_name(folder) or _by_name(folder / "data") or dict(_by_folder(folder))
+    if not splits:
         raise DataError(f"holds no data; known: {', '.join(READERS)}, by split", where=str(folder))
-    return found
+    return splits
 
 
-def _saved(folder: Path) -> Sequence[Path]:
-    """The files of Dataset.save_to_disk, in the order that its state.json says."""
+def _dataset_files(folder: Path) -> Sequence[Path]:
+    """Return the files of Dataset.save_to_disk, in the order of its state.json."""
     state = folder / "state.json"
     if not state.is_file():
         raise DataError("is missing; the folder is not as `save_to_disk` left it", where=str(state))
@@ -79,24 +79,26 @@ def _saved(folder: Path) -> Sequence[Path]:
 
 
 def _inside(folder: Path, name: Any, where: Path) -> Path:
-    """What a file of the folder names beside itself; a path would lead to any file of the machine."""
+    """Return the path of a named file of the folder; refuse a path, which could lead to any file."""
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & {"/", "\0"}:
         raise DataError(f"names {shown(name)}, which is no name of a file in its folder", where=str(where))
     return folder / name
 
 
 def _by_name(folder: Path) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     for file in _data_files(folder):
         match = _SHARD.fullmatch(file.stem)
-        found.setdefault(match["split"] if match else file.stem, []).append(file)
-    return found
+        splits.setdefault(match["split"] if match else file.stem, []).append(file)
+    return splits
 
 
 def _by_folder(folder: Path) -> Iterator[tuple[str, list[Path]]]:
-    """A folder a split; one with splits of its own is a configuration, and the job must choose."""
+    """Yield one split per folder; a folder with splits of its own is a configuration that the job must
+    choose.
+    """
     inside = {path: _data_files(path) for path in sorted(folder.iterdir()) if path.is_dir()}
-    choices = [path for path, files in inside.items() if any(not _NUMBERED.fullmatch(f.stem) for f in files)]
+    choices = [path for path, files in inside.items() if any(not _DATA_NAME.fullmatch(f.stem) for f in files)]
     choices += [path for path in inside if (path / "dataset_dict.json").is_file()]
     if choices:
         names = ", ".join(path.name for path in choices)

@@ -1,4 +1,4 @@
-"""The records of one file, whatever its format: the columns of each row, and the words for its place."""
+"""The records of one file, whatever its format: the columns of each row, and its place for messages."""
 
 import json
 from collections import Counter
@@ -13,14 +13,14 @@ from trainer_backend.errors import DataError
 
 
 class Record(NamedTuple):
-    """One row as it stands in its file; `where` names both."""
+    """A row of a file; `where` names both."""
 
     where: str
     columns: Mapping[str, Any]
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The rows of a file, in its order."""
+    """Yield the rows of a file, in order."""
     reader = READERS.get(path.suffix)
     if reader is None:
         raise DataError(f"its name ends in {path.suffix!r}; known: {', '.join(READERS)}", where=str(path))
@@ -31,8 +31,8 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    """A JSON object a line; lines of white space hold no row."""
-    # Bytes that are no UTF-8 pass as surrogates, so that the line with one has a number to be told by.
+    """Read one JSON object per line; blank lines are skipped."""
+    # Invalid UTF-8 becomes surrogates, so that the error can name the line.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -46,8 +46,10 @@ def _refuse_no_utf8(line: str, where: str) -> None:
         line.encode()
     except UnicodeEncodeError as error:
         byte = ord(line[error.start]) & 0xFF
-        told = f"column {error.start + 1} is the byte 0x{byte:02x}, which is no UTF-8; save the file as UTF-8"
-        raise DataError(told, where=where) from error
+        message = (
+            f"column {error.start + 1} is the byte 0x{byte:02x}, which is no UTF-8; save the file as UTF-8"
+        )
+        raise DataError(message, where=where) from error
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
@@ -66,11 +68,11 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    record = dict(pairs)
+    if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
-    return found
+    return record
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -79,7 +81,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def _arrow(path: Path) -> Iterator[Record]:
-    """The stream format, which `datasets` writes; mapped, so that only a batch at a time is in memory."""
+    """Read the stream format that `datasets` writes; mapped, so only one batch at a time is in memory."""
     with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
         yield from _rows(path, stream.schema, stream)
 

@@ -1,7 +1,7 @@
-"""Pure: played episodes beside published rows, and where the protocols differ.
+"""Played episodes beside published rows, and the differences between the protocols. Pure.
 
-Nobody should compare an evaluation of 200 env steps with one of 10,000: every group of rows comes with what
-keeps it from being comparable, read off the episodes themselves.
+An evaluation of 200 env steps must not be compared with one of 10,000: every group of rows lists what makes
+it incomparable, derived from the episodes themselves.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ ENVIRONMENT = "crafter"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A published row as it is shown."""
+    """A published row for display."""
 
     agent: str
     score: Figure | None
@@ -35,13 +35,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that were measured alike.
+    """Rows that were measured in the same way.
 
     Attributes:
-        title: what they have in common.
-        comparable: no episode of ours was longer or shorter than theirs could be. What remains of
-            `differences` is how episodes were chosen and what the policy saw.
-        differences: how this evaluation was measured otherwise, a sentence each.
+        title: their common protocol.
+        comparable: whether our episodes could be as long as theirs. Then `differences` only concern the
+            choice of episodes and the policy's observations.
+        differences: how this evaluation differs, a sentence each.
         rows: the published figures.
     """
 
@@ -52,7 +52,7 @@ class Group:
 
 
 def beside_published(episodes: Sequence[Trajectory]) -> tuple[Group, ...]:
-    """All published rows, for episodes of Crafter; nothing for those of another environment."""
+    """Return all published rows for episodes of Crafter; none for other environments."""
     if not episodes or any(episode.env_name != ENVIRONMENT for episode in episodes):
         return ()
     return tuple(_group(name, protocol, episodes) for name, protocol in PROTOCOLS.items())
@@ -78,23 +78,23 @@ def _group(name: ProtocolName, protocol: Protocol, episodes: Sequence[Trajectory
 def _length_differences(protocol: Protocol, episodes: Sequence[Trajectory]) -> tuple[str, ...]:
     limit, count = protocol.max_env_steps, len(episodes)
     longest = max(episode.env_steps for episode in episodes)
-    cut = sum(not _whole(episode, limit) for episode in episodes)
+    short_count = sum(not _is_whole(episode, limit) for episode in episodes)
     beyond = sum(episode.env_steps > limit for episode in episodes)
-    found = []
-    if cut:
-        found.append(
-            f"{cut} of {count} episodes here were cut short (longest: {longest:,} env steps), and would have "
-            f"gone on to death or to {limit:,}: figures here are too low"
+    differences = []
+    if short_count:
+        differences.append(
+            f"{short_count} of {count} episodes here were cut short (longest: {longest:,} env steps), and "
+            f"would have gone on to death or to {limit:,}: figures here are too low"
         )
     if beyond:
-        found.append(
+        differences.append(
             f"{beyond} of {count} episodes here went on beyond {limit:,} env steps, where those end: figures "
             "here are too high"
         )
-    return tuple(found)
+    return tuple(differences)
 
 
-def _whole(episode: Trajectory, limit: int) -> bool:
-    """Whether it went on to its own end, or as far as published ones go."""
+def _is_whole(episode: Trajectory, limit: int) -> bool:
+    """Return whether an episode reached its own end, or the length of published ones."""
     died = episode.stop_reason is StopReason.ENVIRONMENT_DONE and episode.terminated
     return died or episode.env_steps >= limit

@@ -1,4 +1,4 @@
-"""`turnwise eval`: a policy plays the held-out worlds over HTTP; its figures with 95 % intervals."""
+"""`turnwise eval`: a policy plays the held-out worlds over HTTP; its figures have 95 % intervals."""
 
 import asyncio
 import shutil
@@ -21,7 +21,7 @@ from trainer_backend.collect.plan import Inference, Planner, Players
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.data.dataset import data_of
 from trainer_backend.errors import JobError
-from trainer_backend.evaluation.result import Evaluated, evaluated
+from trainer_backend.evaluation.result import EvaluationResult, evaluation_result
 from trainer_backend.job.addresses import shown
 from trainer_backend.job.load import LoadedJob, load_job
 from trainer_backend.job.rollout_table import DataTable, WarmupTable
@@ -30,7 +30,7 @@ from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 from trainer_backend.rundir.rollout_files import write_rollouts
 
 Tell = Callable[[int, int], None]
-# A tool call is about this long in the tokens of a model that was not trained for this job's tokenizer.
+# A typical tool call in tokens of a model that was not trained for this job's tokenizer.
 _TOOL_CALL_TOKENS = 64
 
 
@@ -42,25 +42,25 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Scripted:
-    """A policy of the task app that asks no model, such as crafter_teacher or random."""
+class TaskAppPolicy:
+    """A policy of the task app without a model, such as crafter_teacher or random."""
 
     policy_name: str
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-Player = Checkpoint | Scripted | Inference
+Player = Checkpoint | TaskAppPolicy | Inference
 # The planner of an evaluation in which a model is asked at this server.
 PlannerFor = Callable[..., Planner]
 Play = Callable[[Sequence[RolloutRequest]], Coroutine[Any, Any, Collection]]
 
 
-def chosen_player(
+def player_of_flags(
     policy: str | None, model: str | None, inference_url: str | None, api_key_env: str | None
-) -> Scripted | Inference | None:
-    """Who plays by the flags of the command; None when the folder's own model does."""
+) -> TaskAppPolicy | Inference | None:
+    """Return the player that the flags name, or None for the folder's own model."""
     if model is None and inference_url is None and api_key_env is None:
-        return Scripted(policy) if policy else None
+        return TaskAppPolicy(policy) if policy else None
     if policy is not None:
         raise JobError(
             f"--policy {policy} is played by the task app alone; leave out --model, --inference-url and "
@@ -72,14 +72,14 @@ def chosen_player(
 def what_to_evaluate(
     folder: Path | None,
     job_path: Path | None,
-    player: Scripted | Inference | None,
+    player: TaskAppPolicy | Inference | None,
     overrides: Sequence[str] = (),
 ) -> tuple[LoadedJob, Player]:
-    """From the arguments of the command to a job and who plays.
+    """Convert the arguments of the command to a job and a player.
 
     Args:
         folder: a run (its best checkpoint plays), a checkpoint of a run, or a model folder.
-        job_path: a job TOML; absent, that of the run.
+        job_path: a job TOML; absent: the run's.
         player: plays instead of the folder's model.
         overrides: `table.key=value` for the job.
     """
@@ -93,14 +93,14 @@ def what_to_evaluate(
         raise JobError(f"{folder or 'a policy'} is no run with a job of its own: give --job JOB.toml")
     loaded = load_job(job_path or (run or Path()) / "job.toml", overrides)
     if player is not None:
-        return _advised(loaded, player), player
+        return _with_advice(loaded, player), player
     assert folder is not None, "one of the two is given"
     return loaded, Checkpoint(model_in(folder))
 
 
-def _advised(loaded: LoadedJob, player: Scripted | Inference) -> LoadedJob:
-    """The job with what a person should know before a model of somebody else's plays it."""
-    if isinstance(player, Scripted):
+def _with_advice(loaded: LoadedJob, player: TaskAppPolicy | Inference) -> LoadedJob:
+    """Add advice to a job that a foreign model is about to play."""
+    if isinstance(player, TaskAppPolicy):
         return loaded
     advice = []
     tokens = loaded.config.rollout.max_tokens
@@ -109,29 +109,29 @@ def _advised(loaded: LoadedJob, player: Scripted | Inference) -> LoadedJob:
             f"rollout.max_tokens is {tokens}: enough for this job's own tokenizer perhaps, but others need "
             f"{_TOOL_CALL_TOKENS} and more for a tool call, and models that think, thousands"
         )
-    if sends_key_in_the_open(player.url, keyed=player.key is not None):
+    if sends_key_in_the_open(player.url, has_key=player.key is not None):
         advice.append(f"the key goes to {shown(player.url)} unencrypted; prefer https")
     return replace(loaded, warnings=(*loaded.warnings, *advice))
 
 
 async def evaluate(
     job: JobConfig, player: Player, tell: Tell | None = None, *, keep: Path | None = None
-) -> Evaluated:
+) -> EvaluationResult:
     """Play every held-out world of the job once, on its task apps.
 
     Sampling seeds are those of the job's own evaluations, so a checkpoint plays as it did in training.
 
     Args:
         job: environment, limits, worlds ([evaluation]) and services.
-        player: who plays.
-        tell: is called with how many episodes have ended, and of how many.
-        keep: Parquet file for the episodes, failed ones too, as a run stores them.
+        player: the policy to evaluate.
+        tell: receives the number of ended episodes, and the total.
+        keep: Parquet file for the episodes, failed ones too, as in a run.
     """
     configure_logs_from()
     data = await asyncio.to_thread(data_of, job)
-    asked = player if isinstance(player, Inference) else None
+    server = player if isinstance(player, Inference) else None
     with _task_app_log() as log:
-        async with task_apps(job, log, asked, data=data) as apps:
+        async with task_apps(job, log, server, data=data) as apps:
             collector = Collector(
                 apps,
                 timeout_s=job.services.iteration_timeout_s,
@@ -146,30 +146,29 @@ async def evaluate(
         if keep is not None:
             write_rollouts(keep, collection.all)
         refuse_empty(collection, "evaluation", log=log)
-    return evaluated(_name(player), collection, _setting(planner_for().players, player, job.data))
+    return evaluation_result(_name(player), collection, _setting(planner_for().players, player, job.data))
 
 
 @contextmanager
 def _task_app_log() -> Iterator[Path]:
-    """Where a task app of the evaluation's own logs. It is removed, unless it may say what went wrong."""
+    """Yield the log file of an own task app, which is deleted unless it may explain a failure."""
     folder = Path(tempfile.mkdtemp(prefix="turnwise-eval-"))
-    log, kept = folder / "task_app.log", False
+    log, is_kept = folder / "task_app.log", False
     try:
         yield log
     except ServiceError as error:
-        kept = (
-            error.status >= 500 and log.exists()
-        )  # below: a mistake of the user's, and the message says which
+        # A user's mistake (below 500) needs no log, since the message explains it.
+        is_kept = error.status >= 500 and log.exists()
         raise
     finally:
-        if not kept:
+        if not is_kept:
             shutil.rmtree(folder)
 
 
 def _plan(
-    player: Scripted | Inference, planner_for: PlannerFor, warmup: WarmupTable | None
+    player: TaskAppPolicy | Inference, planner_for: PlannerFor, warmup: WarmupTable | None
 ) -> list[RolloutRequest]:
-    if isinstance(player, Scripted):
+    if isinstance(player, TaskAppPolicy):
         teacher, config = _teacher(warmup, player.policy_name)
         return planner_for(teacher).evaluation(
             "scripted", policy_name=player.policy_name, policy_config={**config, **player.config}
@@ -198,19 +197,19 @@ async def _play(collector: Collector, tell: Tell | None, plan: Sequence[RolloutR
 
 
 def _teacher(warmup: WarmupTable | None, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
-    """The warm-up's teacher is evaluated as the job configures it, with its key if it is a model."""
+    """Return the warm-up's teacher as the job configures it, with its key if it is a model."""
     if warmup is None or warmup.policy_name != policy_name:
         return None, {}
     config = warmup.policy_config
     url, model = config.get("inference_url"), config.get("model")
-    asked = Inference(url, str(model), warmup_key(warmup)) if isinstance(url, str) else None
-    return asked, config
+    server = Inference(url, str(model), warmup_key(warmup)) if isinstance(url, str) else None
+    return server, config
 
 
 def _name(player: Player) -> str:
     if isinstance(player, Inference):
         return f"{player.model} at {shown(player.url)}"
-    return player.policy_name if isinstance(player, Scripted) else str(player.folder)
+    return player.policy_name if isinstance(player, TaskAppPolicy) else str(player.folder)
 
 
 def _setting(players: Players, player: Player, data: DataTable | None) -> dict[str, Any]:
@@ -222,7 +221,7 @@ def _setting(players: Players, player: Player, data: DataTable | None) -> dict[s
     }
     if data is not None:
         setting["held-out rows"] = data.held_out
-    if isinstance(player, Scripted):
+    if isinstance(player, TaskAppPolicy):
         return setting
     setting |= {
         "temperature": players.held_out_temperature,

@@ -1,7 +1,7 @@
-"""Published results on Crafter, each with where it stands and how it was measured. Data alone.
+"""Published results on Crafter, each with its source and its protocol. Data only.
 
-Figures of other engines (Craftax-classic's percent of the maximum) are left out: they are on another scale.
-"Second hand": quoted by somebody else, not seen at the source; look there before you quote it.
+Figures of other engines (Craftax-classic's percent of the maximum) have another scale and are left out.
+"Second hand" means not verified at the source; look there before you quote it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SourceName = Literal["crafter", "causal", "verlog", "balrog"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A value with its spread as published (a standard deviation or error), if one was."""
+    """A value with its published spread (a standard deviation or error), if any."""
 
     value: float
     spread: float | None = None
@@ -28,13 +28,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How figures were measured.
+    """The protocol of a measurement.
 
     Attributes:
         title: in a few words.
-        max_env_steps: an episode goes on to death or to this many env steps.
-        counted: the episodes that the figures are over.
-        sees: what the policy reads or looks at.
+        max_env_steps: an episode ends with death or at this number of env steps.
+        counted: the episodes behind the figures.
+        sees: the policy's observations.
     """
 
     title: str
@@ -44,8 +44,8 @@ class Protocol:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A row.
+class PublishedRow:
+    """A published row.
 
     Attributes:
         score: Crafter score in percent.
@@ -87,7 +87,7 @@ PROTOCOLS: dict[ProtocolName, Protocol] = {
     ),
     "verlog": Protocol(
         "a language model trained by RL",
-        2_000,  # of BALROG, whose environment it plays
+        2_000,  # the limit of BALROG, whose environment it plays
         "episodes of 172 env steps on average before, 196 after",
         "BALROG's text",
     ),
@@ -104,19 +104,19 @@ def _readme(
     *,
     learned_from: str = "1M",
     protocol: ProtocolName = "learning",
-) -> Published:
-    return Published(agent, protocol, "crafter", learned_from, score=score, reward=reward)
+) -> PublishedRow:
+    return PublishedRow(agent, protocol, "crafter", learned_from, score=score, reward=reward)
 
 
-def _causal(agent: str, value: float, spread: float, *, learned_from: str = "1M") -> Published:
-    return Published(agent, "learning", "causal", learned_from, score=Figure(value, spread))
+def _causal(agent: str, value: float, spread: float, *, learned_from: str = "1M") -> PublishedRow:
+    return PublishedRow(agent, "learning", "causal", learned_from, score=Figure(value, spread))
 
 
-def _balrog(agent: str, value: float, spread: float) -> Published:
-    return Published(agent, "balrog", "balrog", "0", progress=Figure(value, spread))
+def _balrog(agent: str, value: float, spread: float) -> PublishedRow:
+    return PublishedRow(agent, "balrog", "balrog", "0", progress=Figure(value, spread))
 
 
-PUBLISHED: tuple[Published, ...] = (
+PUBLISHED: tuple[PublishedRow, ...] = (
     _readme("Human", Figure(50.5, 6.8), Figure(14.3, 2.3), learned_from="unknown", protocol="played"),
     _readme("SPRING (GPT-4)", Figure(27.3, 1.2), Figure(12.3, 0.7), learned_from="0", protocol="played"),
     _readme("Achievement Distillation", Figure(21.8, 1.4), Figure(12.6, 0.3)),
@@ -136,8 +136,8 @@ PUBLISHED: tuple[Published, ...] = (
     _causal("AdaRefiner", 28.2, 1.8, learned_from="5M"),
     _causal("Reflexion (GPT-4)", 11.7, 1.4),
     _causal("ReAct (GPT-4)", 8.3, 1.2),
-    Published("Qwen2.5-7B-Instruct", "verlog", "verlog", "0", reward=Figure(5.80)),
-    Published("the same after Verlog's PPO", "verlog", "verlog", "170 updates", reward=Figure(10.44)),
+    PublishedRow("Qwen2.5-7B-Instruct", "verlog", "verlog", "0", reward=Figure(5.80)),
+    PublishedRow("the same after Verlog's PPO", "verlog", "verlog", "170 updates", reward=Figure(10.44)),
     _balrog("Gemini-3-Pro", 57.3, 4.4),
     _balrog("Grok-4", 57.3, 3.9),
     _balrog("Gemini-2.5-Pro", 55.0, 6.0),

@@ -1,4 +1,4 @@
-"""The figures of `turnwise eval`: from played episodes to numbers with 95 % intervals. Pure."""
+"""The figures of `turnwise eval`: numbers with 95 % intervals from played episodes. Pure."""
 
 import json
 import math
@@ -32,10 +32,10 @@ _MOST_SPANS = 12
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Decisions `first` to `last` of all episodes; one that ended earlier counts 0.
+    """Decisions `first` to `last` of all episodes; an episode that ended earlier counts 0.
 
     Attributes:
-        playing: episodes that took decision `first`.
+        playing: episodes that reached decision `first`.
         unique, ach: sum of unique_delta, and of ach_delta, over the span; mean over episodes.
         rewarded: share of the span's decisions that unlocked something.
     """
@@ -49,30 +49,30 @@ class TurnSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluationResult:
     """The result of an evaluation.
 
     Attributes:
         policy: a folder, a policy's name, or a model and its server.
-        models: the model's name as its server gives it; empty where there is no model.
-        setting: environment, limits and sampling that it was played with.
-        outcome, decisions, env_steps: means over episodes, a world or a row each.
-        outcome_definition: what the environment calls an outcome.
-        unique: mean of the achievements unlocked; None where there are none, and then nothing is in `rates`,
-            `unique_by_turn`, `ach_by_turn` and `spans` either.
-        conversation: interaction/* and statelm/* (docs/metrics.md); empty where no history was kept.
+        models: the model's names at its server; empty without a model.
+        setting: environment, limits and sampling.
+        outcome, decisions, env_steps: means over episodes, one per world or row.
+        outcome_definition: the environment's definition of an outcome.
+        unique: mean number of unlocked achievements; None without achievements, and then `rates`,
+            `unique_by_turn`, `ach_by_turn` and `spans` are empty.
+        conversation: interaction/* and statelm/* (docs/metrics.md); empty without a history.
         env_reward: the environment's own reward, summed over an episode.
         rates: share of episodes that unlocked each achievement.
         unique_by_turn, ach_by_turn: [T] mean deltas of each decision turn; an ended episode counts 0.
         spans: the same by spans of turns, with intervals.
         crafter_score: in percent; None outside Crafter.
-        invalid_frac: share of decisions that were refused.
+        invalid_frac: share of refused decisions.
         endings: episodes by stop reason.
         rows: outcome of each held-out row by its id; empty without a data set.
-        lost: worlds without an episode, which are in no figure.
-        failures: failure codes met, and how often; a rollout that failed once was tried again.
-        prompt_tokens, sampled_tokens: over all episodes; None where no server counts them.
-        published: rows to compare with, and what keeps them from being comparable.
+        lost: worlds without an episode, which no figure includes.
+        failures: counts of failure codes; a rollout that failed once was repeated.
+        prompt_tokens, sampled_tokens: over all episodes; None if no server counts them.
+        published: rows to compare with, and what makes them incomparable.
     """
 
     policy: str
@@ -100,36 +100,40 @@ class Evaluated:
     published: tuple[Group, ...]
 
 
-def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | None = None) -> Evaluated:
-    """The figures of played episodes.
+def evaluation_result(
+    policy: str, collection: Collection, setting: Mapping[str, Any] | None = None
+) -> EvaluationResult:
+    """Compute the figures of played episodes.
 
     Args:
-        policy: who played, in words.
-        collection: what came back.
-        setting: how it was played, in names and values that JSON can hold.
+        policy: name of the player.
+        collection: the played episodes.
+        setting: names and JSON values that describe the evaluation.
     """
     episodes = finished_trajectories(collection.rollouts, "evaluation")
-    metrics, counted = episode_metrics(episodes), have_achievements(episodes)
+    metrics, has_achievements = episode_metrics(episodes), have_achievements(episodes)
     endings = {
         name.removeprefix("stop/"): round(share * len(episodes))
         for name, share in metrics.items()
         if name.startswith("stop/")
     }
-    return Evaluated(
+    return EvaluationResult(
         policy=policy,
         models=tuple(sorted({item.model for item in episodes if item.model})),
         setting=dict(setting or {}),
         outcome=mean_interval([item.outcome_reward for item in episodes]),
         outcome_definition=outcome_definition(episodes),
-        unique=mean_interval([float(unique_achievements(item)) for item in episodes]) if counted else None,
+        unique=mean_interval([float(unique_achievements(item)) for item in episodes])
+        if has_achievements
+        else None,
         conversation={**interaction_metrics(episodes), **context_metrics(episodes)},
         decisions=mean_interval([float(len(item.steps)) for item in episodes]),
         env_steps=mean_interval([float(item.env_steps) for item in episodes]),
         env_reward=mean_interval([_env_reward(item) for item in episodes]),
         rates=_rates(episodes),
-        unique_by_turn=tuple(unique_by_turn(episodes)) if counted else (),
-        ach_by_turn=tuple(ach_by_turn(episodes)) if counted else (),
-        spans=turn_spans(episodes) if counted else (),
+        unique_by_turn=tuple(unique_by_turn(episodes)) if has_achievements else (),
+        ach_by_turn=tuple(ach_by_turn(episodes)) if has_achievements else (),
+        spans=turn_spans(episodes) if has_achievements else (),
         crafter_score=_score(episodes),
         invalid_frac=metrics["episode/invalid_frac"],
         endings=endings,
@@ -142,13 +146,13 @@ def evaluated(policy: str, collection: Collection, setting: Mapping[str, Any] | 
     )
 
 
-def as_json(result: Evaluated) -> str:
+def as_json(result: EvaluationResult) -> str:
     """Return the figures as JSON; unknown ones (a bound of one episode) are null."""
     return json.dumps(asdict(result), indent=2, allow_nan=False) + "\n"
 
 
 def turn_spans(episodes: Sequence[Trajectory]) -> tuple[TurnSpan, ...]:
-    """At most 12 spans of equal length over the turns of the longest episode."""
+    """Split the turns of the longest episode into at most 12 spans of equal length."""
     deltas = [[step_deltas(step) for step in episode.steps] for episode in episodes]
     longest = max(map(len, deltas), default=0)
     width = span_width(longest)
@@ -156,21 +160,21 @@ def turn_spans(episodes: Sequence[Trajectory]) -> tuple[TurnSpan, ...]:
 
 
 def span_width(turns: int) -> int:
-    """The least of 1, 2, 5, 10, 20, 50 ... that makes at most 12 spans of so many turns."""
+    """Return the least of 1, 2, 5, 10, 20, 50 ... that gives at most 12 spans."""
     widths = (digit * int(10**power) for power in range(20) for digit in (1, 2, 5))
     return next(width for width in widths if math.ceil(turns / width) <= _MOST_SPANS)
 
 
 def _span(first: int, last: int, deltas: Sequence[Sequence[DecisionRewards]]) -> TurnSpan:
     parts = [episode[first - 1 : last] for episode in deltas]
-    taken = [delta for part in parts for delta in part]
+    decisions = [delta for part in parts for delta in part]
     return TurnSpan(
         first=first,
         last=last,
         playing=sum(map(bool, parts)),
         unique=mean_interval([float(sum(delta.unique_delta for delta in part)) for part in parts]),
         ach=mean_interval([float(sum(delta.ach_delta for delta in part)) for part in parts]),
-        rewarded=sum(delta.unique_delta > 0 for delta in taken) / len(taken),
+        rewarded=sum(delta.unique_delta > 0 for delta in decisions) / len(decisions),
     )
 
 
@@ -183,8 +187,8 @@ def _outcome_by_row(collection: Collection) -> dict[str, float]:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
+    values = [count for count in counts if count is not None]
+    return sum(values) if values else None
 
 
 def _env_reward(episode: Trajectory) -> float:

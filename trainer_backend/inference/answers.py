@@ -1,7 +1,7 @@
-"""Pure: earlier answers of a conversation, and the text of a prompt in which they stand as they were sampled.
+"""Earlier answers of a conversation, and the text of a prompt that contains them as they were sampled. Pure.
 
-A template that is given the parsed message writes it in its own way. So it is given, in the place of every
-answer that stands unedited, the text that was sampled; what it makes of that is compared, never assumed.
+A template writes a parsed message in its own way. Instead, it is given the sampled text for every unedited
+answer; its output is compared with the expected text, never trusted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 
 JsonObject = Mapping[str, Any]
 
-# Around a text whose outer white space a template would trim. Unicode leaves these to a program's own use.
+# Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
@@ -22,35 +22,35 @@ class Answer:
     """An answer of the model, and its place among the messages.
 
     Attributes:
-        said: what it says, parsed, as `said` of the message that was given out.
-        raw_text, stop_text: the response as sampled, and its stop token apart ("" if there is none).
-        content: what the template is given in its place; None: the message, as the caller sends it back.
-        guarded: OPEN and CLOSE stand around it.
+        message_hash: `hash_of` the message that was returned to the caller.
+        raw_text, stop_text: the response as sampled, and its stop token ("" if there is none).
+        content: the text given to the template; None: the message as the caller sends it back.
+        has_guards: whether OPEN and CLOSE surround the content.
     """
 
     index: int
-    said: int
+    message_hash: int
     raw_text: str
     stop_text: str
     content: str | None = None
-    guarded: bool = False
+    has_guards: bool = False
 
-    def stands_in(self, all_said: Sequence[int]) -> bool:
-        """Whether it is there, unedited."""
-        return self.index < len(all_said) and all_said[self.index] == self.said
+    def stands_in(self, hashes: Sequence[int]) -> bool:
+        """Return whether the conversation still contains the answer, unedited."""
+        return self.index < len(hashes) and hashes[self.index] == self.message_hash
 
     def forms(self) -> Iterator["Answer"]:
-        """The ways to have its exact text written, the likeliest first; the parsed message comes last."""
+        """Yield the forms that may reproduce the sampled text, most likely first, the parsed message last."""
         yield replace(self, content=self.raw_text)
         if self.raw_text != self.raw_text.strip():
-            yield replace(self, content=f"{OPEN}{self.raw_text}{CLOSE}", guarded=True)
+            yield replace(self, content=f"{OPEN}{self.raw_text}{CLOSE}", has_guards=True)
         yield replace(self, content=None)
 
 
-def said(message: JsonObject) -> int:
-    """A number for what a message says, of 64 bits. Clients add and drop empty fields: those do not count.
+def hash_of(message: JsonObject) -> int:
+    """Return a 64-bit hash of a message's content, without empty fields, which clients add and drop.
 
-    Every message of every request passes here, so a number that is compared later is kept, and no message.
+    Every message of every request is compared, so the hash is stored instead of the message.
     """
     get = message.get
     content, calls = get("content") or "", get("tool_calls")
@@ -69,9 +69,9 @@ def _function(call: Any) -> object:
 
 @dataclass(slots=True)
 class View:
-    """The messages of a request, in which the answers of `earlier` stand in forms that were settled before.
+    """The messages of a request, in which the forms of `earlier` answers are known already.
 
-    Rendering costs the most of all that is done here, so no text is rendered twice.
+    Rendering is the most expensive step, so each text is rendered only once.
     """
 
     messages: Sequence[JsonObject]
@@ -81,26 +81,26 @@ class View:
     _texts: dict[str | None, str | None] = field(default_factory=dict)
 
     def text(self, newest: Answer) -> str | None:
-        """The prompt with the last answer in this form; None where the template cannot write that."""
+        """Return the prompt with the last answer in this form, or None if the template cannot write it."""
         if newest.content not in self._texts:
             answers = [*self.earlier, newest]
             self._texts[newest.content] = text_with(self.messages, answers, self.tools, self.renderer)
         return self._texts[newest.content]
 
-    def extending(self, newest: Answer, text: str) -> Answer | None:
-        """The form in which the prompt begins with `text`."""
+    def form_extending(self, newest: Answer, text: str) -> Answer | None:
+        """Return the form with which the prompt begins with `text`, or None."""
         return next((form for form in newest.forms() if (self.text(form) or "").startswith(text)), None)
 
     def exact(self, newest: Answer) -> Answer:
-        """The form in which the answer stands as it was sampled, behind a conversation that was edited.
+        """Return the form that reproduces the sampled answer after an edited conversation.
 
-        There no earlier text can tell, so it is compared with what the model would now see before it.
+        There the earlier text is no reference, so the new text before the answer is.
         """
         before = text_with(self.messages[: newest.index], self.earlier, self.tools, self.renderer)
         if before is None:
             return replace(newest, content=None)
-        wanted = before + newest.raw_text + newest.stop_text
-        return self.extending(newest, wanted) or replace(newest, content=None)
+        target = before + newest.raw_text + newest.stop_text
+        return self.form_extending(newest, target) or replace(newest, content=None)
 
 
 def text_with(
@@ -109,7 +109,7 @@ def text_with(
     tools: Sequence[JsonObject],
     renderer: ChatRenderer,
 ) -> str | None:
-    """The prompt in which each of `answers` stands in its form; None where the template cannot write that."""
+    """Return the prompt with each of `answers` in its form, or None if the template cannot write it."""
     shown = list(messages)
     for answer in answers:
         if answer.content is not None:
@@ -117,10 +117,10 @@ def text_with(
     try:
         text = renderer.prompt_text(shown, tools)
     except BadChatRequest:
-        return None  # some templates count the turns, and a call counts otherwise than its text
-    guarded = sum([answer.guarded for answer in answers])
-    if not guarded:
+        return None  # some templates count turns, and count a call differently from its text
+    guards = sum([answer.has_guards for answer in answers])
+    if not guards:
         return text
-    if text.count(OPEN) != guarded or text.count(CLOSE) != guarded:
-        return None  # a guard was dropped with what it guards, or somebody else uses these characters
+    if text.count(OPEN) != guards or text.count(CLOSE) != guards:
+        return None  # the template dropped a guard with its content, or a message uses these characters
     return text.replace(OPEN, "").replace(CLOSE, "")

@@ -1,4 +1,4 @@
-"""What of the gateway's edge is its own: replies and errors in a shape that the `openai` client reads too."""
+"""The gateway's own edge: replies and errors in a shape that the `openai` client can read."""
 
 import asyncio
 import json
@@ -23,19 +23,19 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Outgoing:
-    """A `Send` that knows whether the reply has begun: an error after that cannot be a status any more."""
+    """A `Send` that knows whether the reply has begun; an error after that can no longer set the status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._begun = False
+        self._has_begun = False
 
     async def __call__(self, message: Message) -> None:
-        self._begun = True
+        self._has_begun = True
         await self._send(message)
 
     async def fail(self, error: ServiceError) -> None:
-        """The error as the reply, or as the last event of one that has begun."""
-        if self._begun:
+        """Send the error as the reply, or as the last event of a reply that has begun."""
+        if self._has_begun:
             event = b"data: " + problem_body(error) + b"\n\n"
             await self._send({"type": "http.response.body", "body": event})
         else:
@@ -47,7 +47,7 @@ class Outgoing:
 
 
 async def boundary(app: AsgiApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run a route; whatever it raises becomes one problem body, and nothing of ours leaks into it."""
+    """Run a route and convert every error to a problem body without internal details."""
     outgoing = Outgoing(send)
     try:
         await app(scope, receive, outgoing)
@@ -61,7 +61,7 @@ async def boundary(app: AsgiApp, scope: Scope, receive: Receive, send: Send) -> 
 
 
 def problem_body(error: ServiceError) -> bytes:
-    """RFC 9457's fields beside OpenAI's `error` object; the counts too where the context is full."""
+    """Return RFC 9457's fields and OpenAI's `error` object; for a full context also the token counts."""
     body = error.problem().model_dump()
     body["error"] = {
         "message": str(error),
@@ -77,7 +77,7 @@ def problem_body(error: ServiceError) -> bytes:
 
 
 def _error_type(status: int) -> str:
-    """OpenAI's word, by which clients tell errors apart."""
+    """Return OpenAI's error type, by which clients distinguish errors."""
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return "authentication_error"
     ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == RemoteRefused.status
@@ -85,20 +85,20 @@ def _error_type(status: int) -> str:
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Wait for some work; cancel it, which aborts its requests, when the client leaves first."""
+    """Wait for work; if the client disconnects first, cancel it and raise ClientDisconnect."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        gone.cancel()
+        disconnect.cancel()
         task.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -111,23 +111,23 @@ async def json_response(send: Send, body: dict[str, Any]) -> None:
 
 
 class EventStream:
-    """A reply of server-sent events, begun with the first of them."""
+    """A reply of server-sent events; its head is sent with the first event."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._begun = False
+        self._has_begun = False
 
     async def send(self, event: dict[str, Any]) -> None:
         await self._write(json.dumps(event, separators=(",", ":")).encode())
 
     async def end(self) -> None:
-        """The event after which `openai` clients stop reading."""
+        """Send the event after which `openai` clients stop reading."""
         await self._write(b"[DONE]")
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _write(self, data: bytes) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._has_begun:
+            self._has_begun = True
             headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         body = b"data: " + data + b"\n\n"
@@ -135,7 +135,7 @@ class EventStream:
 
 
 def error_response(error: ServiceError) -> Response:
-    """The reply to an error; one of the router names the routes that there are."""
+    """Return the reply to an error; an unknown route gets the list of routes."""
     if isinstance(error, RouteError):
         error.hint = _ROUTES
     return reply(error, problem_body(error))

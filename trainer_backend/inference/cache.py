@@ -1,7 +1,7 @@
-"""Keys and values of all running requests: one row a request, rows compact, positions per row.
+"""Keys and values of all running requests: one row per request, no gaps, positions per row.
 
-A row holds its tokens from position 0, padded on the right. What lies beyond a row's length is garbage that
-no mask ever shows, and the next token overwrites it. So rows come, move and go without clearing anything.
+A row holds its tokens from position 0, padded on the right. Data beyond a row's length is garbage that no
+mask shows and that later tokens overwrite. So rows can be added, moved and removed without clearing.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ FIRST_CAPACITY = 128
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """A row's first tokens, taken out of the cache: per layer [heads, length, head_dim] keys and values."""
+    """A row's first tokens outside the cache: per layer [heads, length, head_dim] keys and values."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -25,8 +25,8 @@ class RowCopy:
 class SlotCache(Cache):
     """Preallocated [slots, heads, capacity, head_dim] keys and values per layer, for `transformers` models.
 
-    Before each forward call either `begin_prefill` or `begin_append` says which rows the call is about.
-    The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
+    Before each forward pass, `begin_prefill` or `begin_append` selects its rows. The capacity doubles on
+    demand up to `max_len`, so short episodes never pay for a long context.
     """
 
     def __init__(self, *, slots: int, max_len: int, dtype: torch.dtype = torch.float32) -> None:
@@ -42,15 +42,15 @@ class SlotCache(Cache):
         self._visible = 0
 
     def begin_prefill(self, *, first_row: int, length: int) -> None:
-        """The next call writes fresh rows, `first_row` and on, from position 0."""
+        """Let the next forward pass write new rows, `first_row` and on, from position 0."""
         self.reserve(length)
         self._first_row = first_row
         self._positions_BQ = None
 
     def begin_append(self, positions_BQ: Tensor, *, first_row: int, visible: int) -> None:
-        """The next call adds Q tokens to each of B rows, `first_row` and on, at positions of their own.
+        """Let the next forward pass add Q tokens to each of B rows, `first_row` and on, at given positions.
 
-        It may look at the first `visible` columns: all positions lie below.
+        The pass sees the first `visible` columns; all positions lie below.
         """
         self.reserve(visible)
         self._first_row = first_row
@@ -60,17 +60,17 @@ class SlotCache(Cache):
         self._visible = visible
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first `length` positions over another row: how a gap is closed or a prompt shared."""
+        """Copy a row's first `length` positions to another row, to close a gap or share a prompt."""
         for tensor in (*self._keys, *self._values):
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def clear_row(self, row: int) -> None:
-        """Zero a row. Garbage is harmless only while it is finite: a masked NaN still makes a sum NaN."""
+        """Zero a row. Garbage is harmless only while finite: a masked NaN still makes a sum NaN."""
         for tensor in (*self._keys, *self._values):
             tensor[row] = 0
 
     def copy_out(self, row: int, length: int) -> RowCopy:
-        """A row's first `length` positions in memory of their own, which is freed with them."""
+        """Copy a row's first `length` positions to separate memory."""
         keys, values = (
             tuple(tensor[row, :, :length].clone() for tensor in tensors)
             for tensors in (self._keys, self._values)
@@ -78,18 +78,18 @@ class SlotCache(Cache):
         return RowCopy(keys, values)
 
     def copy_in(self, copy: RowCopy, target: int, length: int) -> None:
-        """Write the first `length` positions of what `copy_out` gave into a row."""
+        """Write the first `length` positions of a copy into a row."""
         for tensor, old in zip((*self._keys, *self._values), (*copy.keys, *copy.values), strict=True):
             tensor[target, :, :length] = old[:, :length]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer: write the new keys and values, return all that it may look at."""
-        # A rotation under autocast leaves float32 behind.
+        """Write new keys and values of a layer and return the visible ones; attention layers call this."""
+        # Under autocast, the rotary embedding produces float32.
         key_states, value_states = key_states.to(self._dtype), value_states.to(self._dtype)
         if layer_idx == len(self._keys):
-            # Both or none: out of memory between them would leave a layer without values.
+            # Allocate both first: out of memory in between would leave a layer without values.
             both = self._allocate(key_states), self._allocate(value_states)
             self._keys.append(both[0])
             self._values.append(both[1])
@@ -105,17 +105,17 @@ class SlotCache(Cache):
         return keys[rows, :, : self._visible], values[rows, :, : self._visible]
 
     def reserve(self, length: int) -> None:
-        """Room for `length` tokens a row. Where memory runs out, all that was held before still is."""
+        """Make room for `length` tokens per row. If memory runs out, the previous contents stay valid."""
         if length <= self.capacity:
             return
-        assert length <= self.max_len, "requests longer than max_len are refused at the door"
+        assert length <= self.max_len, "the engine refuses requests longer than max_len"
         capacity = self.capacity
         while capacity < length:
             capacity = min(2 * capacity, self.max_len)
         for tensors in (self._keys, self._values):
-            # One after the other: the old and the new of all layers together need not fit.
+            # One by one: the old and new tensors of all layers together may not fit.
             for layer, old in enumerate(tensors):
-                tensors[layer] = self._grown(old, capacity)
+                tensors[layer] = self._grow(old, capacity)
         self.capacity = capacity
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -130,9 +130,9 @@ class SlotCache(Cache):
     def _allocate(self, like: Tensor) -> Tensor:
         return like.new_zeros((self.slots, like.shape[1], self.capacity, like.shape[3]))
 
-    def _grown(self, old: Tensor, capacity: int) -> Tensor:
+    def _grow(self, old: Tensor, capacity: int) -> Tensor:
         if old.shape[2] >= capacity:
-            return old  # an earlier attempt got this far before memory ran out
+            return old  # an earlier attempt enlarged this layer before memory ran out
         new = old.new_zeros((self.slots, old.shape[1], capacity, old.shape[3]))
         new[:, :, : old.shape[2]] = old
         return new

@@ -12,7 +12,7 @@ from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
-from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, ToolFormat
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, ToolFormat
 
 NAME = "turnwise_probe"
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
@@ -20,7 +20,7 @@ TOOLS = [
     {"type": "function", "function": {"name": NAME, "description": "Takes a word.", "parameters": SCHEMA}}
 ]
 CALL = ParsedCall(NAME, '{"word": "tree"}')
-ASKED = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Say tree."}]
+QUESTION = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Say tree."}]
 _FUNCTION = {"name": CALL.name, "arguments": CALL.arguments}
 ANSWER = {
     "role": "assistant",
@@ -30,22 +30,22 @@ ANSWER = {
 
 
 def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Environments ask with a system and a user message and offer tools: the template must carry all of it.
+    """Refuse a chat template that cannot carry system and user messages with tools, as environments need.
 
-    It must show a tool to the model, and write a call so that the model's tool-call format reads it back:
-    the warm-up teaches calls as the template writes them, and the gateway reads them in that format.
+    It must show tools to the model, and write a call so that the model's tool-call format can parse it: the
+    warm-up teaches calls as the template writes them, and the gateway parses them in that format.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     renderer, name = ChatRenderer(tokenizer), tool_format_of(tokenizer)
     try:
-        # The presets never see a tool: what they may call they learn in the warm-up.
-        if name != "turnwise" and NAME not in renderer.prompt_text(ASKED, TOOLS):
+        # The presets never see tools: they learn their calls in the warm-up.
+        if name != "turnwise" and NAME not in renderer.prompt_text(QUESTION, TOOLS):
             raise ModelFolderError(
                 "it shows no tools to the model, and the environments answer to tool calls alone",
                 where=where,
                 hint="Take an instruction-tuned model with tool calling, or a template that prints `tools`.",
             )
-        answer = renderer.answer_text(ASKED, ANSWER, TOOLS)
+        answer = renderer.answer_text(QUESTION, ANSWER, TOOLS)
     except BadChatRequest as error:
         raise ModelFolderError(
             f"it refuses a system message, a user message and a call: {error.detail}", where=where
@@ -61,13 +61,15 @@ def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
     readers = [
-        known for known, form in TOOL_FORMATS.items() if form.parse(answer, TOOLS).tool_calls == (CALL,)
+        form_name
+        for form_name, form in TOOL_FORMATS.items()
+        if form.parse(answer, TOOLS).tool_calls == (CALL,)
     ]
     if name in readers:
         return
-    otherwise = "in no format that is known here" if name is None else f"otherwise than {name!r} reads it"
+    reason = "in no format that is known here" if name is None else f"otherwise than {name!r} reads it"
     raise ModelFolderError(
-        f"it writes a call {otherwise}: {answer!r:.200}",
+        f"it writes a call {reason}: {answer!r:.200}",
         where=where,
         hint=f"Set model.tool_call_format to {readers[0]!r}."
         if readers
@@ -79,13 +81,13 @@ def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
 
 
 def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
-    """The model's format; everything is text where none is known."""
+    """Return the model's tool-call format, or plain text if unknown."""
     name = tool_format_of(tokenizer)
     return TEXT if name is None else TOOL_FORMATS[name]
 
 
 def parse_text(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """For models without a known tool-call format: everything is text."""
+    """Parse nothing: for models without a known tool-call format everything is text."""
     return ParsedReply(text)
 
 
@@ -93,31 +95,31 @@ TEXT = ToolFormat(parse_text, marker="", openers=())
 
 
 def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """The format that tokenizer_config.json names, else the first whose marker the chat template holds."""
-    named = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
-    if named is not None and named not in TOOL_FORMATS:
+    """Return the format in tokenizer_config.json, else the first whose marker is in the chat template."""
+    setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
+    if setting is not None and setting not in TOOL_FORMATS:
         raise ModelFolderError(
-            f"{TOOL_CALL_FORMAT_KEY} is {named!r}{did_you_mean(str(named), TOOL_FORMATS)}",
+            f"{TOOL_CALL_FORMAT_KEY} is {setting!r}{did_you_mean(str(setting), TOOL_FORMATS)}",
             where="tokenizer_config.json",
         )
-    # Some models have a template of its own for conversations with tools.
+    # Some models have a separate template for conversations with tools.
     template = str(tokenizer.chat_template)
-    found = (name for name, known in TOOL_FORMATS.items() if known.marker in template)
-    return str(named) if named is not None else next(found, None)
+    matches = (name for name, form in TOOL_FORMATS.items() if form.marker in template)
+    return str(setting) if setting is not None else next(matches, None)
 
 
-# A sample's weight compares probabilities of the same ids, so both models must read an id as the same text.
+# Weights of samples compare probabilities of equal ids, so both models must map an id to the same text.
 
 Tokenizer = PreTrainedTokenizerFast
-# Characters of a chat template that are shown where two differ.
-_SHOWN = 40
+# Characters of a chat template in a message about a difference.
+_EXCERPT = 40
 
 
 def first_difference(own: Tokenizer, other: Tokenizer) -> str | None:
     """Return why `own` cannot weigh samples of `other`, as a sentence about `other`; None: it can.
 
-    In this order: the size of the vocabulary, each of its entries, the special ids, the chat template and
-    what it is told, the tool-call format, and the ids of a probe.
+    The order of comparison: size of the vocabulary, its entries, the special ids, the chat template and its
+    settings, the tool-call format, and the ids of a probe.
     """
     return next(_differences(own, other), None)
 
@@ -128,7 +130,7 @@ def _differences(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
         yield f"its vocabulary has {len(theirs)} tokens, the actor's {len(ours)}"
     for token in sorted(ours.keys() | theirs.keys()):
         if ours.get(token) != theirs.get(token):
-            here, there = _named(theirs.get(token)), _named(ours.get(token))
+            here, there = _quoted(theirs.get(token)), _quoted(ours.get(token))
             yield f"id {token} is {here} to it and {there} to the actor"
     yield from _special_ids(own, other)
     yield from _chat(own, other)
@@ -140,7 +142,7 @@ def _tokens(tokenizer: Tokenizer) -> dict[int, str]:
     return {number: token for token, number in vocabulary.items()}
 
 
-def _named(token: str | None) -> str:
+def _quoted(token: str | None) -> str:
     return "no token" if token is None else repr(token)
 
 
@@ -148,11 +150,11 @@ def _special_ids(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
     for name in ("eos_token", "pad_token", "bos_token", "unk_token"):
         ours, theirs = getattr(own, name), getattr(other, name)
         if ours != theirs:
-            yield f"its {name} is {_named(theirs)}, the actor's {_named(ours)}"
+            yield f"its {name} is {_quoted(theirs)}, the actor's {_quoted(ours)}"
     ours, theirs = _special_among(own), _special_among(other)
     for token in sorted(ours ^ theirs):
         here, there = ("a special token", "plain text")[:: 1 if token in theirs else -1]
-        yield f"id {token} ({_named(_tokens(own)[token])}) is {here} to it and {there} to the actor"
+        yield f"id {token} ({_quoted(_tokens(own)[token])}) is {here} to it and {there} to the actor"
 
 
 def _special_among(tokenizer: Tokenizer) -> set[int]:
@@ -164,7 +166,7 @@ def _chat(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
     if ours != theirs:
         pairs = enumerate(zip_longest(ours, theirs))
         place = next(i for i, (one, another) in pairs if one != another)
-        here, there = (text[place : place + _SHOWN] for text in (theirs, ours))
+        here, there = (text[place : place + _EXCERPT] for text in (theirs, ours))
         yield f"its chat template goes on with {here!r} after {place} characters, the actor's with {there!r}"
     settings = [tokenizer.init_kwargs.get(CHAT_TEMPLATE_KWARGS_KEY) or {} for tokenizer in (own, other)]
     if settings[0] != settings[1]:
@@ -174,13 +176,13 @@ def _chat(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
 
 
 def _template(tokenizer: Tokenizer) -> str:
-    """Of several templates all of them, by name."""
+    """Return the chat template; of several templates all of them, by name."""
     template: Any = tokenizer.chat_template
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
 def _probe(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
-    """Probe the parts that vocabularies do not show: merges, normalising, splits of a text."""
+    """Compare the ids of a probe, for parts that vocabularies do not show: merges, normalisation, splits."""
     text = probe_text(ChatRenderer(own))
     difference = first_other_id(*(ChatRenderer(tokenizer).encode(text) for tokenizer in (own, other)))
     if difference is not None:
@@ -188,15 +190,15 @@ def _probe(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
 
 
 def probe_text(renderer: ChatRenderer) -> str:
-    """A conversation with a call, as the template writes it."""
+    """Return a conversation with a call, as the template writes it."""
     try:
-        return renderer.prompt_text([*ASKED, ANSWER, {"role": "user", "content": "Go on."}], TOOLS)
+        return renderer.prompt_text([*QUESTION, ANSWER, {"role": "user", "content": "Go on."}], TOOLS)
     except BadChatRequest:
-        return renderer.prompt_text(ASKED, TOOLS)
+        return renderer.prompt_text(QUESTION, TOOLS)
 
 
 def first_other_id(own: Sequence[int], other: Sequence[int]) -> str | None:
-    """Where the ids of one text differ, as a sentence about who made `other`; None: nowhere."""
+    """Return where the ids of one text differ, as a sentence about the author of `other`; None: nowhere."""
     for place, (ours, theirs) in enumerate(zip_longest(own, other)):
         if theirs != ours:
             return (

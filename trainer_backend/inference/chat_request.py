@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions: keys that are read, and keys that are refused, never ignored."""
+"""The body of POST /v1/chat/completions: supported keys, and refused keys; no key is ignored in silence."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -16,7 +16,7 @@ MOST_CHOICES = 64
 
 
 def _strings(value: object) -> object:
-    """`stop` is a string or a list of them; null, "" and [] ask for nothing."""
+    """Convert `stop`, a string or a list of strings, to a tuple; null, "" and [] mean none."""
     if value is None or value == "":
         return ()
     return (value,) if isinstance(value, str) else value
@@ -27,8 +27,10 @@ class StreamOptions(Body):
 
 
 class ChatRequest(SamplingRequest):
-    """`tool_choice` is "auto", or "none", which hides the tools. One that forces a call is refused: sampling
-    does not enforce it."""
+    """A chat request. `tool_choice` is "auto" or "none", which hides the tools.
+
+    A forced call is refused, because sampling does not enforce it.
+    """
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -64,11 +66,11 @@ class ChatRequest(SamplingRequest):
     max_model_length: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
 
     @property
-    def wanted_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]]:
+    def active_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -79,7 +81,8 @@ class ChatRequest(SamplingRequest):
 # OpenAI's newer name of the role "system".
 DEVELOPER = "developer"
 _ROLES = (*ROLES, DEVELOPER)
-# Of a message: what this server, a chat template or a rollout reads; and what clients add to an answer.
+# Keys of a message that this server, a chat template or a rollout reads, and keys that clients add to
+# answers.
 _MESSAGE_KEYS = frozenset(
     {
         "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
@@ -97,16 +100,16 @@ _OF_ANSWERS: Mapping[str, tuple[object, ...]] = {
 def _refuse_unknown_parts(message: Mapping[str, Any], *, where: str) -> None:
     role = message.get("role")
     if role not in _ROLES:
-        told = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
-        raise BadChatRequest(told, where=f"{where}.role")
+        reason = f"role is {role!r:.80}{did_you_mean(str(role)[:80], _ROLES)}"
+        raise BadChatRequest(reason, where=f"{where}.role")
     for name in message.keys() - _MESSAGE_KEYS:
         if name == TOOL_CALL_ERROR or message[name] in _OF_ANSWERS.get(name, ()):
             continue
-        known = [*_MESSAGE_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
-        told = f"{name} = {message[name]!r:.80} is not offered here"
+        keys = [*_MESSAGE_KEYS, *_OF_ANSWERS, TOOL_CALL_ERROR]
+        reason = f"{name} = {message[name]!r:.80} is not offered here"
         if name not in _OF_ANSWERS:
-            told = f"unknown key {name[:80]!r}{did_you_mean(name[:80], known)}"
-        raise BadChatRequest(told, where=f"{where}.{name[:80]}")
+            reason = f"unknown key {name[:80]!r}{did_you_mean(name[:80], keys)}"
+        raise BadChatRequest(reason, where=f"{where}.{name[:80]}")
 
 
 _TOOL_CHOICES = (None, "auto", "none")

@@ -1,14 +1,14 @@
-"""One chat completion: what was asked, the generations of its choices, and the reply made from them."""
+"""One chat completion: its request, the generations of its choices, and its reply."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_backend.inference.answers import Answer, said
+from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.chat_request import ChatRequest
 from trainer_backend.inference.conversations import Prompt, Turn
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, Sampled
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
 from trainer_backend.inference.reply import (
     Choice,
     assistant_message,
@@ -18,12 +18,12 @@ from trainer_backend.inference.reply import (
     usage_body,
 )
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.stopping_text import StopStrings, cut_before
+from trainer_backend.inference.stop_strings import StopStrings, cut_before
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request that was read and rendered. `rollout_id` "" stands for none."""
+    """A parsed and rendered request. An empty `rollout_id` means none."""
 
     completion_id: str
     created: int
@@ -34,9 +34,9 @@ class Completion:
     rollout_id: str
 
     def generation(
-        self, index: int, on_token: Callable[[Sampled], None] | None = None
+        self, index: int, on_token: Callable[[SampledToken], None] | None = None
     ) -> Coroutine[Any, Any, Generation]:
-        """Samples the choice `index`."""
+        """Sample the choice `index`."""
         return self.policy.engine.generate(
             self.prompt.ids,
             self.request.sampling(max_tokens=self.max_tokens, choice=index),
@@ -49,7 +49,7 @@ class Completion:
         renderer = self.policy.renderer
         raw_text, stop_token = split_stop(generation, renderer)
         text = raw_text if generation.stop_string is None else cut_before(raw_text, self.request.stop)
-        parsed = self.policy.tool_format.parse(text, self.request.offered_tools)
+        parsed = self.policy.tool_format.parse(text, self.request.active_tools)
         return Choice(
             index=index,
             generation=generation,
@@ -59,12 +59,14 @@ class Completion:
         )
 
     def turn(self, choice: Choice) -> Turn:
-        """The choice as what the rollout's next prompt goes on from."""
-        answer = Answer(len(self.request.messages), said(choice.message), choice.raw_text, choice.stop_token)
+        """Return the state from which the rollout's next prompt continues."""
+        answer = Answer(
+            len(self.request.messages), hash_of(choice.message), choice.raw_text, choice.stop_token
+        )
         return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 
     def frame(self, kind: str) -> dict[str, Any]:
-        """The fields that a reply and its chunks begin with."""
+        """Return the first fields of a reply and of its chunks."""
         return {
             "id": self.completion_id,
             "object": kind,
@@ -73,7 +75,7 @@ class Completion:
         }
 
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The whole reply."""
+        """Return the whole reply."""
         return {
             **self.frame("chat.completion"),
             "choices": [self._choice_body(choice) for choice in choices],
@@ -82,18 +84,18 @@ class Completion:
         }
 
     def exact_fields(self, choice: Choice) -> dict[str, Any]:
-        """What the reply tells of a choice beside its message; see `shared_schemas.chat`."""
+        """Return the fields of a choice beside its message; see `shared_schemas.chat`."""
         return choice_body(choice, with_raw_text=bool(self.rollout_id))
 
     def prompt_fields(self) -> dict[str, Any]:
-        """The prompt's ids, from the first that the caller does not have; nothing when it wants none."""
+        """Return the prompt's ids after those that the caller has; nothing unless requested."""
         if not (self.request.return_token_ids or self.rollout_id):
             return {}
         reused = 0 if self.request.return_token_ids else self.prompt.reused
         return {"prompt_ids_reused": reused, "prompt_token_ids": self.prompt.ids[reused:]}
 
-    def logprobs_body(self, tokens: Sequence[Sampled]) -> dict[str, Any] | None:
-        """OpenAI's `logprobs`; None where nobody asked."""
+    def logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        """Return OpenAI's `logprobs`, or None unless requested."""
         if not self.request.logprobs:
             return None
         return {"content": logprob_entries(tokens, self.policy.renderer), "refusal": None}
@@ -106,7 +108,7 @@ class Completion:
             **self.exact_fields(choice),
         }
 
-    def _extras(self, on_token: Callable[[Sampled], None] | None) -> Extras:
+    def _extras(self, on_token: Callable[[SampledToken], None] | None) -> Extras:
         request = self.request
         if not (request.stop or request.top_logprobs or request.processed_logprobs or on_token):
             return NO_EXTRAS
@@ -115,7 +117,7 @@ class Completion:
 
 
 async def all_generations(completion: Completion) -> list[Generation]:
-    """The generations of all choices. If one fails or the caller leaves, the others are aborted."""
+    """Generate all choices. If one fails or the caller disconnects, the others are aborted."""
     if completion.request.n == 1:
         return [await completion.generation(0)]
     tasks = [asyncio.ensure_future(completion.generation(i)) for i in range(completion.request.n)]

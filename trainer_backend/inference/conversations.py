@@ -1,7 +1,7 @@
-"""What the gateway remembers of each rollout, so that a conversation goes on from the exact tokens it had.
+"""The gateway's memory of each rollout, which lets a conversation continue from its exact tokens.
 
-Tokenising an earlier answer again may give other ids than were sampled, and writing its tool call again may
-give other text. Both would break the prefix, and with it the training sequence, for nothing.
+Tokenising an earlier answer again may give ids other than the sampled ones, and writing its tool call again
+may give other text. Either would break the prefix, and with it the training sequence, without need.
 """
 
 from array import array
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer_backend.inference.answers import Answer, JsonObject, View, said, text_with
+from trainer_backend.inference.answers import Answer, JsonObject, View, hash_of, text_with
 from trainer_backend.inference.drift import (
     EDITED,
     FRESH,
@@ -26,88 +26,88 @@ from trainer_backend.inference.drift import (
 )
 from trainer_backend.inference.rendering import ChatRenderer
 
-THOUGHT_ENDS = "</think>"
-# A place in a text, and the same place in its ids.
+THOUGHT_END = "</think>"
+# A position in a text, and the same position in its ids.
 Cut = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What each message of a request says, and what tools it offers, as numbers."""
+class RequestHashes:
+    """Hashes of a request's messages and of its tools."""
 
     messages: tuple[int, ...]
     tools: int
 
     @classmethod
-    def of(cls, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> "Asked":
-        return cls(tuple(map(said, messages)), hash(repr(tools)))
+    def of(cls, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> "RequestHashes":
+        return cls(tuple(map(hash_of, messages)), hash(repr(tools)))
 
 
 @dataclass(frozen=True)  # without slots: `ids` is made once
 class Prompt:
-    """A rendered prompt, and how it goes on from the rollout's last one.
+    """A rendered prompt, and how it continues the rollout's last one.
 
     Attributes:
-        packed: its ids, four bytes each: what is kept of 10,000 conversations.
-        reused: how many of its first ids are the first ones of the last prompt and response.
-        broken: why those are not all of them, one of `figures.CAUSES`; None where they are, and in the first
-            prompt of a rollout.
-        answers: what was sampled for its assistant messages, where that is known.
-        cuts: ends of the earlier prompts and answers in it, where text and ids may both be cut.
-        drift: of the last answer, where that was sent back unedited.
+        packed_ids: its ids, four bytes each, since 10,000 conversations are kept.
+        reused: number of its first ids that come from the last prompt and response.
+        break_cause: why it does not continue all of them, one of `drift.CAUSES`; None if it does, and for the
+            first prompt of a rollout.
+        answers: the sampled answers among its messages, where known.
+        cuts: ends of earlier prompts and answers in it, where both text and ids may be cut.
+        drift: of the last answer, if it was sent back unedited.
     """
 
     text: str
-    packed: "array[int]"
-    asked: Asked
+    packed_ids: "array[int]"
+    hashes: RequestHashes
     reused: int = 0
-    broken: str | None = None
+    break_cause: str | None = None
     answers: tuple[Answer, ...] = ()
     cuts: tuple[Cut, ...] = ()
     drift: Drift | None = None
 
     @cached_property
     def ids(self) -> list[int]:
-        """[L] all of them."""
-        return self.packed.tolist()
+        """[L] the prompt's ids."""
+        return self.packed_ids.tolist()
 
     @property
     def extends(self) -> bool:
-        """Whether it goes on from all of the last prompt and response."""
-        return self.broken is None and bool(self.cuts)
+        """Whether it continues all of the last prompt and response."""
+        return self.break_cause is None and bool(self.cuts)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The last prompt of a rollout and what was sampled after it; its size is linear in the conversation.
+    """The last prompt of a rollout and its response; the size is linear in the conversation.
 
     Attributes:
         text, ids: of the prompt and the response together.
-        answers: those that stood in the prompt, and the new one, whose form the next prompt settles.
+        answers: those in the prompt, and the new one, whose form the next prompt determines.
         cuts: as in a prompt; the last two are the ends of prompt and response.
-        renderer: ids mean something to its tokenizer alone.
+        renderer: the renderer of the ids, which no other tokenizer understands.
     """
 
     text: str
     ids: "array[int]"
-    asked: Asked
+    hashes: RequestHashes
     answers: tuple[Answer, ...]
     cuts: tuple[Cut, ...]
     renderer: ChatRenderer
 
     @classmethod
     def of(cls, prompt: Prompt, answer: Answer, token_ids: Sequence[int], renderer: ChatRenderer) -> "Turn":
-        """What a prompt becomes by its answer; token_ids as sampled, stop token included."""
+        """Join a prompt and its answer; token_ids are as sampled, stop token included."""
         text = prompt.text + answer.raw_text + answer.stop_text
-        ids = prompt.packed + array("i", token_ids)
-        ends = (len(prompt.text), len(prompt.packed)), (len(text), len(ids))
-        return cls(text, ids, prompt.asked, (*prompt.answers, answer), (*prompt.cuts, *ends), renderer)
+        ids = prompt.packed_ids + array("i", token_ids)
+        ends = (len(prompt.text), len(prompt.packed_ids)), (len(text), len(ids))
+        return cls(text, ids, prompt.hashes, (*prompt.answers, answer), (*prompt.cuts, *ends), renderer)
 
 
 class Conversations:
-    """A bounded memory, least recently used first out. Forgetting one costs a full prompt, no more.
+    """A bounded memory of rollouts. Forgetting the least recently used one only costs a full prompt.
 
-    A rollout asks for one decision at a time; of two that overlap, the later answer counts.
+    A rollout requests one decision at a time; if two requests overlap, the later answer counts.
     """
 
     def __init__(self, *, most: int) -> None:
@@ -122,20 +122,25 @@ class Conversations:
         renderer: ChatRenderer,
         refuse_too_long: Callable[[str], None] = lambda text: None,
     ) -> Prompt:
-        """Render the messages, going on from the exact ids of all that they leave unchanged.
+        """Render the messages, reusing the exact ids of the unchanged part.
 
         Args:
-            refuse_too_long: is given the text before it is encoded, and may raise.
+            refuse_too_long: receives the text before it is encoded, and may raise.
         """
         turn = self._turns.get(rollout_id)
         if turn is not None and turn.renderer is renderer:
             return next_prompt(turn, messages, tools, refuse_too_long)
         text = renderer.prompt_text(messages, tools)
         refuse_too_long(text)
-        broken = None if turn is None else OTHER_MODEL
+        break_cause = None if turn is None else OTHER_MODEL
         if turn is None and rollout_id and any(message.get("role") == "assistant" for message in messages):
-            broken = UNKNOWN
-        return Prompt(text, array("i", renderer.encode(text)), Asked.of(messages, tools), broken=broken)
+            break_cause = UNKNOWN
+        return Prompt(
+            text,
+            array("i", renderer.encode(text)),
+            RequestHashes.of(messages, tools),
+            break_cause=break_cause,
+        )
 
     def remember(self, rollout_id: str, turn: Turn) -> None:
         self._turns[rollout_id] = turn
@@ -150,65 +155,65 @@ def next_prompt(
     tools: Sequence[JsonObject],
     refuse_too_long: Callable[[str], None] = lambda text: None,
 ) -> Prompt:
-    """The prompt that follows a turn: its ids as they are, up to the first place where the text differs.
+    """Return the prompt after a turn: its ids are kept up to the first place where the text differs.
 
-    The raw text takes the place of every answer that stands unedited. If the rendering then does not begin
-    with all that the model saw and wrote, something was edited, or the template drops or rewrites it: that is
-    another prompt, which shares with the last one what stands before that place.
+    The raw text replaces every unedited answer. If the rendering then does not begin with everything that the
+    model saw and wrote, a message was edited, or the template drops or rewrites a part: the result is another
+    prompt, which shares only the text before that place.
     """
-    asked = Asked.of(messages, tools)
-    text, answers = _rendered(turn, asked, messages, tools)
+    hashes = RequestHashes.of(messages, tools)
+    text, answers = _render(turn, hashes, messages, tools)
     refuse_too_long(text)
-    kept = _unchanged(turn, text)
-    text_kept, ids_kept = turn.cuts[kept - 1] if kept else (0, 0)
-    ids = turn.ids[:ids_kept] + array("i", turn.renderer.encode(text[text_kept:]))
-    repeated = ids_kept == len(ids)  # the same prompt once more goes on from nothing: it is asked anew
+    cut_count = _common_cuts(turn, text)
+    text_end, ids_end = turn.cuts[cut_count - 1] if cut_count else (0, 0)
+    ids = turn.ids[:ids_end] + array("i", turn.renderer.encode(text[text_end:]))
+    is_repeat = ids_end == len(ids)  # a repeated prompt continues nothing: it is a new request
     return Prompt(
         text,
         ids,
-        asked,
-        reused=0 if repeated else ids_kept,
-        broken=None if ids_kept == len(turn.ids) else _cause(turn, asked, text),
+        hashes,
+        reused=0 if is_repeat else ids_end,
+        break_cause=None if ids_end == len(turn.ids) else _cause(turn, hashes, text),
         answers=answers,
-        cuts=turn.cuts[: kept - repeated],
-        drift=_drift(turn, messages) if turn.answers[-1].stands_in(asked.messages) else None,
+        cuts=turn.cuts[: cut_count - is_repeat],
+        drift=_drift(turn, messages) if turn.answers[-1].stands_in(hashes.messages) else None,
     )
 
 
-def _rendered(
-    turn: Turn, asked: Asked, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
+def _render(
+    turn: Turn, hashes: RequestHashes, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
 ) -> tuple[str, tuple[Answer, ...]]:
-    """The text, and the answers that stand in it with the forms that they have there."""
+    """Return the text, and the answers in it with their forms."""
     *earlier, newest = turn.answers
-    stand = tuple([answer for answer in earlier if answer.stands_in(asked.messages)])
-    if newest.stands_in(asked.messages):
-        view = View(messages, tools, stand, turn.renderer)
-        unedited = turn.asked.messages == asked.messages[: newest.index]
-        form = (view.extending(newest, turn.text) if unedited else None) or view.exact(newest)
-        stand, text = (*stand, form), view.text(form)
+    present = tuple([answer for answer in earlier if answer.stands_in(hashes.messages)])
+    if newest.stands_in(hashes.messages):
+        view = View(messages, tools, present, turn.renderer)
+        is_unedited = turn.hashes.messages == hashes.messages[: newest.index]
+        form = (view.form_extending(newest, turn.text) if is_unedited else None) or view.exact(newest)
+        present, text = (*present, form), view.text(form)
     else:
-        text = text_with(messages, stand, tools, turn.renderer)
-    if text is None:  # with what was sampled in it, the template cannot render it; if at all, without
+        text = text_with(messages, present, tools, turn.renderer)
+    if text is None:  # the template cannot render the sampled texts, perhaps the plain messages
         return turn.renderer.prompt_text(messages, tools), ()
-    return text, stand
+    return text, present
 
 
-def _unchanged(turn: Turn, text: str) -> int:
-    """How many of the turn's cuts lie in what the text begins with."""
+def _common_cuts(turn: Turn, text: str) -> int:
+    """Return how many of the turn's cuts lie in the common beginning."""
     if text.startswith(turn.text):
         return len(turn.cuts)
     return bisect_left(turn.cuts, True, key=lambda cut: not text.startswith(turn.text[: cut[0]]))
 
 
-def _cause(turn: Turn, asked: Asked, text: str) -> str:
+def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:
     newest = turn.answers[-1]
-    if len(asked.messages) <= newest.index:
+    if len(hashes.messages) <= newest.index:
         return FRESH
-    if asked.tools != turn.asked.tools:
+    if hashes.tools != turn.hashes.tools:
         return TOOLS
-    if not newest.stands_in(asked.messages) or turn.asked.messages != asked.messages[: newest.index]:
+    if not newest.stands_in(hashes.messages) or turn.hashes.messages != hashes.messages[: newest.index]:
         return EDITED
-    thoughts = [a.raw_text.partition(THOUGHT_ENDS)[0] for a in turn.answers if THOUGHT_ENDS in a.raw_text]
+    thoughts = [a.raw_text.partition(THOUGHT_END)[0] for a in turn.answers if THOUGHT_END in a.raw_text]
     return REASONING if any(thought.strip() not in text for thought in thoughts) else TEMPLATE
 
 

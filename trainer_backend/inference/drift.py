@@ -5,19 +5,19 @@ from dataclasses import dataclass, field
 
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, JsonObject
-from trainer_backend.inference.rendering import ASKED, ChatRenderer
+from trainer_backend.inference.rendering import QUESTION, ChatRenderer
 
-# How much of the text before an answer is tokenised with it: its first token may merge with what precedes.
+# Characters before an answer to tokenise with it, since its first token may merge with them.
 TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Of one answer.
+    """The drift of one answer.
 
     Attributes:
-        tokens: its own text, tokenised again, gives other ids.
-        text: the template writes the parsed message otherwise; None where it cannot write it by itself.
+        tokens: whether its own text, tokenised again, gives other ids.
+        text: whether the template writes the parsed message differently; None if it cannot write it alone.
     """
 
     tokens: bool
@@ -31,24 +31,24 @@ def drift_of(
     messages: Sequence[JsonObject],
     renderer: ChatRenderer,
 ) -> Drift:
-    """Look at one answer alone, so that it costs the same in a conversation of any length.
+    """Compute the drift of one answer, at a cost independent of the conversation's length.
 
     Args:
         answer: the last one.
         sampled: its ids, stop token included.
-        before: the last TAIL characters that it was sampled after.
-        messages: its own as it was sent back, and those behind it: a template may write an answer otherwise
-            when it is not the last.
+        before: the last TAIL characters before it.
+        messages: the answer as it was sent back, and the messages after it; a template may write an answer
+            differently when it is not the last.
     """
     front = renderer.encode(before)
     again = renderer.encode(before + answer.raw_text + answer.stop_text)
-    return Drift(tokens=again != [*front, *sampled], text=_written_otherwise(answer, messages, renderer))
+    return Drift(tokens=again != [*front, *sampled], text=_text_differs(answer, messages, renderer))
 
 
-def _written_otherwise(answer: Answer, messages: Sequence[JsonObject], renderer: ChatRenderer) -> bool | None:
+def _text_differs(answer: Answer, messages: Sequence[JsonObject], renderer: ChatRenderer) -> bool | None:
     try:
-        written = renderer.prompt_text([ASKED, *messages], [])
-        return not written.startswith(renderer.asked + answer.raw_text + answer.stop_text)
+        text = renderer.prompt_text([QUESTION, *messages], [])
+        return not text.startswith(renderer.question + answer.raw_text + answer.stop_text)
     except BadChatRequest:
         return None
 
@@ -73,12 +73,12 @@ class ConversationFigures:
         unknown: the messages hold an answer of an unknown rollout, forgotten or continued from elsewhere.
 
     Attributes:
-        prefix_extended: prompts that go on from all ids of the rollout's last prompt and response.
-        prefix_broken: those that do not, by cause.
-        drift_checked: answers that were sent back unedited, each looked at once.
-        drift_tokens: of those: tokenising their text again gives other ids.
-        drift_text: of those: the template writes the parsed message otherwise than it was sampled.
-        drift_text_untold: of those: the template cannot write them by themselves.
+        prefix_extended: prompts that continue all ids of the rollout's last prompt and response.
+        prefix_broken: other prompts, by cause.
+        drift_checked: answers that were sent back unedited, each checked once.
+        drift_tokens: of those, answers whose text gives other ids when tokenised again.
+        drift_text: of those, answers whose parsed message the template writes differently.
+        drift_text_untold: of those, answers that the template cannot write alone.
     """
 
     prefix_extended: int = 0
@@ -88,11 +88,11 @@ class ConversationFigures:
     drift_text: int = 0
     drift_text_untold: int = 0
 
-    def add(self, *, extends: bool, broken: str | None, drift: Drift | None) -> None:
+    def add(self, *, extends: bool, break_cause: str | None, drift: Drift | None) -> None:
         """Count a prompt that was answered."""
         self.prefix_extended += extends
-        if broken is not None:
-            self.prefix_broken[broken] += 1
+        if break_cause is not None:
+            self.prefix_broken[break_cause] += 1
         if drift is not None:
             self.drift_checked += 1
             self.drift_tokens += drift.tokens
@@ -100,7 +100,7 @@ class ConversationFigures:
             self.drift_text_untold += drift.text is None
 
     def totals(self) -> dict[str, int]:
-        """All of it, flat; every cause is there."""
+        """Return all counts, flat, with every cause."""
         return {
             "prefix_extended": self.prefix_extended,
             **{f"prefix_broken/{cause}": count for cause, count in self.prefix_broken.items()},

@@ -1,14 +1,14 @@
-"""The local engine: continuous batching of a `transformers` model on a thread of its own.
+"""The local engine: continuous batching of a `transformers` model on its own thread.
 
-Each turn of the thread admits waiting requests in order of arrival (bounded, so that running ones are not
-held up), prefills them together, and makes one decode step for all. A result goes to the event loop that
-asked for it. This file is the callers' side; `worker` is the thread, `inbox` what lies between them.
+Each turn of the thread admits waiting requests in order of arrival (a bounded number, so as not to hold up
+running ones), prefills them together, and makes one decode step for all. Results go to the event loop of the
+caller. This file is the callers' side; `worker` is the thread, and `inbox` connects the two.
 
-A prompt is computed from the first token that no row and no kept prefix has (`prefixes`). Out of memory ends
-only the requests that did not fit.
+A prompt is computed from the first token that is in no row and no kept prefix (`prefixes`). Out of memory
+ends only the requests that did not fit.
 
-Left out: CUDA graphs and compiled decode (unmeasured: no GPU was at hand to see where they pay), pages (a row
-reserves its whole length), speculative decoding.
+Left out: CUDA graphs and compiled decode (not measured yet), paged memory (a row reserves its whole length),
+speculative decoding.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from trainer_backend.inference.weights import copy_weights, read_weights
 from trainer_backend.inference.worker import EngineCounters, EngineWorker
 from trainer_backend.models.folder import embedding_rows
 
-# Below it, dividing fp32 logits may overflow; whoever wants less randomness means 0.
+# Below it, dividing fp32 logits may overflow; callers who want less randomness mean 0.
 LOWEST_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What bounds the engine. `prefill_tokens` is per turn, padding included; one prompt always fits.
+    """Bounds of the engine. `prefill_tokens` is per turn, padding included; one prompt always fits.
 
     The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
-    head_dim * bytes of a number. `kept_prefixes` bounds what stays of ended requests for prompts that begin
-    like them: each takes at most what a slot takes. A conversation whose environment works needs one, so None
-    keeps as many as there are slots; 0 keeps none and computes every prompt anew.
+    head_dim * bytes of a number. `kept_prefixes` bounds the copies of finished requests, which serve prompts
+    that begin like them; each takes at most what a slot takes. A conversation whose environment works needs
+    one, so None keeps as many as there are slots; 0 keeps none and computes every prompt anew.
 
     `max_model_len` None takes the model's `max_position_embeddings`. `torch_threads` is set on the engine's
-    thread; torch hands the last such number to threads that start computing later, so a learner on a thread
-    of its own sets its own.
+    thread; torch applies the last such number to threads that start computing later, so a learner on its own
+    thread sets its own.
     """
 
     slots: int = 64
@@ -64,7 +64,7 @@ class LocalEngine:
     Args:
         model: any causal model with full attention, in evaluation mode, on its device.
         stop_ids: the token ids that end a generation; see `stop_token_ids`.
-        version: the policy version of the weights that `model` holds now.
+        version: the policy version of the model's current weights.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class LocalEngine:
             copy_weights(self._model, tensors)
             self._worker.new_version(version)
 
-        await self._carried_out(self._inbox.swap(swap))
+        await self._wait_for(self._inbox.swap(swap))
 
     async def pause(self) -> None:
         await self._set_paused(True)
@@ -166,18 +166,18 @@ class LocalEngine:
             self._thread.join(self.limits.stop_timeout_s)
 
     async def close(self) -> None:
-        """Nothing of the engine belongs to the loop of a caller."""
+        """Do nothing: the engine does not depend on a caller's event loop."""
 
     async def _set_paused(self, paused: bool) -> None:
         def set_paused() -> None:
             self._worker.paused = paused
 
-        await self._carried_out(self._inbox.command(set_paused))
+        await self._wait_for(self._inbox.command(set_paused))
 
-    async def _carried_out(self, done: Future[None]) -> None:
+    async def _wait_for(self, future: Future[None]) -> None:
         try:
             async with asyncio.timeout(self.limits.order_timeout_s):
-                await asyncio.wrap_future(done)
+                await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise EngineTimeout(f"not carried out within {self.limits.order_timeout_s} s") from error
 
@@ -200,7 +200,7 @@ class LocalEngine:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """Where a generation ends: the end tokens of the model's generation config, and the tokenizer's."""
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = configured if isinstance(configured, list) else [configured]
+    """Return the end tokens of the model's generation config and of the tokenizer."""
+    end_ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = end_ids if isinstance(end_ids, list) else [end_ids]
     return tuple(sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}))

@@ -1,7 +1,8 @@
 """The OpenAI-compatible gateway: POST /v1/chat/completions and /v1/completions, GET /v1/models and /health.
 
-Plain Starlette with JSON bytes, because every decision of every rollout passes here. It renders messages to
-token ids, checks their length, has them continued, and answers with the exact ids, log-probs and versions.
+Plain Starlette with JSON bytes, because every decision of every rollout passes through it. It renders
+messages to token ids, checks their length, samples a continuation, and answers with exact ids, log-probs and
+versions.
 """
 
 import asyncio
@@ -39,18 +40,21 @@ from trainer_backend.inference.conversations import Conversations, Prompt
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import Choice
-from trainer_backend.inference.served_policy import ServedPolicy, policy_named
+from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 from trainer_backend.inference.streaming import stream_reply
 from trainer_backend.inference.text_completion import read_text_request, text_completion
 
-# A body of which rendering and encoding may take longer than an answer to somebody else should.
+# From this size on, rendering and encoding run on a thread, so that other answers do not wait.
 _LARGE_BYTES = 100_000
 _ROLLOUT_HEADER = ROLLOUT_HEADER.lower().encode()
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """`default_max_tokens` stands where a request names none; it shrinks to the room that is left."""
+    """Bounds of the gateway.
+
+    `default_max_tokens` is for requests without a limit; the free room may reduce it.
+    """
 
     max_body_bytes: int = 8 * 1024 * 1024
     max_body_s: float = 60.0
@@ -65,11 +69,11 @@ def create_gateway(
     limits: GatewayLimits | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
-    """The ASGI app.
+    """Build the ASGI app.
 
     Args:
-        policies: what each model name (`{job}/{policy}`) is served by.
-        key: the Bearer key of this job; it is compared, never stored elsewhere or logged.
+        policies: the policy behind each model name (`{job}/{policy}`).
+        key: the Bearer key of this job; it is only compared, never logged.
     """
     secret = key.get_secret_value() if isinstance(key, SecretStr) else key
     if not secret:
@@ -80,7 +84,7 @@ def create_gateway(
 
     async def health(request: Request) -> Response:
         for name, policy in policies.items():
-            if policy.engine.breakdown.done():  # the reason may quote anything, and anybody may ask here
+            if policy.engine.breakdown.done():  # without the reason, since anybody may ask here
                 raise EngineStopped(f"the engine of {name!r} has ended by itself; the log says why")
         return JSONResponse({"status": "ok"})
 
@@ -90,7 +94,7 @@ def create_gateway(
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        return JSONResponse(_model(name, policy_named(name, policies), clock()))
+        return JSONResponse(_model(name, find_policy(name, policies), clock()))
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -112,7 +116,7 @@ def create_gateway(
 
 
 def _gate(key: str, limits: GatewayLimits) -> Middleware:
-    """Lets in who has the key; /health needs none."""
+    """Build the gate that checks the key; /health needs none."""
     door = KeyDoor(
         Keys([SecretStr(key)], variable="gateway's key"),
         open_paths=["/health"],
@@ -123,13 +127,13 @@ def _gate(key: str, limits: GatewayLimits) -> Middleware:
         door=door,
         max_body_bytes=limits.max_body_bytes,
         max_body_s=limits.max_body_s,
-        unreadable=None,  # a body is read once, by who checks it: every decision passes here
+        unreadable=None,  # each route parses its body once, as every decision passes through here
         respond=error_response,
     )
 
 
 def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
-    """OpenAI's model object, and what our own clients read of a policy."""
+    """Return OpenAI's model object with the fields that our own clients read."""
     return {
         "id": name,
         "object": "model",
@@ -143,7 +147,7 @@ def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
 
 
 class _Endpoint:
-    """A route as an ASGI app of its own: no request object, no response object."""
+    """A route as a plain ASGI app, without request and response objects."""
 
     def __init__(
         self,
@@ -167,14 +171,16 @@ class _Endpoint:
 class ChatEndpoint(_Endpoint):
     """POST /v1/chat/completions."""
 
-    def __init__(self, policies: Mapping[str, ServedPolicy], *, limits: GatewayLimits, **named: Any) -> None:
-        super().__init__(policies, limits=limits, **named)
+    def __init__(
+        self, policies: Mapping[str, ServedPolicy], *, limits: GatewayLimits, **options: Any
+    ) -> None:
+        super().__init__(policies, limits=limits, **options)
         self._conversations = Conversations(most=limits.max_conversations)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await whole_body(receive)
         request, rollout_id = read_chat_request(body), _rollout_id(scope)
-        if len(body) > _LARGE_BYTES:  # the others need not wait for it
+        if len(body) > _LARGE_BYTES:  # others must not wait for it
             completion = await asyncio.to_thread(self._completion, request, rollout_id)
         else:
             completion = self._completion(request, rollout_id)
@@ -189,20 +195,20 @@ class ChatEndpoint(_Endpoint):
         await json_response(send, completion.body(choices))
 
     def _completion(self, request: ChatRequest, rollout_id: str) -> Completion:
-        """Find the policy, render the prompt, and see that there is room to answer."""
+        """Find the policy, render the prompt, and check that there is room for an answer."""
         if rollout_id and request.n > 1:
             raise BadChatRequest(
                 f"n is {request.n}, and a rollout goes on from one answer",
                 where="n",
                 hint=f"Leave n out, or leave the header {ROLLOUT_HEADER} out.",
             )
-        policy = policy_named(request.model, self._policies)
+        policy = find_policy(request.model, self._policies)
         policy.renderer.refuse_other_settings(request.chat_template_kwargs)
         limit = _Limit.of(request, policy.engine)
         prompt = self._conversations.prompt(
             rollout_id,
             request.messages,
-            request.offered_tools,
+            request.active_tools,
             policy.renderer,
             refuse_too_long=partial(limit.refuse_text, request, policy.renderer),
         )
@@ -219,13 +225,15 @@ class ChatEndpoint(_Endpoint):
     def _remember(self, completion: Completion, choice: Choice) -> None:
         if completion.rollout_id:
             prompt = completion.prompt
-            completion.policy.figures.add(extends=prompt.extends, broken=prompt.broken, drift=prompt.drift)
+            completion.policy.figures.add(
+                extends=prompt.extends, break_cause=prompt.break_cause, drift=prompt.drift
+            )
             self._conversations.remember(completion.rollout_id, completion.turn(choice))
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """What prompt and answer may have together, and whose limit that is: the lower of the two holds."""
+    """The lower limit of prompt and answer together, and its origin."""
 
     most: int
     whose: str
@@ -237,26 +245,26 @@ class _Limit:
         return cls(engine.max_model_len, "the model's own")
 
     def refuse_text(self, request: ChatRequest, renderer: ChatRenderer, text: str) -> None:
-        """Refuse a text that is surely too long before it is encoded, which would take seconds."""
+        """Refuse a text that is surely too long before encoding it, which would take seconds."""
         tokens = renderer.surely_more_than(self.most, text)
         if tokens is not None:
             raise ContextLengthExceeded(
                 prompt_tokens=tokens,
-                max_tokens=request.wanted_tokens or 1,
+                max_tokens=request.token_limit or 1,
                 max_model_len=self.most,
                 whose=self.whose,
                 at_least=True,
             )
 
     def max_tokens(self, request: ChatRequest, prompt: Prompt, default: int) -> int:
-        """How many tokens may be sampled, once it is known that they fit."""
+        """Return how many tokens may be sampled; refuse a request that does not fit."""
         room = self.most - len(prompt.ids)
-        wanted = request.wanted_tokens or max(1, min(default, room))
-        if wanted > room:
+        tokens = request.token_limit or max(1, min(default, room))
+        if tokens > room:
             raise ContextLengthExceeded(
-                prompt_tokens=len(prompt.ids), max_tokens=wanted, max_model_len=self.most, whose=self.whose
+                prompt_tokens=len(prompt.ids), max_tokens=tokens, max_model_len=self.most, whose=self.whose
             )
-        return wanted
+        return tokens
 
 
 class TextEndpoint(_Endpoint):

@@ -1,4 +1,4 @@
-"""Where callers' threads and the engine thread meet: everything that both touch, behind one lock."""
+"""The state shared by callers' threads and the engine thread, behind one lock."""
 
 import threading
 from collections import deque
@@ -12,38 +12,38 @@ from trainer_backend.inference.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Something to do on the engine thread between two steps."""
+    """An action for the engine thread between two steps."""
 
     action: Callable[[], None]
-    done: Future[None] = field(default_factory=Future)
+    future: Future[None] = field(default_factory=Future)
 
     def carry_out(self) -> None:
-        """Carry out a call. Our own errors go to the caller; any other error ends the engine for all."""
-        if not self.done.set_running_or_notify_cancel():
+        """Run the action. Our own errors go to the caller; any other error ends the engine for all."""
+        if not self.future.set_running_or_notify_cancel():
             return
         try:
             self.action()
         except InferenceError as error:
-            self.done.set_exception(error)
+            self.future.set_exception(error)
         except BaseException as error:
-            self.done.set_exception(EngineStopped(f"{type(error).__name__}: {error}"))
+            self.future.set_exception(EngineStopped(f"{type(error).__name__}: {error}"))
             raise
         else:
-            self.done.set_result(None)
+            self.future.set_result(None)
 
 
 class Inbox:
-    """The waiting line, the requests by id, aborts, and two kinds of orders.
+    """The queue, the requests by id, aborts, and two kinds of orders.
 
-    A *command* is carried out at the next turn; a *swap* waits until no request runs, and while it waits no
-    request is admitted. Closed from the beginning and again at the end, with the reason that callers get.
+    A *command* runs at the next turn. A *swap* waits until no request runs, and meanwhile no request is
+    admitted. The inbox is closed before the start and after the end; callers get the reason.
     """
 
     def __init__(self, *, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._changed = threading.Condition()
-        self._waiting: deque[Request] = deque()
-        self._known: dict[str, Request] = {}
+        self._change = threading.Condition()
+        self._queue: deque[Request] = deque()
+        self._requests: dict[str, Request] = {}
         self._aborts: set[str] = set()
         self._commands: list[Order] = []
         self._swaps: list[Order] = []
@@ -52,33 +52,33 @@ class Inbox:
     # ---------------------------------------------------------------- callers
 
     def open(self) -> None:
-        with self._changed:
+        with self._change:
             self._closed_because = None
 
     def close(self, reason: str) -> None:
         """Refuse everything from now on; the first reason stays. The engine thread ends at its next turn."""
-        with self._changed:
+        with self._change:
             self._closed_because = self._closed_because or reason
-            self._changed.notify_all()
+            self._change.notify_all()
 
     def submit(self, request: Request) -> None:
-        with self._changed:
+        with self._change:
             self._refuse_when_closed()
-            if request.request_id in self._known:
+            if request.request_id in self._requests:
                 raise BadChatRequest(f"request id {request.request_id!r} is in use", where="request_id")
-            if len(self._waiting) >= self._max_waiting:
-                raise EngineBusy(f"{len(self._waiting)} requests wait already", hint="Try again later.")
-            self._known[request.request_id] = request
-            self._waiting.append(request)
-            self._changed.notify()
+            if len(self._queue) >= self._max_waiting:
+                raise EngineBusy(f"{len(self._queue)} requests wait already", hint="Try again later.")
+            self._requests[request.request_id] = request
+            self._queue.append(request)
+            self._change.notify()
 
     def abort(self, request_id: str) -> bool:
-        """Ask for a request's end; False when it is not (or no longer) here."""
-        with self._changed:
-            if request_id not in self._known:
+        """Ask for a request's end; return False if it is not here (any more)."""
+        with self._change:
+            if request_id not in self._requests:
                 return False
             self._aborts.add(request_id)
-            self._changed.notify()
+            self._change.notify()
             return True
 
     def command(self, action: Callable[[], None]) -> Future[None]:
@@ -89,11 +89,11 @@ class Inbox:
 
     def _order(self, line: list[Order], action: Callable[[], None]) -> Future[None]:
         order = Order(action)
-        with self._changed:
+        with self._change:
             self._refuse_when_closed()
             line.append(order)
-            self._changed.notify()
-        return order.done
+            self._change.notify()
+        return order.future
 
     def _refuse_when_closed(self) -> None:
         if self._closed_because is not None:
@@ -102,62 +102,64 @@ class Inbox:
     # ---------------------------------------------------------------- the engine thread
 
     def wait(self, *, running: bool, paused: bool) -> bool:
-        """Until there is something to do; False when that is to end."""
+        """Wait for work; return False if the engine thread must end."""
 
         def something_to_do() -> bool:
-            can_step = not paused and (running or bool(self._waiting))
+            can_step = not paused and (running or bool(self._queue))
             return bool(can_step or self._aborts or self._commands or self._swaps or self._closed_because)
 
-        with self._changed:
-            self._changed.wait_for(something_to_do)
+        with self._change:
+            self._change.wait_for(something_to_do)
             return self._closed_because is None
 
     def take_commands(self) -> list[Order]:
-        with self._changed:
+        with self._change:
             due = self._commands[:]
             self._commands.clear()
         return due
 
     def take_swaps(self) -> list[Order]:
-        with self._changed:
+        with self._change:
             due = self._swaps[:]
             self._swaps.clear()
         return due
 
-    def take_aborted(self) -> list[Request]:
-        """Requests to end now; those that were still waiting leave the line."""
-        with self._changed:
-            aborted = [self._known.pop(name) for name in self._aborts if name in self._known]
+    def take_aborts(self) -> list[Request]:
+        """Take the requests to abort; queued ones leave the queue."""
+        with self._change:
+            requests = [self._requests.pop(name) for name in self._aborts if name in self._requests]
             self._aborts.clear()
-            for request in aborted:
-                if request in self._waiting:
-                    self._waiting.remove(request)
-        return aborted
+            for request in requests:
+                if request in self._queue:
+                    self._queue.remove(request)
+        return requests
 
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """The oldest waiting requests that fit: one at least if a slot is free, none while a swap waits."""
+        """Take the oldest queued requests that fit: at least one if a slot is free, none while a swap
+        waits.
+        """
         newcomers: list[Request] = []
         longest = 0
-        with self._changed:
-            while self._waiting and not self._swaps and len(newcomers) < free_slots:
-                longest = max(longest, to_prefill(self._waiting[0]))
+        with self._change:
+            while self._queue and not self._swaps and len(newcomers) < free_slots:
+                longest = max(longest, to_prefill(self._queue[0]))
                 if newcomers and longest * (len(newcomers) + 1) > prefill_tokens:
                     break
-                newcomers.append(self._waiting.popleft())
+                newcomers.append(self._queue.popleft())
         return newcomers
 
-    def forget(self, ended: Iterable[Request]) -> None:
-        with self._changed:
-            for request in ended:
-                del self._known[request.request_id]
+    def forget(self, requests: Iterable[Request]) -> None:
+        with self._change:
+            for request in requests:
+                del self._requests[request.request_id]
 
     def empty(self, reason: str) -> tuple[list[Request], list[Order]]:
-        """Close, and hand out everything that nobody will carry out any more."""
-        with self._changed:
+        """Close the inbox and return everything that will not be done any more."""
+        with self._change:
             self._closed_because = reason
-            requests, orders = list(self._known.values()), [*self._commands, *self._swaps]
-            for line in (self._waiting, self._known, self._aborts, self._commands, self._swaps):
+            requests, orders = list(self._requests.values()), [*self._commands, *self._swaps]
+            for line in (self._queue, self._requests, self._aborts, self._commands, self._swaps):
                 line.clear()
         return requests, orders

@@ -1,9 +1,9 @@
-"""What the cache already knows of a prompt: the longest prefix that some row has keys and values of.
+"""The cache's index of prefixes: the longest part of a prompt with keys and values in some row or copy.
 
-A row of a running request can be copied, and so can what is kept of ended ones: a conversation goes on from
-its last turn, siblings share their prompt, and all prompts of a job its system message. What is kept is least
-recently used out. Finding costs O(prompt): blocks of ids, hashed in a chain; equal hashes are never trusted,
-the ids themselves are compared.
+Rows of running requests and copies of finished ones can be reused: a conversation continues its last turn,
+siblings share their prompt, and all prompts of a job share the system message. The least recently used copy
+is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and the ids behind equal
+hashes are always compared.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +14,14 @@ from trainer_backend.inference.cache import RowCopy, SlotCache
 from trainer_backend.models.folder import is_out_of_memory
 
 BLOCK = 32
-# Below it nothing is looked for or kept: prompts of two kinds need two forward calls, and the second costs a
-# small model as much as these tokens do. A multiple of BLOCK.
+# Shorter prefixes are not used: prompts of two kinds need two forward passes, and for a small model the
+# second
+# costs as much as these tokens do. A multiple of BLOCK.
 SHORTEST_PREFIX = 3 * BLOCK
 
 
-class Held:
-    """Ids and where their keys and values are: a row of the cache, a copy of one, or nowhere (None)."""
+class Prefix:
+    """Ids and the place of their keys and values: a row of the cache, a copy of one, or None."""
 
     __slots__ = ("block_keys", "ids", "place")
 
@@ -31,7 +32,7 @@ class Held:
 
 
 def block_keys(ids: Sequence[int]) -> Iterator[int]:
-    """One key for each whole block, which depends on all ids up to its end."""
+    """Yield one key per whole block, which depends on all ids up to its end."""
     key = 0
     for end in range(BLOCK, len(ids) + 1, BLOCK):
         key = hash((key, *ids[end - BLOCK : end]))
@@ -39,45 +40,45 @@ def block_keys(ids: Sequence[int]) -> Iterator[int]:
 
 
 class PrefixIndex:
-    """Finds who holds the longest prefix: exact to the block, and to the token among the last of a block."""
+    """Finds the longest cached prefix: exact to the block, and to the token among the last of a block."""
 
     def __init__(self) -> None:
-        self._holders: dict[int, dict[Held, None]] = {}
+        self._holders: dict[int, dict[Prefix, None]] = {}
 
-    def add(self, held: Held) -> None:
-        for key in held.block_keys:
-            self._holders.setdefault(key, {})[held] = None
+    def add(self, prefix: Prefix) -> None:
+        for key in prefix.block_keys:
+            self._holders.setdefault(key, {})[prefix] = None
 
-    def remove(self, held: Held) -> None:
-        for key in held.block_keys:
+    def remove(self, prefix: Prefix) -> None:
+        for key in prefix.block_keys:
             holders = self._holders.get(key, {})
-            holders.pop(held, None)
+            holders.pop(prefix, None)
             if not holders:
                 self._holders.pop(key, None)
 
-    def longest(self, wanted: Held) -> "Found":
-        """A holder and how many ids it shares with the front of `wanted`; NOTHING below SHORTEST_PREFIX."""
-        for blocks in range(len(wanted.block_keys), 0, -1):
-            holders = self._holders.get(wanted.block_keys[blocks - 1])
+    def longest(self, target: Prefix) -> "Match":
+        """Return a prefix and how many ids it shares with the front of `target`, at least SHORTEST_PREFIX."""
+        for blocks in range(len(target.block_keys), 0, -1):
+            holders = self._holders.get(target.block_keys[blocks - 1])
             if holders:
-                held = next(reversed(holders))
-                length = shared_length(held.ids, wanted.ids, at_least=blocks * BLOCK)
-                return Found(held, length) if length >= SHORTEST_PREFIX else NOTHING
+                prefix = next(reversed(holders))
+                length = shared_length(prefix.ids, target.ids, at_least=blocks * BLOCK)
+                return Match(prefix, length) if length >= SHORTEST_PREFIX else NOTHING
         return NOTHING
 
 
-class Found(NamedTuple):
-    """Who holds a prefix, and how many of its ids are shared."""
+class Match(NamedTuple):
+    """A cached prefix, and the number of its ids that are shared."""
 
-    held: Held | None
+    prefix: Prefix | None
     length: int
 
 
-NOTHING = Found(None, 0)
+NOTHING = Match(None, 0)
 
 
 def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int) -> int:
-    """How many ids two lists share from the start; 0 when it is fewer than `at_least`."""
+    """Count the ids that two lists share from the start; return 0 if it is fewer than `at_least`."""
     if one[:at_least] != other[:at_least]:
         return 0
     rest = zip(islice(one, at_least, None), islice(other, at_least, None), strict=False)
@@ -85,105 +86,104 @@ def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int) ->
 
 
 class Prefixes:
-    """The index over running rows and kept copies, and the bound on the copies.
+    """The index of running rows and copies, and the limit on copies.
 
-    A kept prefix of n tokens takes n / max_model_len of what a row of the full cache takes, so `most` of them
-    take at most as much as `most` more slots would. With `most` 0 nothing is looked for, also not among
-    running rows. Belongs to the engine thread.
+    A copy of n tokens takes n / max_model_len of a full row, so `most` copies take at most as much memory as
+    `most` more slots. With `most` 0 nothing is reused, not even running rows. Belongs to the engine thread.
     """
 
     def __init__(self, cache: SlotCache, *, most: int) -> None:
         self._cache = cache
         self._most = most
         self._index = PrefixIndex()
-        self._kept: dict[Held, None] = {}  # least recently used first
+        self._copies: dict[Prefix, None] = {}  # least recently used first
 
     @property
     def enabled(self) -> bool:
         return self._most > 0
 
     @property
-    def kept(self) -> int:
-        """How many copies there are."""
-        return len(self._kept)
+    def copies(self) -> int:
+        """The number of copies."""
+        return len(self._copies)
 
-    def find(self, wanted: Held) -> Found:
-        """Who has most of the first tokens."""
-        return self._index.longest(wanted)
+    def find(self, target: Prefix) -> Match:
+        """Find the cached prefix that shares the most first tokens."""
+        return self._index.longest(target)
 
-    def fill(self, found: Found, row: int) -> int:
-        """Copy a found prefix into a row; return its number of tokens."""
-        if found.held is None:
+    def fill(self, match: Match, row: int) -> int:
+        """Copy a matching prefix into a row; return its number of tokens."""
+        if match.prefix is None:
             return 0
-        place = found.held.place
+        place = match.prefix.place
         if isinstance(place, RowCopy):
-            self._cache.copy_in(place, row, found.length)
-            self._used(found.held)
+            self._cache.copy_in(place, row, match.length)
+            self._touch(match.prefix)
         else:
-            assert place is not None, "what is nowhere is not in the index"
-            self._cache.move_row(place, row, found.length)
-        return found.length
+            assert place is not None, "a prefix without a place is not in the index"
+            self._cache.move_row(place, row, match.length)
+        return match.length
 
-    def runs(self, held: Held, row: int) -> None:
-        """A row now has the keys and values of these ids."""
+    def runs(self, prefix: Prefix, row: int) -> None:
+        """Record that a row now has the keys and values of these ids."""
         if self.enabled:
-            held.place = row
-            self._index.add(held)
+            prefix.place = row
+            self._index.add(prefix)
 
-    def moved(self, held: Held, row: int) -> None:
-        """The same keys and values, in another row."""
-        if held.place is not None:
-            held.place = row
+    def move(self, prefix: Prefix, row: int) -> None:
+        """Record that the keys and values are in another row now."""
+        if prefix.place is not None:
+            prefix.place = row
 
-    def ends(self, held: Held, row: int, ids: Sequence[int]) -> None:
-        """A row is given up: keep its `ids` (those of `held` and what was sampled) for later prompts."""
-        shared = held.place is not None
-        self.unshare(held)
-        if shared and len(ids) >= SHORTEST_PREFIX:
-            self._keep(Held(ids), row)
+    def ends(self, prefix: Prefix, row: int, ids: Sequence[int]) -> None:
+        """Record the end of a row, and keep a copy of its `ids` (the prefix and sampled ones)."""
+        is_shared = prefix.place is not None
+        self.unshare(prefix)
+        if is_shared and len(ids) >= SHORTEST_PREFIX:
+            self._keep(Prefix(ids), row)
 
-    def unshare(self, held: Held) -> None:
-        """A running row's keys and values are for itself alone from now on."""
-        if held.place is not None:
-            self._index.remove(held)
-            held.place = None
+    def unshare(self, prefix: Prefix) -> None:
+        """Stop sharing a running row's keys and values."""
+        if prefix.place is not None:
+            self._index.remove(prefix)
+            prefix.place = None
 
-    def drop_kept(self) -> None:
+    def drop_copies(self) -> None:
         """Free the memory of all copies."""
-        for held in list(self._kept):
-            self._drop(held)
+        for prefix in list(self._copies):
+            self._drop(prefix)
 
-    def forget(self, running: Iterable[Held]) -> None:
-        """Nothing that was computed until now seeds a later request, or is kept after its end."""
-        self.drop_kept()
-        for held in running:
-            self.unshare(held)
+    def forget(self, prefixes: Iterable[Prefix]) -> None:
+        """Forget everything computed so far: no row seeds a later request or is copied at its end."""
+        self.drop_copies()
+        for prefix in prefixes:
+            self.unshare(prefix)
 
-    def _keep(self, new: Held, row: int) -> None:
+    def _keep(self, new: Prefix, row: int) -> None:
         base, length = self._index.longest(new)
-        if base is not None and base in self._kept:
+        if base is not None and base in self._copies:
             if length == len(new.ids):
-                self._used(base)
+                self._touch(base)
                 return
             if length == len(base.ids):
-                self._drop(base)  # the new one goes on from it
-        if len(self._kept) >= self._most:
-            self._drop(next(iter(self._kept)))
+                self._drop(base)  # the new one contains it
+        if len(self._copies) >= self._most:
+            self._drop(next(iter(self._copies)))
         try:
             new.place = self._cache.copy_out(row, len(new.ids))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self.drop_kept()
+            self.drop_copies()
             return
-        self._kept[new] = None
+        self._copies[new] = None
         self._index.add(new)
 
-    def _used(self, held: Held) -> None:
-        del self._kept[held]
-        self._kept[held] = None
+    def _touch(self, prefix: Prefix) -> None:
+        del self._copies[prefix]
+        self._copies[prefix] = None
 
-    def _drop(self, held: Held) -> None:
-        del self._kept[held]
-        self._index.remove(held)
-        held.place = None
+    def _drop(self, prefix: Prefix) -> None:
+        del self._copies[prefix]
+        self._index.remove(prefix)
+        prefix.place = None

@@ -1,4 +1,4 @@
-"""What an inference engine offers: the local one here, others (vLLM) behind the same verbs."""
+"""The interface of an inference engine: the local one here, others (vLLM) with the same methods."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,17 +11,17 @@ from torch import Tensor
 from shared_schemas.trajectory import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
-# New weights: the tensors of a model's state_dict, or a folder with safetensors.
+# New weights: the tensors of a model's state_dict, or a folder with safetensors files.
 WeightSource = Mapping[str, Tensor] | Path | str
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """One token.
+class SampledToken:
+    """One sampled token.
 
     Attributes:
-        likeliest: (id, log-prob) of the most likely ones at its place, where asked for.
-        lost_mass: the probability of what top_p and top_k took away there; None where they took nothing.
+        likeliest: (id, log-prob) of the most likely tokens at its place, if requested.
+        lost_mass: the probability that top_p and top_k removed there; None without truncation.
     """
 
     token_id: int
@@ -31,28 +31,28 @@ class Sampled:
 
 
 class StopRule(Protocol):
-    """Decides from the sampled tokens, each given once and in order, whether to stop. One per request."""
+    """Decides after each sampled token, in order, whether to stop. One per request."""
 
     def take(self, token_id: int) -> str | None:
-        """The stop string that this token completes, None to go on. It must not raise."""
+        """Return the stop string that this token completes, or None to continue. It must not raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a request may want beside its tokens.
+    """Optional parts of a request.
 
     Attributes:
-        likeliest: how many of the most likely tokens to tell at every place.
-        stop: ends the generation, on the engine's side so that nothing is sampled past it.
-        processed: tell log-probs of what was drawn from, top_p and top_k included (see `Generation`).
-        on_token: called in the caller's event loop with each token as it comes; not with the one that ends
-            the generation, which is known to do so only by `generate` returning.
+        likeliest: how many of the most likely tokens to report at every place.
+        stop: ends the generation in the engine, so that nothing is sampled beyond it.
+        processed: report log-probs after top_p and top_k (see `Generation`).
+        on_token: called in the caller's event loop with each token except the one that ends the generation,
+            which only the return of `generate` reveals.
     """
 
     likeliest: int = 0
     stop: StopRule | None = None
     processed: bool = False
-    on_token: Callable[[Sampled], None] | None = None
+    on_token: Callable[[SampledToken], None] | None = None
 
 
 NO_EXTRAS = Extras()
@@ -63,16 +63,15 @@ class Generation:
     """The sampled continuation of one prompt.
 
     Attributes:
-        token_ids: sampled ids; the stop token is the last of them when one ended the generation.
-        logprobs: of each of them under softmax(logits / temperature), before top_p and top_k (fp32), or
-            after them, renormalised, where `Extras.processed` asked. With temperature 0, where that limit is
-            degenerate, under softmax(logits).
-        finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens) or "abort" (what was
-            sampled until then).
-        versions: ((first_token, policy_version), ...): from which token on which weights sampled.
-        stop_string: the one that its last token completed; None where none did.
-        prompt_tokens_reused: prompt tokens whose keys and values were there already.
-        likeliest: per token, as `Extras.likeliest` asked.
+        token_ids: sampled ids, including a stop token that ended the generation.
+        logprobs: of each id under softmax(logits / temperature), before top_p and top_k (fp32); after them,
+            renormalised, if `Extras.processed` is set. At temperature 0, where that is degenerate, under
+            softmax(logits).
+        finish_reason: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result).
+        versions: ((first_token, policy_version), ...): the weights from each first token on.
+        stop_string: the one that its last token completed, or None.
+        prompt_tokens_reused: prompt tokens whose keys and values were cached.
+        likeliest: per token, as `Extras.likeliest` requests.
     """
 
     token_ids: tuple[int, ...]
@@ -83,14 +82,14 @@ class Generation:
     prompt_tokens_reused: int = 0
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
 
-    def sampled(self) -> list[Sampled]:
-        """Its tokens one by one."""
+    def sampled(self) -> list[SampledToken]:
+        """Return its tokens one by one."""
         tops = self.likeliest or ((),) * len(self.token_ids)
-        return list(map(Sampled, self.token_ids, self.logprobs, tops))
+        return list(map(SampledToken, self.token_ids, self.logprobs, tops))
 
 
 class FrozenEngine(Protocol):
-    """What the gateway needs of an engine: it generates from token ids, by weights that others look after.
+    """An engine that generates from token ids, with weights that others manage; all that the gateway needs.
 
     All methods may be called from any thread with a running event loop.
     """
@@ -101,11 +100,11 @@ class FrozenEngine(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens that a prompt and its continuation may have together."""
+        """The most tokens of a prompt and its continuation together."""
 
     @property
     def breakdown(self) -> Future[str]:
-        """Done, with the reason, once the engine has ended by itself and can answer nobody any more."""
+        """Done, with the reason, once the engine has failed and can answer no more."""
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -121,14 +120,14 @@ class FrozenEngine(Protocol):
         """Start serving; a second call does nothing."""
 
     def stop(self) -> None:
-        """Stop serving and wait for the end; what still waits or runs gets an InferenceError."""
+        """Stop serving and wait for the end; unfinished requests get an InferenceError."""
 
     async def close(self) -> None:
-        """Let go of what belongs to the running event loop. The gateway calls it before its loop ends."""
+        """Release what belongs to the running event loop. The gateway calls it before its loop ends."""
 
 
 class InferenceEngine(FrozenEngine, Protocol):
-    """An engine whose weights are replaced while it serves.
+    """An engine whose weights can be replaced while it serves.
 
     The same seed, prompt and weights give the same tokens, whatever else is being generated.
     """
@@ -136,9 +135,10 @@ class InferenceEngine(FrozenEngine, Protocol):
     async def load_weights(self, version: int, source: WeightSource) -> None:
         """Replace the weights. Running requests finish first and new ones wait; none is lost.
 
-        Between `pause` and `resume` the swap is immediate instead: running requests go on with the new
-        weights, and their `versions` say from which token. The keys and values of what they have so far stay
-        those of the old weights, as in other servers; no other request ever gets any of them.
+        Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
+            and
+        their `versions` say from which token on. Their earlier keys and values stay those of the old weights,
+        as in other servers, and no other request reuses them.
 
         Raises:
             WeightsRefused: the tensors do not fit; the old weights keep serving.
@@ -148,7 +148,7 @@ class InferenceEngine(FrozenEngine, Protocol):
         """Stop sampling after the current step; requests stay where they are."""
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with what it has; False when no such request waits or runs."""
+        """End a request with its partial result; return False if no such request waits or runs."""

@@ -1,8 +1,8 @@
-"""An engine at somebody else's OpenAI-compatible server: token ids go there, ids and log-probs come back.
+"""An engine at a foreign OpenAI-compatible server: token ids go there, ids and log-probs come back.
 
-Asked through POST /v1/completions with the ids of the prompt, in vLLM's words where OpenAI has none. So the
-server's chat template, tool parser and reasoning parser take no part: the gateway renders every prompt and
-reads every answer as it does for the actor.
+Requests go to POST /v1/completions with the ids of the prompt, with vLLM's keys where OpenAI has none. The
+server's chat template, tool parser and reasoning parser play no part: the gateway renders prompts and parses
+answers as for the actor.
 
     request: prompt (ids), logprobs, return_token_ids
     reply:   prompt_token_ids, token_ids, logprobs.token_logprobs      in choices[0]
@@ -28,35 +28,34 @@ from trainer_backend.errors import (
 )
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, Generation
 
-# Nobody here trains what such a server serves; whoever does, publishes it elsewhere.
+# The version of a foreign model, which is never trained here.
 _VERSION = 0
-# vLLM takes what a request leaves open from the model's generation_config.json: many ask for top_k or a
-# penalty there, and what is drawn would be another distribution than what is recorded.
+# vLLM takes defaults from the model's generation_config.json, often with top_k or a penalty: without these
+# values it would sample from a distribution other than the recorded one.
 _PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EVERY_TOKEN = -1  # top_k
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-_UNAUTHORISED = frozenset({401, 403})
+_AUTH_ERRORS = frozenset({401, 403})
 _REQUEST_TIMEOUT_S = 600.0
 _MOST_REPLY_BYTES = 16 << 20
-_SHOWN = 300
-# What rounding may make of a certain token; anything above is a probability, or nothing at all.
-_ROUNDED = 1e-3
-# vLLM says -9999 where it means -inf, which JSON has no word for. No softmax makes as little as this.
+_EXCERPT = 300
+# Rounding may raise the log-prob of a certain token this far above 0; more is an error.
+_ROUNDING = 1e-3
+# vLLM reports -9999 for -inf, which JSON cannot express. No softmax gives so small a value.
 _IMPOSSIBLE = -1_000.0
-# Beyond it lies what is no number of ours: infinities, and integers that no float holds.
+# The bound of valid numbers: it excludes infinities and integers that no float can hold.
 _HUGE = 1e9
 _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 
 
 class RemoteEngine:
-    """A `FrozenEngine`, of one event loop at a time: `close` belongs to the loop that has asked.
+    """A `FrozenEngine` that belongs to one event loop at a time, which must also `close` it.
 
     Args:
         url: the server's base URL.
-        model: its name there.
-        stop_ids, vocabulary, max_model_len: of the actor, whose answers end there, who knows the ids below
-            that, and whose prompts and answers are no longer.
-        processed: the server tells log-probs of what it sampled from; else of softmax(logits).
+        model: the model's name there.
+        stop_ids, vocabulary, max_model_len: the actor's end tokens, number of ids, and limit of tokens.
+        processed: whether the server reports log-probs of its sampling distribution, not of softmax(logits).
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class RemoteEngine:
 
     @property
     def breakdown(self) -> Future[str]:
-        """Never done: a server that is down may come back."""
+        """Never done, since a server that is down may come back."""
         return self._breakdown
 
     async def generate(
@@ -107,20 +106,20 @@ class RemoteEngine:
             stop_string=stop_string,
         )
         if extras.on_token is not None:
-            for sampled in generation.sampled()[:-1]:
-                extras.on_token(sampled)
+            for token in generation.sampled()[:-1]:
+                extras.on_token(token)
         return generation
 
     async def text_ids(self, text: str) -> list[int]:
-        """The ids that the server's tokenizer makes of a text, special tokens written in it included."""
+        """Return the ids of a text by the server's tokenizer, including special tokens written in it."""
         choice = await self._choice(text, Sampling(max_tokens=1), prompt_tokens=0)
         return _ids(choice, "prompt_token_ids")
 
     def start(self) -> None:
-        """Nothing runs here: the server is somebody else's."""
+        """Do nothing: the server runs elsewhere."""
 
     def stop(self) -> None:
-        """Likewise."""
+        """Do nothing: the server runs elsewhere."""
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -128,7 +127,7 @@ class RemoteEngine:
             await session.close()
 
     def _refuse_unrecordable(self, sampling: Sampling, extras: Extras) -> None:
-        """What this server cannot tell of a sample."""
+        """Refuse requests whose samples the server cannot describe."""
         if extras.likeliest:
             raise BadChatRequest("a fixed policy at a server tells no top_logprobs", where="top_logprobs")
         if not self._processed and (sampling.is_truncated or sampling.temperature != 1.0):
@@ -156,7 +155,7 @@ class RemoteEngine:
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         if self._processed:
-            # Of a gateway like ours; others know it by how they were started.
+            # Supported by gateways like ours; other servers are configured at their start.
             body["processed_logprobs"] = True
         status, text = await self._post(json.dumps(body).encode())
         if status == 200:
@@ -172,7 +171,7 @@ class RemoteEngine:
 
     async def _post(self, data: bytes) -> tuple[int, bytes]:
         if self._session is None:
-            # Callers bound what they ask at a time; a limit here would only hide a waiting line.
+            # Callers limit their concurrency; a limit here would only hide a queue.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S),
@@ -181,7 +180,7 @@ class RemoteEngine:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            # No redirects: the key is for this host alone.
+            # No redirects: the key is for this host only.
             async with self._session.post(
                 self._url, data=data, headers=headers, allow_redirects=False
             ) as response:
@@ -196,8 +195,8 @@ class RemoteEngine:
                 f"the server of the fixed policy gave no answer within {_REQUEST_TIMEOUT_S:g} s"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
-            told = f"{type(error).__name__}: {error}"[:_SHOWN]
-            raise RemoteUnavailable(f"the server of the fixed policy does not answer: {told}") from error
+            reason = f"{type(error).__name__}: {error}"[:_EXCERPT]
+            raise RemoteUnavailable(f"the server of the fixed policy does not answer: {reason}") from error
 
     def _tokens(self, choice: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], list[float]]:
         """Return the sampled tokens with their log-probs, checked so that they can be weighed."""
@@ -205,7 +204,7 @@ class RemoteEngine:
         entries = choice.get("logprobs")
         logprobs = entries.get("token_logprobs") if isinstance(entries, dict) else None
         if not isinstance(logprobs, list):
-            raise _missing("logprobs.token_logprobs")
+            raise _missing_field("logprobs.token_logprobs")
         if not all(type(value) in (int, float) and -_HUGE < value < _HUGE for value in logprobs):
             raise RemoteRefused("a log-prob of the server's is no finite number")
         if len(token_ids) != len(logprobs) or not 1 <= len(token_ids) <= sampling.max_tokens:
@@ -218,7 +217,7 @@ class RemoteEngine:
             raise RemoteRefused(
                 f"the server sampled the id {unknown[0]}, and the actor knows {self._vocabulary} ids"
             )
-        if max(logprobs) > _ROUNDED:
+        if max(logprobs) > _ROUNDING:
             raise RemoteRefused(f"a log-prob of the server's is above 0: {max(logprobs):.3g}")
         if min(logprobs) < _IMPOSSIBLE:
             raise RemoteRefused(
@@ -230,7 +229,7 @@ class RemoteEngine:
     def _end(
         self, token_ids: Sequence[int], choice: Mapping[str, Any], extras: Extras
     ) -> tuple[int, FinishReason, str | None]:
-        """How many of the ids are the answer, and how it ended: where the actor's would have."""
+        """Return how many ids form the answer, and how it ended, by the actor's end tokens."""
         for length, token_id in enumerate(token_ids, start=1):
             if token_id in self._stop_ids:
                 return length, "stop", None
@@ -247,7 +246,7 @@ class RemoteEngine:
 
 
 def completions_url(url: str) -> str:
-    """Where a server with this base URL completes; the URL may name /v1 or /v1/chat/completions already."""
+    """Return the completions URL for a base URL, which may include /v1 or /v1/chat/completions already."""
     parts = urlsplit(url)
     base = parts.path.rstrip("/")
     for ending in ("/chat/completions", "/completions", "/v1"):
@@ -269,13 +268,13 @@ def _first_choice(body: bytes) -> Mapping[str, Any]:
 def _ids(choice: Mapping[str, Any], name: str) -> list[int]:
     ids = choice.get(name)
     if ids is None:
-        raise _missing(name)
+        raise _missing_field(name)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise RemoteRefused(f"choices[0].{name} of the server is no list of ids")
     return ids
 
 
-def _missing(name: str) -> InferenceError:
+def _missing_field(name: str) -> InferenceError:
     return RemoteRefused(
         f"the server told no choices[0].{name}, though return_token_ids and logprobs were asked for: what it "
         "samples cannot be weighed",
@@ -284,8 +283,10 @@ def _missing(name: str) -> InferenceError:
 
 
 def _refusal(status: int, body: bytes, *, key: str) -> str:
-    """What the server said in OpenAI's form. Of a 401 or 403 nothing: servers like to repeat the key."""
-    if status in _UNAUTHORISED:
+    """Return the server's message in OpenAI's form; none for 401 and 403, where servers tend to repeat the
+    key.
+    """
+    if status in _AUTH_ERRORS:
         return f"status {status}"
     try:
         reply = json.loads(body)
@@ -293,8 +294,8 @@ def _refusal(status: int, body: bytes, *, key: str) -> str:
         return f"status {status}"
     inner = reply.get("error") if isinstance(reply, dict) else None
     source = inner if isinstance(inner, dict) else reply
-    said = source.get("message") if isinstance(source, dict) else None
-    sentence = said if isinstance(said, str) else ""
+    message = source.get("message") if isinstance(source, dict) else None
+    sentence = message if isinstance(message, str) else ""
     if key:
         sentence = sentence.replace(key, "[key]")
-    return f"status {status} {sentence.encode('utf-8', 'replace').decode()[:_SHOWN]}".strip()
+    return f"status {status} {sentence.encode('utf-8', 'replace').decode()[:_EXCERPT]}".strip()

@@ -1,4 +1,4 @@
-"""Messages and tools to token ids, and ids back to text: the only place that knows a chat template."""
+"""Messages and tools to token ids, and ids back to text; no other module knows chat templates."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
 
 JsonObject = Mapping[str, Any]
 
-# Mistral's templates raise on any other call id; no template minds this one.
+# Mistral's templates raise on any other call id; no template rejects this form.
 _CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
-# What stands in the text for an id that the model embeds and the tokenizer does not know.
+# The text of an id that the model embeds but the tokenizer lacks.
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
-# Characters for each token that may be: at the usual three or four a token, several times too many.
-_BEGINNING = 16
+# Characters per token to encode: at the usual three or four per token, several times enough.
+_START = 16
 
-# Something to answer to.
-ASKED: JsonObject = {"role": "user", "content": "?"}
+# A minimal user message.
+QUESTION: JsonObject = {"role": "user", "content": "?"}
 
 
 class ChatRenderer:
@@ -38,18 +38,17 @@ class ChatRenderer:
                 hint="Base models have none: take the instruction-tuned one, or add a chat_template.jinja.",
             )
         self.tokenizer = tokenizer
-        # The library's wrapper around it costs ten times the call itself when decoding six tokens.
+        # Decoding six tokens through the library's wrapper costs ten times the call itself.
         self._backend = tokenizer.backend_tokenizer
-        # Some tokenizer.json files ask for cutting and padding, which the wrapper would have undone.
+        # Some tokenizer.json files request truncation and padding, which the wrapper would undo.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._template_kwargs: dict[str, Any] = tokenizer.init_kwargs.get(CHAT_TEMPLATE_KWARGS_KEY) or {}
-        self._known_ids = id_count(tokenizer)
+        self._id_count = id_count(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
-        spelled = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
-        self.template_digest = hashlib.blake2b(spelled.encode(), digest_size=6).hexdigest()
-        # Decoders after SentencePiece drop a space at the beginning of what they are given; behind some other
-        # token it stays.
+        settings = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
+        self.template_digest = hashlib.blake2b(settings.encode(), digest_size=6).hexdigest()
+        # SentencePiece decoders drop a leading space; after another token it stays.
         self._before: list[int] = self._backend.encode("x", add_special_tokens=False).ids
         whole = self._backend.encode("x x", add_special_tokens=False).ids
         self._drops_space = self._decode(whole) != self._decode(self._before) + self._decode(
@@ -63,9 +62,9 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text that the model continues."""
+        """Return the text that the model continues."""
         plain = [plain_message(message, where=f"messages.{i}") for i, message in enumerate(messages)]
-        # Templates are programs of others: whatever one raises means that it cannot render these messages.
+        # Templates are foreign programs: any error means that they cannot render these messages.
         try:
             text = self.tokenizer.apply_chat_template(
                 plain,
@@ -80,9 +79,9 @@ class ChatRenderer:
             ) from error
         return str(text)
 
-    def refuse_other_settings(self, asked: JsonObject) -> None:
+    def refuse_other_settings(self, settings: JsonObject) -> None:
         """Refuse template settings other than the model folder's, which hold for all prompts of a policy."""
-        for name, value in asked.items():
+        for name, value in settings.items():
             if name not in self._template_kwargs or self._template_kwargs[name] != value:
                 raise BadChatRequest(
                     f"{name[:80]} = {value!r:.80} is not what this model's template is told, which is "
@@ -92,59 +91,59 @@ class ChatRenderer:
                 )
 
     @cached_property
-    def asked(self) -> str:
-        """The prompt with ASKED alone. Raises BadChatRequest as `prompt_text`."""
-        return self.prompt_text([ASKED], [])
+    def question(self) -> str:
+        """The prompt with QUESTION alone. Raises BadChatRequest as `prompt_text`."""
+        return self.prompt_text([QUESTION], [])
 
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
     ) -> str | None:
-        """What the model would have to write, end token included, to give `answer` to `messages`.
+        """Return the text the model must write, end token included, to give `answer` to `messages`.
 
-        None where that cannot be told: with the answer behind it, the template changes the prompt.
+        None if the template changes the prompt once an answer follows, so that the text is unknown.
         """
         without_system = [message for message in messages if message.get("role") != "system"]
-        # Mistral's templates show the system message only while the last user message has no answer yet.
-        for asked in (messages, without_system):
-            prompt = self.prompt_text(asked, tools)
-            whole = self.prompt_text([*asked, answer], tools, add_generation_prompt=False)
+        # Mistral's templates show the system message only until the last user message is answered.
+        for question in (messages, without_system):
+            prompt = self.prompt_text(question, tools)
+            whole = self.prompt_text([*question, answer], tools, add_generation_prompt=False)
             if whole.startswith(prompt):
                 end = self.tokenizer.eos_token
-                # A newline may follow the end token, which the model never gets to write.
+                # A newline may follow the end token; the model never writes it.
                 length = whole.find(end, len(prompt)) if end else -1
                 return whole[len(prompt) : length + len(end) if length >= 0 else None]
         return None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of rendered text; special tokens written in it count as such, none are added."""
-        # A batch, since a lone text is encoded under Python's global lock: for 3 MB nobody would be answered.
+        """Encode rendered text; special tokens in the text are recognised, none are added."""
+        # As a batch, because encoding a lone text of 3 MB would hold Python's global lock all the time.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def surely_more_than(self, most: int, text: str) -> int | None:
-        """How many tokens a text has at least, where that is more than `most`; None where it may be fewer.
+        """Return a lower bound of a text's tokens if it exceeds `most`, else None.
 
-        Told without encoding all of it. First by its length: no token stands for more characters than the
-        longest one (vLLM bounds a prompt so too). Then by its beginning, which holds about as many tokens
-        alone as it does in the whole text, for merges change at its end; half of them is on the safe side.
+        The text is not encoded as a whole. The first bound is its length divided by the longest token (as in
+        vLLM). The second is half the tokens of its start; alone, the start has about as many tokens as in the
+        whole text, since only merges at its end differ.
         """
         if (tokens := -(-len(text) // self._longest_token)) > most:
             return tokens
-        beginning = text[: _BEGINNING * most]
-        if len(beginning) == len(text) or (tokens := len(self.encode(beginning)) // 2) <= most:
+        start = text[: _START * most]
+        if len(start) == len(text) or (tokens := len(self.encode(start)) // 2) <= most:
             return None
         return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, special tokens included.
+        """Decode sampled ids to text, special tokens included.
 
-        Many models embed more ids than their tokenizer knows. Such an id has no text; a replacement character
-        stands for it, so that a call that was broken by it does not read as if it were whole.
+        Many models embed more ids than their tokenizer has. A replacement character stands for such an id, so
+        that a tool call which it breaks does not look intact.
         """
-        if ids and max(ids) >= self._known_ids:
+        if ids and max(ids) >= self._id_count:
             return "".join(
                 UNKNOWN * len(list(run)) if unknown else self.decode(list(run))
-                for unknown, run in groupby(ids, key=lambda token: token >= self._known_ids)
+                for unknown, run in groupby(ids, key=lambda token: token >= self._id_count)
             )
         if self._drops_space:
             return self._decode([*self._before, *ids])[len(self._decode(self._before)) :]
@@ -156,10 +155,10 @@ class ChatRenderer:
 
 
 def plain_message(message: JsonObject, *, where: str) -> dict[str, Any]:
-    """A message as templates expect it: text content, and call arguments as an object where they are one.
+    """Return a message in the form templates expect: text content, and call arguments as an object.
 
-    Templates test whether `tool_calls` is there, so an empty one is left out. A call id that is not of nine
-    letters and digits is replaced, in call and result alike, by nine that follow from it.
+    An empty `tool_calls` is omitted, because templates test for the key. A call id other than nine letters or
+    digits is replaced in call and result alike by nine characters derived from it.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
@@ -202,15 +201,15 @@ def _plain_call(call: object, *, where: str) -> dict[str, Any]:
     return {**plain, "id": _call_id(call["id"])} if "id" in call else plain
 
 
-def _call_id(given: object) -> str:
-    text = str(given)
+def _call_id(value: object) -> str:
+    text = str(value)
     if _CALL_ID.fullmatch(text):
         return text
     return hashlib.blake2b(text.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _arguments(arguments: object) -> object:
-    """Arguments arrive as JSON text; templates print objects. Text that is no object stays as it is."""
+    """Parse arguments, because templates print objects; text that is no object stays unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

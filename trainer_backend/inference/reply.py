@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_backend.inference.protocol import Generation, Sampled
+from trainer_backend.inference.protocol import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.stopping_text import BROKEN
-from trainer_backend.tool_formats.reading import ParsedReply
+from trainer_backend.inference.stop_strings import BROKEN
+from trainer_backend.tool_formats.calls import ParsedReply
 
-# Of a message of ours: why a call in its text could not be read.
+# Our key of a message: why a call in its text could not be parsed.
 TOOL_CALL_ERROR = "tool_call_error"
 
 
@@ -20,8 +20,8 @@ class Choice:
     """One generation as a message.
 
     Attributes:
-        raw_text: all that was sampled, a stop string included, but not the stop token.
-        stop_token: the text of the stop token; "" where none was sampled.
+        raw_text: all sampled text, including a stop string, without the stop token.
+        stop_token: the text of the stop token, or "".
     """
 
     index: int
@@ -32,7 +32,7 @@ class Choice:
 
 
 def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str]:
-    """The sampled text, and the text of the stop token behind it ("" when none was sampled)."""
+    """Return the sampled text, and the text of the stop token after it ("" without one)."""
     ids = generation.token_ids
     if generation.finish_reason != "stop" or generation.stop_string is not None:
         return renderer.decode(ids), ""
@@ -40,34 +40,37 @@ def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str
 
 
 def assistant_message(
-    parsed: ParsedReply, *, prompt_ids: Sequence[int], token_ids: Sequence[int]
+    reply: ParsedReply, *, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The parsed text as a message; `tool_call_error` says why a call in it is only text."""
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-    if parsed.tool_calls:
+    """Build a message from parsed text; `tool_call_error` says why a call in it remains text."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.tool_calls:
         tag = _tag(prompt_ids, token_ids)
-        message["content"] = parsed.content or None
+        message["content"] = reply.content or None
         message["tool_calls"] = [
             {
                 "id": f"call_{tag}_{i}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for i, call in enumerate(parsed.tool_calls)
+            for i, call in enumerate(reply.tool_calls)
         ]
-    if parsed.error is not None:
-        message[TOOL_CALL_ERROR] = parsed.error
+    if reply.error is not None:
+        message[TOOL_CALL_ERROR] = reply.error
     return message
 
 
 def _tag(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-    """Call ids come from what was sampled, not from a clock: equal rollouts have equal messages."""
+    """Derive a tag for call ids from the sampled ids, not from a clock:
+
+    Equal rollouts have equal messages.
+    """
     digest = hashlib.blake2b(array("q", [*prompt_ids, -1, *token_ids]).tobytes(), digest_size=6)
     return digest.hexdigest()
 
 
 def choice_body(choice: Choice, *, with_raw_text: bool) -> dict[str, Any]:
-    """How a choice ended, and its exact tokens."""
+    """Return how a choice ended, and its exact tokens."""
     generation = choice.generation
     body: dict[str, Any] = {
         "finish_reason": "tool_calls" if "tool_calls" in choice.message else generation.finish_reason,
@@ -80,20 +83,22 @@ def choice_body(choice: Choice, *, with_raw_text: bool) -> dict[str, Any]:
 
 
 def usage_body(prompt_ids: Sequence[int], generations: Iterable[Generation]) -> dict[str, Any]:
-    """OpenAI's `usage`: the prompt once, the tokens of all choices, what of the prompt was known before."""
+    """Return OpenAI's `usage`: the prompt once, the tokens of all choices, and the cached part of the
+    prompt.
+    """
     generations = list(generations)
     completion_tokens = sum(len(generation.token_ids) for generation in generations)
     return {
         "prompt_tokens": len(prompt_ids),
         "completion_tokens": completion_tokens,
         "total_tokens": len(prompt_ids) + completion_tokens,
-        # Choices beside the first reuse its prompt; what it found itself is what was known before.
+        # Later choices reuse the first one's prompt; the minimum is what was cached before.
         "prompt_tokens_details": {"cached_tokens": min(g.prompt_tokens_reused for g in generations)},
     }
 
 
-def logprob_entries(tokens: Iterable[Sampled], renderer: ChatRenderer) -> list[dict[str, Any]]:
-    """OpenAI's `logprobs.content`. A token that is a part of a character has no text of its own: no bytes."""
+def logprob_entries(tokens: Iterable[SampledToken], renderer: ChatRenderer) -> list[dict[str, Any]]:
+    """Return OpenAI's `logprobs.content`. A token that is a part of a character has no bytes of its own."""
     return [
         {
             **_entry(token.token_id, token.logprob, renderer),

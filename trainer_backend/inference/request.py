@@ -1,4 +1,4 @@
-"""One generation on its way through the engine, from the waiting line to the delivered result."""
+"""One generation in the engine, from the queue to the delivered result."""
 
 import asyncio
 import secrets
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import InferenceError
-from trainer_backend.inference.prefixes import Held
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, Generation, Sampled
+from trainer_backend.inference.prefixes import Prefix
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, Generation, SampledToken
 from trainer_backend.inference.sampler import stream_key
 
-# A token on the way, or how the request ended.
-Outcome = Sampled | Generation | InferenceError
+# A token in progress, or the end of the request.
+Outcome = SampledToken | Generation | InferenceError
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Owned by the engine thread once admitted; before that by the waiting line.
+    """A request. It belongs to the inbox until it is admitted, then to the engine thread.
 
-    `cached` counts the tokens whose keys and values are in the cache; `next_token` is the one that the
-    next step feeds. So a prompt of n tokens enters with n - 1 cached, its last one fed like a sampled token.
-    `held` are those n - 1; `reused` of them needed no prefill.
+    `cached` counts the tokens with keys and values in the cache; `next_token` is the one that the next step
+    feeds. So a prompt of n tokens enters with n - 1 cached, its last one fed like a sampled token. `prefix`
+    are those n - 1 tokens; `reused` of them needed no prefill.
     """
 
     request_id: str
@@ -39,36 +39,36 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
-    held: Held = field(init=False)
+    prefix: Prefix = field(init=False)
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
         self.key = stream_key(seed, self.prompt_ids)
         self.cached = len(self.prompt_ids) - 1
         self.next_token = self.prompt_ids[-1]
-        self.held = Held(self.prompt_ids[:-1])
+        self.prefix = Prefix(self.prompt_ids[:-1])
 
-    def take(self, sampled: Sampled) -> None:
-        """The step fed `next_token` and sampled this after it."""
+    def take(self, token: SampledToken) -> None:
+        """Record the token that a step sampled after feeding `next_token`."""
         self.cached += 1
-        self.next_token = sampled.token_id
-        self.token_ids.append(sampled.token_id)
-        self.logprobs.append(sampled.logprob)
+        self.next_token = token.token_id
+        self.token_ids.append(token.token_id)
+        self.logprobs.append(token.logprob)
         if self.extras.likeliest:
-            self.likeliest.append(sampled.likeliest)
+            self.likeliest.append(token.likeliest)
 
     def cached_ids(self) -> list[int]:
-        """The ids whose keys and values stand in the request's row."""
+        """Return the ids whose keys and values are in the request's row."""
         return [*self.prompt_ids, *self.token_ids][: self.cached]
 
-    def sampled_by(self, version: int) -> None:
-        """From the next token on, `version` samples."""
+    def set_version(self, version: int) -> None:
+        """Record that `version` samples from the next token on."""
         first_token = len(self.token_ids)
         if self.versions and self.versions[-1][0] == first_token:
             self.versions.pop()
         self.versions.append((first_token, version))
 
-    def ended(self, finish_reason: FinishReason, *, stop_string: str | None = None) -> Generation:
+    def generation(self, finish_reason: FinishReason, *, stop_string: str | None = None) -> Generation:
         return Generation(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -81,12 +81,12 @@ class Request:
 
 
 def deliver(outcomes: Iterable[tuple[Request, Outcome]]) -> None:
-    """Hand results to the event loops that wait for them: one wake-up a loop, not one a request."""
+    """Hand results to the waiting event loops, with one wake-up per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Request, Outcome]]] = {}
     for request, outcome in outcomes:
         by_loop.setdefault(request.loop, []).append((request, outcome))
     for loop, pairs in by_loop.items():
-        # A loop that was closed has nobody left who waits, and must not end the engine thread.
+        # Nobody waits in a closed loop, and it must not end the engine thread.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, pairs)
 
@@ -95,7 +95,7 @@ def _resolve(pairs: list[tuple[Request, Outcome]]) -> None:
     for request, outcome in pairs:
         if request.future.done():
             continue
-        if isinstance(outcome, Sampled):
+        if isinstance(outcome, SampledToken):
             if request.extras.on_token is not None:
                 request.extras.on_token(outcome)
         elif isinstance(outcome, InferenceError):

@@ -1,4 +1,4 @@
-"""The shared part of both completion requests: how to sample, and which keys are refused, never ignored."""
+"""The common part of both completion requests: sampling, and refused keys; no key is ignored in silence."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -15,11 +15,11 @@ Request = TypeVar("Request", bound="SamplingRequest")
 
 
 def null_is(default: object) -> BeforeValidator:
-    """OpenAI's clients may send null for what they leave open."""
+    """Replace null, which OpenAI's clients may send for absent fields, by the default."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-# Each key with its values that have no effect. Other values would be ignored in silence, so they are refused.
+# Values without effect, by key. Other values would be ignored in silence, so they are refused.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -33,14 +33,17 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
 }
-# Whom a request is for, and how its caller files it: nothing of it is read here, whatever it says.
+# Keys for the caller's own records; their values are never read here.
 BYSTANDERS = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
 
 
 class SamplingRequest(OpenBody):
-    """OpenAI's names, with a bound on every number. `neutral` are keys that are known and not offered."""
+    """A request with OpenAI's names and a bound on every number.
+
+    `neutral` lists known but unsupported keys.
+    """
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -63,10 +66,10 @@ class SamplingRequest(OpenBody):
     processed_logprobs: Annotated[bool, null_is(False)] = False
 
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
-        """How the choice is sampled: the first with the seed that was given, the others with their own."""
+        """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
         # OpenAI's seed may be negative, ours may not.
         seed = None if self.seed is None else self.seed % 2**63
-        # Constructed without a second validation: the fields above carry the same bounds.
+        # Without a second validation, since the fields above have the same bounds.
         return Sampling.model_construct(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -98,5 +101,5 @@ def _refuse_unread(name: str, value: Any, kind: type[SamplingRequest]) -> None:
                 f"{name} = {value!r:.80} is not offered here", where=name, hint=f"Leave {name} out."
             )
         return
-    known = kind.model_fields.keys() | kind.neutral.keys() | BYSTANDERS
-    raise BadChatRequest(f"unknown key {name[:80]!r}{did_you_mean(name[:80], known)}", where=name[:80])
+    keys = kind.model_fields.keys() | kind.neutral.keys() | BYSTANDERS
+    raise BadChatRequest(f"unknown key {name[:80]!r}{did_you_mean(name[:80], keys)}", where=name[:80])

@@ -13,7 +13,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 
 
 class ServedPolicy:
-    """Raises what `ChatRenderer` and `tool_format_in_use` raise."""
+    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise."""
 
     def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
@@ -22,8 +22,8 @@ class ServedPolicy:
         self.tool_format = tool_format_in_use(tokenizer)
 
 
-def policy_named(name: str, policies: Mapping[str, ServedPolicy]) -> ServedPolicy:
-    """"""
+def find_policy(name: str, policies: Mapping[str, ServedPolicy]) -> ServedPolicy:
+    """Return the policy of this name, or raise UnknownModel."""
     if name not in policies:
         raise UnknownModel(f"model is {name!r:.200}{did_you_mean(name, policies)}", where="model")
     return policies[name]

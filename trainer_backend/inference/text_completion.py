@@ -1,6 +1,6 @@
-"""POST /v1/completions: a prompt of token ids, or a text, is continued as it stands.
+"""POST /v1/completions: continue a prompt of token ids, or a text, unchanged.
 
-No template, no tools, no conversation. A mixture asks a fixed policy at another gateway in this way.
+There is no template, tool or conversation. Mixtures call fixed policies at other gateways in this way.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from trainer_backend.errors import ContextLengthExceeded
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.reply import usage_body
 from trainer_backend.inference.request_body import SamplingRequest, read_request
-from trainer_backend.inference.served_policy import ServedPolicy, policy_named
+from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 
 _MOST_CHARACTERS = 8 << 20
 # OpenAI's default for this route.
@@ -21,7 +21,10 @@ _MAX_TOKENS = 16
 
 
 class TextRequest(SamplingRequest):
-    """OpenAI's names, and vLLM's `return_token_ids`. `logprobs` 0 tells those of the sampled tokens."""
+    """A text request with OpenAI's names and vLLM's `return_token_ids`.
+
+    `logprobs` 0: of the sampled tokens.
+    """
 
     prompt: list[Annotated[int, Field(ge=0, lt=2**31)]] | Annotated[str, Field(max_length=_MOST_CHARACTERS)]
     logprobs: Literal[0] | None = None
@@ -29,15 +32,15 @@ class TextRequest(SamplingRequest):
 
 
 def read_text_request(body: bytes) -> TextRequest:
-    """"""
+    """Parse and check a body."""
     return read_request(TextRequest, body)
 
 
 async def text_completion(
     request: TextRequest, policies: Mapping[str, ServedPolicy], *, number: int, created: int
 ) -> dict[str, Any]:
-    """The reply to a request."""
-    policy = policy_named(request.model, policies)
+    """Continue the prompt and return the reply."""
+    policy = find_policy(request.model, policies)
     prompt = request.prompt
     ids = prompt if isinstance(prompt, list) else await asyncio.to_thread(_ids, prompt, request, policy)
     generation = await policy.engine.generate(

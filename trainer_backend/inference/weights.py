@@ -1,4 +1,4 @@
-"""Copying new weights into the engine's model: all that training changes, or none."""
+"""Loading of new weights into the engine's model: all trained tensors, or none."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +12,12 @@ from trainer_backend.inference.protocol import WeightSource
 from trainer_backend.models.layout import weight_files
 
 NAMES_IN_A_MESSAGE = 3
-# In the name of a weight of an adapter, as peft gives it.
+# Part of the names of peft's adapter weights.
 OF_AN_ADAPTER = ".lora_"
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
-    """The tensors of a source: a mapping as it is, a model folder's weights read from disk."""
+    """Return the tensors of a source: a mapping unchanged, a model folder's weights read from disk."""
     if isinstance(source, Mapping):
         return source
     folder = Path(source)
@@ -31,22 +31,22 @@ def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
     for file in files:
         try:
             tensors.update(load_file(file))
-        except Exception as error:  # safetensors has one untyped error for every kind of broken file
+        except Exception as error:  # safetensors has one untyped error for every damaged file
             raise WeightsRefused(f"the file cannot be read: {error}", where=str(file)) from error
     return tensors
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite every tensor of `model.state_dict()`; checked as a whole before the first is touched.
+    """Overwrite the tensors of `model.state_dict()`, after checking all of them.
 
-    Names that share memory (a tied head and its embedding) need to be given once. Of a model with adapters
-    theirs suffice: what lies under them is never trained.
+    Names that share memory (a tied head and its embedding) need only one of them. A model with adapters needs
+    only these, since the weights below are never trained.
     """
     targets = model.state_dict()
-    given_memory = {targets[name].data_ptr() for name in tensors if name in targets}
+    memory = {targets[name].data_ptr() for name in tensors if name in targets}
     adapters = {name: tensor for name, tensor in targets.items() if OF_AN_ADAPTER in name}
-    needed = adapters or targets
-    missing = [name for name, tensor in needed.items() if tensor.data_ptr() not in given_memory]
+    required = adapters or targets
+    missing = [name for name, tensor in required.items() if tensor.data_ptr() not in memory]
     unknown = [name for name in tensors if name not in targets]
     shapes = [
         f"{name} {tuple(tensors[name].shape)} for {tuple(targets[name].shape)}"

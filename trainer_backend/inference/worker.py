@@ -12,7 +12,7 @@ import torch
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError
 from trainer_backend.inference.batch import RunningBatch, first_of_siblings
 from trainer_backend.inference.inbox import Inbox
-from trainer_backend.inference.protocol import Generation, Sampled
+from trainer_backend.inference.protocol import Generation, SampledToken
 from trainer_backend.inference.request import Outcome, Request, deliver
 from trainer_backend.models.folder import is_out_of_memory, out_of_memory
 
@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start, for metrics; written by the engine thread alone.
+    """Totals since the start, for metrics; only the engine thread writes them.
 
     Attributes:
-        truncated_tokens: of those sampled, how many under top_p or top_k.
-        lost_mass: the sum over these of the probability that was taken away.
+        truncated_tokens: sampled tokens under top_p or top_k.
+        lost_mass: sum of the probability that truncation removed from them.
     """
 
     requests: int = 0
@@ -40,7 +40,7 @@ class EngineCounters:
 
 
 class EngineWorker:
-    """What the thread runs. Its attributes belong to that thread; other threads only read the counters."""
+    """The work of the engine thread. Other threads only read the counters."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class EngineWorker:
         self._prefill_tokens = prefill_tokens
 
     def run(self, torch_threads: int) -> None:
-        """The thread's life and its boundary: whatever ends it reaches everyone who waits."""
+        """Run until closed; any error that ends the thread reaches everyone who waits."""
         reason = "it was stopped"
         try:
             torch.set_num_threads(torch_threads)
@@ -77,11 +77,11 @@ class EngineWorker:
     def turn(self) -> None:
         for order in self.inbox.take_commands():
             order.carry_out()
-        # A paused batch would never drain, so a pause lets the swap through.
+        # A paused batch never drains, so a pause lets the swap through.
         if self.paused or not self.batch.rows:
             for order in self.inbox.take_swaps():
                 order.carry_out()
-        deliver(self._end_aborted())
+        deliver(self._end_aborts())
         if self.paused:
             return
         newcomers = self.inbox.admit(
@@ -89,24 +89,24 @@ class EngineWorker:
             prefill_tokens=self._prefill_tokens,
             to_prefill=self.batch.to_prefill,
         )
-        # Siblings second: they copy what the first of them has computed.
+        # Siblings second: they copy the prompt that the first of them has computed.
         for wave in first_of_siblings(newcomers, self.batch.prefixes):
             self._join(wave)
         if self.batch.rows:
             deliver(self._step())
 
     def new_version(self, version: int) -> None:
-        """Note that the weights were replaced: tokens sampled from now on have this version."""
+        """Record new weights: tokens sampled from now on have this version."""
         self.version = version
         self.batch.forget_prefixes()
         for request in self.batch.rows:
-            request.sampled_by(version)
+            request.set_version(version)
 
     def _join(self, newcomers: list[Request]) -> None:
         if not newcomers:
             return
         for request in newcomers:
-            request.sampled_by(self.version)
+            request.set_version(self.version)
         longest = max(len(request.prompt_ids) for request in newcomers)
         try:
             self._with_room(lambda: self.batch.join(newcomers), f"prefilling a prompt of {longest} tokens")
@@ -114,7 +114,7 @@ class EngineWorker:
             if len(newcomers) == 1:
                 self._give_up(newcomers, error)
                 return
-            # One by one: a short prompt must not fail with a long one that came beside it.
+            # One by one: a short prompt must not fail together with a long one.
             for request in newcomers:
                 self._join([request])
             return
@@ -122,90 +122,90 @@ class EngineWorker:
             self.counters.prompt_tokens += len(request.prompt_ids)
             self.counters.prompt_tokens_reused += request.reused
 
-    def _end_aborted(self) -> list[tuple[Request, Outcome]]:
-        aborted = self.inbox.take_aborted()
-        for request in aborted:
+    def _end_aborts(self) -> list[tuple[Request, Outcome]]:
+        requests = self.inbox.take_aborts()
+        for request in requests:
             if request in self.batch.rows:
                 self.batch.drop(self.batch.rows.index(request))
             elif not request.versions:
-                request.sampled_by(self.version)
-        return [(request, request.ended("abort")) for request in aborted]
+                request.set_version(self.version)
+        return [(request, request.generation("abort")) for request in requests]
 
     def _step(self) -> list[tuple[Request, Outcome]]:
-        sampled = self._sampled()
+        tokens = self._sample()
         self.counters.steps += 1
-        self.counters.sampled_tokens += len(sampled)
-        for item in sampled:
+        self.counters.sampled_tokens += len(tokens)
+        for item in tokens:
             if item.lost_mass is not None:
                 self.counters.truncated_tokens += 1
                 self.counters.lost_mass += item.lost_mass
         outcomes: list[tuple[Request, Outcome]] = []
-        ended: list[Request] = []
-        # Backwards: dropping a row moves the last one, already seen, into its place.
-        for index in reversed(range(len(sampled))):
+        finished: list[Request] = []
+        # Backwards: dropping a row moves the last one, which is done already, into its place.
+        for index in reversed(range(len(tokens))):
             request = self.batch.rows[index]
-            end = self._take(request, sampled[index])
+            end = self._take(request, tokens[index])
             if end is None:
                 if request.extras.on_token is not None:
-                    outcomes.append((request, sampled[index]))
+                    outcomes.append((request, tokens[index]))
                 continue
             if isinstance(end, InferenceError):
-                self.batch.drop_broken(index)
+                self.batch.drop_invalid(index)
             else:
                 self.batch.drop(index)
             outcomes.append((request, end))
-            ended.append(request)
-        if ended:
-            self.inbox.forget(ended)
-            self.counters.requests += len(ended)
+            finished.append(request)
+        if finished:
+            self.inbox.forget(finished)
+            self.counters.requests += len(finished)
         return outcomes
 
-    def _sampled(self) -> list[Sampled]:
-        """A decode step; where it does not fit, the longest request gives way, one after the other."""
+    def _sample(self) -> list[SampledToken]:
+        """Decode one step; if memory runs out, drop the longest request and repeat."""
         while self.batch.rows:
             try:
                 return self._with_room(self.batch.step, "decoding")
             except EngineOutOfMemory as error:
                 longest = max(self.batch.rows, key=lambda request: request.cached)
-                self.batch.prefixes.unshare(longest.held)
+                self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
                 self._give_up([longest], error)
         return []
 
-    def _with_room(self, action: Callable[[], Result], doing: str) -> Result:
-        """Once more without the kept prefixes where memory runs out."""
+    def _with_room(self, action: Callable[[], Result], task: str) -> Result:
+        """Run an action; if memory runs out, drop the copies of prefixes and try once more."""
         for _ in range(2):
             try:
                 return action()
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-            # Out here the error, and with it the tensors of its frames, is gone.
-            self.batch.prefixes.drop_kept()
-        raise out_of_memory(doing, running=len(self.batch.rows), max_model_len=self.batch.max_len)
+            # Outside the handler, the error and the tensors of its frames are freed.
+            self.batch.prefixes.drop_copies()
+        raise out_of_memory(task, running=len(self.batch.rows), max_model_len=self.batch.max_len)
 
     def _give_up(self, requests: list[Request], error: EngineOutOfMemory) -> None:
         self.inbox.forget(requests)
         deliver((request, error) for request in requests)
 
-    def _take(self, request: Request, sampled: Sampled) -> Generation | InferenceError | None:
-        """Record a sampled token; the outcome when it was the last, None while the request goes on."""
-        if not math.isfinite(sampled.logprob):
+    def _take(self, request: Request, token: SampledToken) -> Generation | InferenceError | None:
+        """Record a sampled token; return the outcome if it was the last, else None."""
+        if not math.isfinite(token.logprob):
             return InferenceError(
                 f"the weights of policy version {self.version} give logits that are not finite"
             )
-        request.take(sampled)
-        if sampled.token_id in self._stop_ids:
-            return request.ended("stop")
+        request.take(token)
+        if token.token_id in self._stop_ids:
+            return request.generation("stop")
         stop = request.extras.stop
-        if stop is not None and (found := stop.take(sampled.token_id)) is not None:
-            return request.ended("stop", stop_string=found)
-        return request.ended("length") if len(request.token_ids) == request.sampling.max_tokens else None
+        if stop is not None and (stop_string := stop.take(token.token_id)) is not None:
+            return request.generation("stop", stop_string=stop_string)
+        return request.generation("length") if len(request.token_ids) == request.sampling.max_tokens else None
 
     def _fail_all(self, detail: str, reason: str) -> None:
         requests, orders = self.inbox.empty(reason)
         self.batch.rows.clear()
         deliver((request, EngineStopped(detail)) for request in requests)
         for order in orders:
-            if order.done.set_running_or_notify_cancel():
-                order.done.set_exception(EngineStopped(detail))
+            if order.future.set_running_or_notify_cancel():
+                order.future.set_exception(EngineStopped(detail))

@@ -1,8 +1,7 @@
-"""Addresses of a job: the task apps behind services.task_url, and the parts of other http URLs.
+"""Addresses in a job: the task apps behind services.task_url, and the parts of other http URLs.
 
-`dns+http://name:port` stands for all addresses that the name has when it is looked up, as a headless service
-of Kubernetes or a scaled service of Compose has them. A plain `http://name:port` is one task app, wherever
-its name leads.
+`dns+http://name:port` stands for all addresses of a name, such as a headless service of Kubernetes or a
+scaled service of Compose. A plain `http://name:port` is a single task app.
 """
 
 import asyncio
@@ -23,12 +22,12 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One task app.
+    """The address of one task app.
 
     Attributes:
-        url: what is connected to.
-        name: `host` or `host:port` that it was looked up by; it is sent as Host, and a certificate must be
-            for it. Empty for a URL that stands as it is.
+        url: the URL for connections.
+        name: the `host` or `host:port` behind a resolved address, sent as Host and checked against the
+            certificate; empty for a plain URL.
     """
 
     url: str
@@ -36,25 +35,25 @@ class Address:
 
 
 async def addresses_of(host: str, port: int) -> Sequence[str]:
-    """What the system's resolver knows, sorted: the order in which it answers changes."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(address[0]) for *_, address in found})
+    """Ask the system's resolver; sorted, since its order varies."""
+    answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(address[0]) for *_, address in answers})
 
 
-async def looked_up(url: str, resolve: Resolve = addresses_of) -> list[Address]:
-    """The task apps that one entry of services.task_url stands for."""
+async def resolve_addresses(url: str, resolve: Resolve = addresses_of) -> list[Address]:
+    """Return the addresses for one entry of services.task_url."""
     if not url.startswith(DNS):
         return [Address(url.rstrip("/"))]
     parts = urlsplit(url.removeprefix(DNS))
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     try:
         async with asyncio.timeout(_LOOK_UP_S):
-            found = await resolve(host, port)
+            ips = await resolve(host, port)
     except (OSError, TimeoutError) as error:
-        told = getattr(error, "strerror", None) or f"no answer within {_LOOK_UP_S:g} s"
-        raise TaskAppError(f"{url}: the name {host!r} was not found: {told}") from error
+        reason = getattr(error, "strerror", None) or f"no answer within {_LOOK_UP_S:g} s"
+        raise TaskAppError(f"{url}: the name {host!r} was not found: {reason}") from error
     return [
-        Address(f"{parts.scheme}://{f'[{ip}]' if ':' in ip else ip}:{port}", f"{host}:{port}") for ip in found
+        Address(f"{parts.scheme}://{f'[{ip}]' if ':' in ip else ip}:{port}", f"{host}:{port}") for ip in ips
     ]
 
 
@@ -78,7 +77,10 @@ def fault_in(url: str) -> str | None:
 
 
 def http_parts(url: str) -> SplitResult:
-    """The parts of an http or https URL."""
+    """Split an http or https URL.
+
+    The ValueError for another URL is a clause, and repeats no possible secret.
+    """
     try:
         parts = urlsplit(url)
         usable = is_http(parts)
@@ -94,5 +96,5 @@ def http_parts(url: str) -> SplitResult:
 
 
 def shown(url: str) -> str:
-    """The URL without its query, which may hold a key."""
+    """Return the URL without its query, which may hold a key."""
     return url.partition("?")[0]

@@ -21,7 +21,7 @@ _WEIGHTS = [key for key in RolloutOnlyTable.model_fields if key.startswith("beha
 
 
 def mixture_findings(config: JobConfig) -> Iterator[Finding]:
-    """Key and sentence for everything about fixed policies that would not do what it says."""
+    """Yield key and sentence for each setting of fixed policies that contradicts another or has no effect."""
     yield from _names(config.rollout_only)
     schedule, active = config.rollout_allocation_schedule, config.fixed_policies
     if schedule is not None and not active:
@@ -29,8 +29,8 @@ def mixture_findings(config: JobConfig) -> Iterator[Finding]:
         reason = reason if config.rollout_only else "there is no [rollout_only]"
         yield _SCHEDULE, f"[{_SCHEDULE}] has nobody to choose but the actor: {reason}"
     if active and schedule is None:
-        told = f"[rollout_only] {active[0].name!r} is active, and nothing says how often it samples; write"
-        yield "rollout_only", f'{told} [{_SCHEDULE}] with type = "constant" and alpha = 0.5, for one half'
+        reason = f"[rollout_only] {active[0].name!r} is active, and nothing says how often it samples; write"
+        yield "rollout_only", f'{reason} [{_SCHEDULE}] with type = "constant" and alpha = 0.5, for one half'
     if schedule is not None:
         yield from _keys_of_the_type(schedule)
         yield from _selection(schedule, active)
@@ -53,8 +53,8 @@ def mixture_findings(config: JobConfig) -> Iterator[Finding]:
 def _names(tables: Sequence[RolloutOnlyTable]) -> Iterator[Finding]:
     twice = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
     if twice:
-        told = "; give each [[rollout_only]] a 'name' of its own"
-        yield "rollout_only", f"two fixed policies are called {twice[0]!r}{told}"
+        hint = "; give each [[rollout_only]] a 'name' of its own"
+        yield "rollout_only", f"two fixed policies are called {twice[0]!r}{hint}"
 
 
 def _keys_of_the_type(table: AllocationTable) -> Iterator[Finding]:
@@ -65,7 +65,7 @@ def _keys_of_the_type(table: AllocationTable) -> Iterator[Finding]:
 
 
 def _bounds(table: AllocationTable) -> Iterator[Finding]:
-    """That agree with each other; and adaptive learns from both, so it must begin with a chance of both."""
+    """Check that the bounds agree. Adaptive compares two policies, so it must start with a chance of both."""
     first, low, high = table.alpha_0, table.min_alpha, table.max_alpha
     if table.type == "adaptive":
         low, high = (MIN_ALPHA if low is None else low), (MAX_ALPHA if high is None else high)
@@ -78,24 +78,28 @@ def _bounds(table: AllocationTable) -> Iterator[Finding]:
     if first is not None and low is not None and 0.0 < first < low:
         yield f"{_SCHEDULE}.alpha_0", f"{_SCHEDULE}.alpha_0 ({first:g}) is below min_alpha ({low:g})"
     if first in (0.0, 1.0):
-        told = "adaptive compares the two, so it must begin with both: above 0 and below 1"
-        yield f"{_SCHEDULE}.alpha_0", f"{_SCHEDULE}.alpha_0 is {first:g}; {told}"
+        reason = "adaptive compares the two, so it must begin with both: above 0 and below 1"
+        yield f"{_SCHEDULE}.alpha_0", f"{_SCHEDULE}.alpha_0 is {first:g}; {reason}"
 
 
 def _selection(table: AllocationTable, active: tuple[RolloutOnlyTable, ...]) -> Iterator[Finding]:
     if table.selection == "weights":
         return
     if len(active) == 1:
-        told = f"{_SCHEDULE}.selection = {table.selection!r} chooses among several fixed policies"
-        yield f"{_SCHEDULE}.selection", f"{told}, and there is one, {active[0].name!r}"
-    weighed = [item.name for item in active if item.weight != RolloutOnlyTable.model_fields["weight"].default]
-    if weighed:
-        told = f"[rollout_only] {weighed[0]!r}: weight is not read with {_SCHEDULE}.selection = 'reward'"
-        yield "rollout_only.weight", told
+        reason = f"{_SCHEDULE}.selection = {table.selection!r} chooses among several fixed policies"
+        yield f"{_SCHEDULE}.selection", f"{reason}, and there is one, {active[0].name!r}"
+    with_weight = [
+        item.name for item in active if item.weight != RolloutOnlyTable.model_fields["weight"].default
+    ]
+    if with_weight:
+        reason = (
+            f"[rollout_only] {with_weight[0]!r}: weight is not read with {_SCHEDULE}.selection = 'reward'"
+        )
+        yield "rollout_only.weight", reason
 
 
 def _address(table: RolloutOnlyTable) -> Iterator[Finding]:
-    """Read with the job, before it is stored or told: a password in it would be too."""
+    """Check the URL now, since the job is stored and shown later, with a password in it too."""
     if table.inference_url is None:
         return
     try:
@@ -128,8 +132,8 @@ def _unread(table: RolloutOnlyTable, training: TrainingTable, algorithm: Algorit
     mode = table.behaviour_weight_mode or training.behaviour_weight_mode
     weights = [key for key in _WEIGHTS if getattr(table, key) is not None]
     if weights and table.objective == "single_ratio" and not table.train_value_head:
-        told = "whose policy loss has the ratio to the fixed policy inside the clip, and no weight"
-        yield "rollout_only", f"{where}: {weights[0]} is not read by objective = 'single_ratio', {told}"
+        reason = "whose policy loss has the ratio to the fixed policy inside the clip, and no weight"
+        yield "rollout_only", f"{where}: {weights[0]} is not read by objective = 'single_ratio', {reason}"
     elif table.behaviour_weight_floor and mode != "mask":
         yield (
             "rollout_only",
@@ -145,11 +149,11 @@ def _unread(table: RolloutOnlyTable, training: TrainingTable, algorithm: Algorit
         )
     plug, advantage = estimator(algorithm.advantage), algorithm.advantage
     if table.train_value_head and not plug.needs_values:
-        told = f"needs a critic, which algorithm.advantage = {advantage!r} has not"
-        yield "rollout_only", f"{where}: train_value_head {told}"
+        reason = f"needs a critic, which algorithm.advantage = {advantage!r} has not"
+        yield "rollout_only", f"{where}: train_value_head {reason}"
     if table.baseline == "per_policy" and not plug.compares_siblings:
-        told = f"is not read by algorithm.advantage = {advantage!r}, which compares no siblings"
-        yield "rollout_only", f"{where}: baseline = 'per_policy' {told}"
+        reason = f"is not read by algorithm.advantage = {advantage!r}, which compares no siblings"
+        yield "rollout_only", f"{where}: baseline = 'per_policy' {reason}"
 
 
 def _what_cannot_be_mixed(training: TrainingTable, algorithm: AlgorithmTable) -> Iterator[Finding]:
@@ -171,183 +175,185 @@ def _what_cannot_be_mixed(training: TrainingTable, algorithm: AlgorithmTable) ->
 def advice(config: JobConfig) -> list[str]:
     """Return a sentence for each setting of a valid job that is probably a mistake."""
     training = config.training
-    found = []
+    findings = []
     if training.step_rewards_beta > 0 and training.step_rewards_horizon == "realised":
-        found.append(
+        findings.append(
             "training.step_rewards_beta with the realised length looks into the future; "
             'step_rewards_horizon = "max_decisions" makes it causal'
         )
     if not training.step_rewards_enabled and training.step_rewards_mode != "off":
-        found.append(
+        findings.append(
             f"training.step_rewards_mode is {training.step_rewards_mode!r}, but step_rewards_enabled is "
             "false: only the outcome is rewarded"
         )
     mode = training.step_rewards_mode if training.step_rewards_enabled else "off"
     by_outcome = config.algorithm.episode_score == "outcome"
     if config.rollout.reward_function is not None and mode != "off" and not by_outcome:
-        found.append(
+        findings.append(
             f"rollout.reward_function with training.step_rewards_mode = {mode!r}: its base_reward is added "
             "to each decision, and its score is told but trains nothing; with an estimator that has episode "
             "scores, algorithm.episode_score = 'outcome' trains on both"
         )
     plug, name = estimator(config.algorithm.advantage), config.algorithm.advantage
     if training.group_size == 1 and not plug.needs_values and not plug.needs_branches:
-        found.append("training.group_size is 1: group-relative advantages are all 0, nothing will be learned")
+        findings.append(
+            "training.group_size is 1: group-relative advantages are all 0, nothing will be learned"
+        )
     if plug.needs_branches and config.rollout.max_turns == 1 and training.group_size > 1:
-        found.append(
+        findings.append(
             f"rollout.max_turns is 1: algorithm.advantage = {name!r} asks for no branches from a first "
             "decision, whose branches are its siblings, so every decision is compared as in 'stepwise'"
         )
-    found += _of_the_kl(training, config.algorithm)
+    findings += _of_the_kl(training, config.algorithm)
     if training.refill_rounds:
-        found.append(
+        findings.append(
             "training.refill_rounds replaces worlds without spread (always or never solved) by others: what "
             "is learned from is chosen by its outcome, a named bias (docs/credit.md)"
         )
     if by_outcome and not plug.needs_state_keys:
-        found.append(
+        findings.append(
             f"algorithm.episode_score = 'outcome' with algorithm.advantage = {name!r}, which reads scores "
             "alone: what decisions earn beside the outcome (step rewards, penalties, KL) trains nothing"
         )
-    found += _unlike_the_paper(training, config.algorithm)
-    found += _of_a_mixture(config.rollout_only, config.rollout_allocation_schedule, training.iterations)
+    findings += _unlike_the_paper(training, config.algorithm)
+    findings += _of_a_mixture(config.rollout_only, config.rollout_allocation_schedule, training.iterations)
     usual, fall = TrainingTable.model_fields["learning_rate_final"].default, training.learning_rate_schedule
     unread = not_read("training.learning_rate_schedule", fall)
     if "training.learning_rate_final" in unread and training.learning_rate_final != usual:
-        found.append(
+        findings.append(
             f"training.learning_rate_final = {training.learning_rate_final} is never reached: with "
             f'learning_rate_schedule = "{fall}" the rate does not fall'
         )
-    return found
+    return findings
 
 
 def _of_the_kl(training: TrainingTable, algorithm: AlgorithmTable) -> list[str]:
     name = algorithm.advantage
     plug = estimator(name)
-    found = []
+    findings = []
     if training.kl_reward_coef and plug.divides_by_std and algorithm.fnorm == "std":
-        found.append(
+        findings.append(
             f"training.kl_reward_coef with algorithm.advantage = {name!r}, which divides by a standard "
             "deviation: where siblings earned the same, the KL alone is blown up to advantages of size 1, "
             "whatever the coefficient; use an estimator that does not divide"
         )
     if training.kl_coef and training.kl_reward_coef:
-        found.append(
+        findings.append(
             "training.kl_coef and training.kl_reward_coef pull to the same model twice, in the loss and in "
             "r_t; one of them is enough"
         )
     if training.kl_reward_coef and training.kl_reward_kind != "k1":
-        found.append(
+        findings.append(
             f"training.kl_reward_kind = {training.kl_reward_kind!r} hardly holds a policy that is near the "
             'reference: as a reward only "k1" has the gradient of the KL'
         )
-    return found
+    return findings
 
 
 def _unlike_the_paper(training: TrainingTable, algorithm: AlgorithmTable) -> list[str]:
-    """A loss that bears a paper's name, with values of another: often they stood in the job before it."""
+    """Compare a paper's loss with the paper's other values; the job may have set them for another loss."""
     name, tables = algorithm.loss, {"algorithm": algorithm, "training": training}
     values = policy_loss(name).values.items()
-    found = [
+    actual = [
         (key, value, getattr(tables[key.partition(".")[0]], key.partition(".")[2])) for key, value in values
     ]
-    other = [f"{key} = {own!r} (there {value!r})" for key, value, own in found if own != value]
+    other = [f"{key} = {own!r} (there {value!r})" for key, value, own in actual if own != value]
     return (
         [f"algorithm.loss = {name!r} with other values than its paper's: {', '.join(other)}"] if other else []
     )
 
 
 def biases(config: JobConfig) -> list[str]:
-    """What turns the expected gradient of the job's first optimizer step away from the policy gradient, each
-    by the key that brings it; empty where nothing does.
+    """Name each key that biases the expected gradient of the first optimizer step; none: it is unbiased.
 
-    Later steps of an iteration are clipped around the policy that sampled, which is no bias of the credit.
+    Later steps of an iteration are clipped around the sampling policy, which is no bias of the credit.
 
     Source: DESIGN.md 4.6; enumerated in tests/trainer_backend/core/test_unbiased.py.
     """
     algorithm, training = config.algorithm, config.training
     plug = estimator(algorithm.advantage)
-    found = [f"algorithm.advantage = {algorithm.advantage!r} ({plug.bias})"] if plug.bias else []
+    findings = [f"algorithm.advantage = {algorithm.advantage!r} ({plug.bias})"] if plug.bias else []
     for key in ("gae_lambda", "gae_token_lambda"):
         if key in plug.takes and getattr(algorithm, key) < 1.0:
-            found.append(f"algorithm.{key} = {getattr(algorithm, key):g} (trusts the critic)")
+            findings.append(f"algorithm.{key} = {getattr(algorithm, key):g} (trusts the critic)")
     if algorithm.bootstrap_truncated:
-        found.append("algorithm.bootstrap_truncated = true (trusts the critic)")
+        findings.append("algorithm.bootstrap_truncated = true (trusts the critic)")
     if aggregation(training.aggregation).is_biased:
-        found.append(f"training.aggregation = {training.aggregation!r} (sampled denominators)")
+        findings.append(f"training.aggregation = {training.aggregation!r} (sampled denominators)")
     if algorithm.gamma < 1.0:
-        found.append(f"algorithm.gamma = {algorithm.gamma:g} (discount)")
+        findings.append(f"algorithm.gamma = {algorithm.gamma:g} (discount)")
     if training.refill_rounds:
-        found.append(f"training.refill_rounds = {training.refill_rounds} (worlds chosen by their outcome)")
+        findings.append(f"training.refill_rounds = {training.refill_rounds} (worlds chosen by their outcome)")
     if config.rollout.sampling_of().is_truncated:
-        found.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
+        findings.append("rollout.allow_truncated_sampling = true (probability that is never sampled)")
     if config.fixed_policies:
-        found.append("[rollout_only] (truncated weights; docs/mixture.md)")
-    return found
+        findings.append("[rollout_only] (truncated weights; docs/mixture.md)")
+    return findings
 
 
 def _of_a_mixture(
     tables: Sequence[RolloutOnlyTable], schedule: AllocationTable | None, iterations: int
 ) -> list[str]:
     active = [item for item in tables if item.is_active]
-    found = [
+    findings = [
         f"[rollout_only] {item.name!r} is not active and samples nothing: neither model_path nor "
         "inference_url is set"
         for item in tables
         if not item.is_active
     ]
     if schedule is None or not active:
-        return found
-    told = "rollout_allocation_schedule: alpha, the actor's share, is"
+        return findings
+    prefix = "rollout_allocation_schedule: alpha, the actor's share, is"
     alphas = _alphas(schedule, iterations)
     if alphas == {1.0}:
-        found.append(f"{told} 1 in every iteration: no policy of [rollout_only] ever samples")
+        findings.append(f"{prefix} 1 in every iteration: no policy of [rollout_only] ever samples")
     if alphas == {0.0}:
-        found.append(
-            f"{told} 0 in every iteration: the actor never samples, so evaluations alone tell how it plays"
+        findings.append(
+            f"{prefix} 0 in every iteration: the actor never samples, so evaluations alone tell how it plays"
         )
     alone = [item.name for item in active if item.baseline == "per_policy"]
     if alone and schedule.unit != "rollout":
-        found.append(
+        findings.append(
             f"[rollout_only] {alone[0]!r}: baseline = 'per_policy' makes no difference where siblings share "
             f'their policy; rollout_allocation_schedule.unit is {schedule.unit!r}, and "rollout" mixes them'
         )
-    return found
+    return findings
 
 
 def _alphas(table: AllocationTable, iterations: int) -> set[float]:
-    """Shares of the actor among which are the lowest and the highest; none where earlier iterations decide.
+    """Return shares of the actor that include the lowest and highest; none if they depend on earlier
+    iterations.
 
-    Between two of the steps at which policies change places alpha only rises, or stays.
+    Between two switch steps, alpha never falls.
     """
     plug = allocation(table.type)
     if plug.looks_back or not iterations:
         return set()
-    schedule = plug.schedule(table.given(plug.needs | plug.takes), seed=0, selection=Weighted())
-    switched = {step for step in table.switch_steps if step <= iterations}
-    return {schedule.alpha_at(step) for step in {1, iterations} | switched}
+    schedule = plug.schedule(table.values(plug.needs | plug.takes), seed=0, selection=Weighted())
+    switches = {step for step in table.switch_steps if step <= iterations}
+    return {schedule.alpha_at(step) for step in {1, iterations} | switches}
 
 
-# These keys are advised on, or stand in every job, so that jobs that differ in one name can be compared.
-_NEVER_REFUSED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
+# Keys that get advice instead, or stand in every job so that jobs that differ in one name can be compared.
+_ALWAYS_ALLOWED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
 
 def unknown_state_keys(rollout: RolloutTable, algorithm: AlgorithmTable) -> Iterator[Finding]:
-    """Key and sentence for each state key that the environment has not.
+    """Yield key and sentence for each state key that the environment lacks.
 
-    The state keys of a plug-in are known to its task app alone, which is asked when the run starts.
+    Only the task app knows those of a plug-in's environment; it is asked when the run starts.
     """
     env_name = rollout.env_name
-    known = state_keys_of(env_name)
-    named = [("rollout.state_keys", name) for name in rollout.state_keys]
-    named.append(("algorithm.state_hashing_function", algorithm.state_hashing_function))
-    for key, name in named:
-        if known is not None and name not in known:
-            yield key, f"{key}: {env_name!r} has no state key {name!r}{did_you_mean(name, known)}"
+    state_keys = state_keys_of(env_name)
+    names = [("rollout.state_keys", name) for name in rollout.state_keys]
+    names.append(("algorithm.state_hashing_function", algorithm.state_hashing_function))
+    for key, name in names:
+        if state_keys is not None and name not in state_keys:
+            yield key, f"{key}: {env_name!r} has no state key {name!r}{did_you_mean(name, state_keys)}"
 
 
 def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Key and sentence for each key that is set to other than its default and that nothing reads."""
+    """Yield key and sentence for each key with a value other than its default that nothing reads."""
     algorithm, training = config.algorithm, config.training
     yield from _not_read_with(config)
     if config.rollout.reward_function is not None and estimator(algorithm.advantage).needs_branches:
@@ -378,24 +384,24 @@ def unread_keys(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def _not_read_with(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """The keys of `plugins.READS` that the job's names do not read."""
+    """Check the keys of `plugins.READS` against the names that the job chooses."""
     for board in READS:
         table, _, key_of_name = board.partition(".")
         if getattr(config, table) is None:
             continue
         name = getattr(getattr(config, table), key_of_name)
         for key, readers in not_read(board, name).items():
-            if key in _NEVER_REFUSED or not _is_set(
+            if key in _ALWAYS_ALLOWED or not _is_set(
                 getattr(config, key.partition(".")[0]), key.partition(".")[2]
             ):
                 continue
-            chosen = f"{key_of_name if table not in ('algorithm', 'training') else board} = {name!r}"
-            told = f"is not read by {chosen}"
+            choice = f"{key_of_name if table not in ('algorithm', 'training') else board} = {name!r}"
+            reason = f"is not read by {choice}"
             if key.startswith("training.value_"):
-                told = f"needs a critic, which {chosen} has not"
-            yield key, f"{key} {told}; known to: {', '.join(readers)}"
+                reason = f"needs a critic, which {choice} has not"
+            yield key, f"{key} {reason}; known to: {', '.join(readers)}"
 
 
 def _is_set(table: Table, key: str) -> bool:
-    """Whether the key has another value than its default."""
+    """Return whether the key differs from its default."""
     return bool(getattr(table, key) != type(table).model_fields[key].get_default())

@@ -1,6 +1,6 @@
-"""Prints docs/configuration.md, made from the job schema: `python -m trainer_backend.job.docs`.
+"""Prints docs/configuration.md from the job's schema: `python -m trainer_backend.job.docs`.
 
-A house test compares the file with what this prints, so no key is ever missing or told wrongly.
+A house test compares the file with this output, so it describes every key correctly.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,23 +23,22 @@ _HEAD = """\
 Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edit by hand.
 
 `turnwise check JOB.toml` prints a job with every default filled in; `--set table.key=value` overrides a key.
-An unknown key is an error with a suggestion. `[model]` is required; any other table may be left out, and
-`[warmup]` left out means no warm-up, `[data]` left out that the environment makes its own worlds,
-`[rollout_only]` left out that the actor samples everything; several fixed policies are several
-`[[rollout_only]]`. The task app checks what stands in `env_config` and `policy_config`. The step-reward
-switches (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and `[rollout]`; the
-same key with two different values in one file is an error.
+An unknown key is an error with a suggestion. Only `[model]` is required. Without `[warmup]` there is no
+warm-up, without `[data]` the environment makes its own worlds, and without `[rollout_only]` the actor samples
+everything; several fixed policies are several `[[rollout_only]]`. The task app checks `env_config` and
+`policy_config`. The step-reward switches (`step_rewards_*`, `event_rewards_kind`) are also read from
+`[training.rewards]` and `[rollout]`; two different values for one of them in a file are an error.
 
-Of several files later ones go over earlier ones, key by key, and `--set` goes over all; a reward switch goes
-over the same one in another of its homes. A relative path (`model.path`, `rollout_only.model_path`,
-`services.task_plugins`, those of `[data]`) is one from the folder of its file where it leads somewhere,
-otherwise one from the working directory, as with `--set`; a run writes it down whole. `job.runs_dir` is
-always one from the working directory.
+Several files are merged key by key. A later file overrides an earlier one, and `--set` overrides all files; a
+reward switch overrides the same switch in every place. A relative path (`model.path`,
+`rollout_only.model_path`, `services.task_plugins`, the paths of `[data]`) starts at the folder of its file if
+something is there; otherwise, as with `--set`, it starts at the working directory. A run stores absolute
+paths. `job.runs_dir` always starts at the working directory.
 """
 
 
 def configuration_markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -55,8 +54,8 @@ def _lines() -> Iterator[str]:
     yield "| key | of | two states are the same where these are equal |"
     yield "|---|---|---|"
     for env_name, keys in (("every environment", OF_EVERY_ENVIRONMENT), *OF_ENVIRONMENT.items()):
-        for key, told in keys.items():
-            yield f"| `{key}` | {env_name} | {told} |"
+        for key, description in keys.items():
+            yield f"| `{key}` | {env_name} | {description} |"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
 
@@ -70,13 +69,13 @@ def _what_is_read() -> Iterator[str]:
     for board, reads in READS.items():
         yield f"\n`{board}`:\n"
         for name, keys in reads.items():
-            told = f": {quoted(sorted(keys))}" if keys else ""
-            yield f"- `{name}`{told}{_more(BOARDS[board][name])}"
+            words = f": {quoted(sorted(keys))}" if keys else ""
+            yield f"- `{name}`{words}{_more(BOARDS[board][name])}"
     yield ""
 
 
 def _more(plug: object) -> str:
-    """What else the job should know of a name."""
+    """Return further facts about a name."""
     if isinstance(plug, LossPlug) and plug.values:
         values = ", ".join(f"`{key} = {value}`" for key, value in plug.values.items())
         return f"; where the job has no value, those of its paper: {values}"
@@ -96,13 +95,13 @@ def _table(name: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def table_model(field: FieldInfo) -> type[BaseModel]:
-    """The table that a field of JobConfig holds."""
+    """Return the model class of a field of JobConfig."""
     options = (field.annotation, *get_args(field.annotation))
     return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))
 
 
 def alternatives(dotted: str, field: FieldInfo) -> list[str]:
-    """The words that a key allows, where it allows only some: names of a plug board, or its own."""
+    """Return the words that a key allows if it allows only some: names of a plug board, or its own."""
     if dotted in BOARDS:
         return list(BOARDS[dotted])
     if field.annotation is bool:
@@ -114,7 +113,7 @@ def alternatives(dotted: str, field: FieldInfo) -> list[str]:
 
 
 def quoted(words: Sequence[str]) -> str:
-    """As a list in Markdown."""
+    """Return a list of words in Markdown."""
     return ", ".join(f"`{word}`" for word in words)
 
 
@@ -129,11 +128,13 @@ def _type(dotted: str, field: FieldInfo) -> str:
     if annotation is SecretStr:
         return "str"
     return (
-        str(getattr(annotation, "__name__", annotation)) if not get_args(annotation) else _listed(annotation)
+        str(getattr(annotation, "__name__", annotation))
+        if not get_args(annotation)
+        else _collection(annotation)
     )
 
 
-def _listed(annotation: Any) -> str:
+def _collection(annotation: Any) -> str:
     inner = get_args(annotation)[0]
     origin = str(getattr(annotation, "__origin__", annotation).__name__)
     bare = get_args(inner)[0] if get_args(inner) else inner  # Annotated[int, ...] is int to a reader
@@ -153,14 +154,14 @@ def _default(field: FieldInfo) -> str:
 
 
 def meaning(field: FieldInfo) -> str:
-    """What a key is for, with its bounds."""
+    """Return the description of a key with its bounds."""
     bounds = []
     for item in field.metadata:
         for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             if getattr(item, attribute, None) is not None:
                 bounds.append(f"{sign} {getattr(item, attribute)}")
-    told = field.description or ""
-    return told + (f" ({', '.join(bounds)})" if bounds else "")
+    description = field.description or ""
+    return description + (f" ({', '.join(bounds)})" if bounds else "")
 
 
 if __name__ == "__main__":

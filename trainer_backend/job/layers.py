@@ -25,15 +25,15 @@ REWARD_KEYS = (
     "step_rewards_indicator_lambda",
     "step_rewards_horizon",
 )
-# The published homes of a step-reward switch (DESIGN.md 4.15).
+# The published tables for a step-reward switch (DESIGN.md 4.15).
 REWARD_HOMES = ("training", "training.rewards", "rollout")
-# Keys of which a job has one: a later file or --set that gives one of them takes the others away.
+# Alternatives: a later file or --set that gives one of them removes the others.
 ALTERNATIVES = (
     ("model.preset", "model.path", "model.name"),
     ("rollout_only.model_path", "rollout_only.inference_url"),
     *(tuple(f"{home}.{key}" for home in REWARD_HOMES) for key in REWARD_KEYS),
 )
-# Keys that hold a path, or a list of paths, that must be there before a run.
+# Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
     "model.path",
     "rollout_only.model_path",
@@ -46,9 +46,9 @@ PATHS = (
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The tables of a file, or of one `--set`, and the place that an error names for them.
+    """The tables of a file or of one `--set`, and its place for error messages.
 
-    A place holds no value of --set: it may be a key, and a place is shown.
+    A place never contains the value of --set, which may be a secret key.
     """
 
     place: str
@@ -57,64 +57,67 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the keys of a job come from.
+    """The origins of a job's keys.
 
     Attributes:
-        files: in the order in which they were given.
-        owners: the place of each value, by dotted key; of tables only the empty ones.
+        files: in their given order.
+        owners: the place of each value and each empty table, by dotted key.
     """
 
     files: Sequence[str]
     owners: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, *keys: str) -> str:
-        """The places of a key or table, or of the table that lacks the key; of nothing, all files."""
+        """Return the places of a key or table, or of the table that lacks the key.
+
+        Without keys, all files.
+        """
         places: dict[str, None] = {}
         while not places and any(keys):
             places = dict.fromkeys(
                 place
-                for known, place in self.owners.items()
-                if any(_is_in(known, key) or _is_in(key, known) for key in keys)
+                for owner_key, place in self.owners.items()
+                if any(_is_in(owner_key, key) or _is_in(key, owner_key) for key in keys)
             )
             keys = tuple(key.rpartition(".")[0] for key in keys)
         return self._join(places or self.files)
 
     def of_sentence(self, sentence: str) -> str:
-        """The places of the keys that a sentence names, which contradict each other; a file is among them."""
+        """Return the places of the keys that a sentence names; at least one file is among them."""
         places = [place for key, place in self.owners.items() if key in sentence]
         return self._join(places if set(places) & set(self.files) else [*self.files, *places])
 
     def _join(self, places: Iterable[str]) -> str:
         """Join the files in their order, then the overrides."""
-        given = dict.fromkeys(places)
-        files = " + ".join(name for name in dict.fromkeys(self.files) if name in given)
-        overrides = " ".join(place for place in given if place not in self.files)
+        names = dict.fromkeys(places)
+        files = " + ".join(name for name in dict.fromkeys(self.files) if name in names)
+        overrides = " ".join(place for place in names if place not in self.files)
         return " with ".join(filter(None, (files, overrides)))
 
 
-def read_layers(paths: Sequence[Path], *, anchored: bool = True) -> list[Layer]:
-    """The files, a layer each.
+def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[Layer]:
+    """Read each file as a layer.
 
     Args:
-        anchored: paths in a file are seen from its folder; False leaves them as they are written.
+        anchors_paths: whether to resolve relative paths from the file's folder.
     """
     if not paths:
         raise JobError("a job needs at least one TOML file")
     layers = [Layer(str(path), _read(path)) for path in paths]
     for layer, path in zip(layers, paths, strict=True):
-        if anchored:
+        if anchors_paths:
             anchor(layer.tables, path.parent)
     return layers
 
 
 def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Places]:
-    """Lay layers over one another, left to right, into one document.
+    """Merge layers from left to right into one document.
 
-    Tables are joined key by key, to any depth; every other value, a list too, replaces the one before. What
-    an override gives replaces a table too.
+    Tables are merged key by key, to any depth; every other value replaces the earlier one, also a list. The
+    value of an override replaces even a table.
 
     Args:
-        overrides: `table.key=value` each, the value in TOML; what is no TOML counts as a string.
+        overrides: `table.key=value` each, the value in TOML; anything else counts as a string.
     """
     document: dict[str, Any] = {}
     layers = list(files)
@@ -129,7 +132,7 @@ def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[s
             value = {key: value}
         layers.append(Layer(f"--set {'.'.join(keys)}=…", value))
         document = _lay_over(document, value)
-    # Of one layer there is nothing to tell apart.
+    # With one layer every key has the same place.
     paths = _paths(document) if len(layers) > 1 else ()
     owners = {
         ".".join(path): next(layer.place for layer in reversed(layers) if _home_of(layer.tables, path))
@@ -139,28 +142,28 @@ def merge(files: Sequence[Layer], overrides: Sequence[str] = ()) -> tuple[dict[s
 
 
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """A new document. What the layer gives alternatives of makes way."""
+    """Return a merged document, without keys that are alternatives to keys of the layer."""
     for alternatives in ALTERNATIVES:
         paths = [dotted.split(".") for dotted in alternatives]
-        given = [path for path in paths if _home_of(layer, path) is not None]
-        for path in paths if given else ():
-            home = None if path in given else _home_of(document, path)
+        present = [path for path in paths if _home_of(layer, path) is not None]
+        for path in paths if present else ():
+            home = None if path in present else _home_of(document, path)
             if home is not None:
                 del home[path[-1]]
     return _merge_tables(document, layer)
 
 
 def _merge_tables(below: Any, above: Mapping[str, Any]) -> dict[str, Any]:
-    kept = below if isinstance(below, dict) else {}
-    given = {
-        key: _merge_tables(kept.get(key), value) if isinstance(value, dict) else value
+    lower = below if isinstance(below, dict) else {}
+    upper = {
+        key: _merge_tables(lower.get(key), value) if isinstance(value, dict) else value
         for key, value in above.items()
     }
-    return {**kept, **given}
+    return {**lower, **upper}
 
 
 def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys of all values, and of tables that are empty."""
+    """Yield the keys of all values and of empty tables."""
     for key, value in table.items():
         if isinstance(value, dict) and value:
             yield from _paths(value, (*inside, key))
@@ -169,8 +172,8 @@ def _paths(table: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str], Any]:
-    """The keys of `table.key=value`, and the value."""
-    dotted, equals, text = override.partition("=")  # in errors without its value, which may be a key
+    """Split `table.key=value` into keys and value."""
+    dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
         raise JobError(f"--set {dotted!r}: expected table.key=value, such as training.group_size=4")
@@ -188,28 +191,28 @@ def _read_override(document: Mapping[str, Any], override: str) -> tuple[list[str
 
 
 def anchor(document: Mapping[str, Any], folder: Path) -> None:
-    """Make each relative path of PATHS that is there, seen from a folder, an absolute one."""
+    """Make each relative path of PATHS absolute if it exists in the folder."""
     for dotted in PATHS:
         table, _, key = dotted.partition(".")
-        found = document.get(table)
-        for home in found if isinstance(found, list) else [found]:  # [[table]] is a list of them
+        section = document.get(table)
+        for home in section if isinstance(section, list) else [section]:  # [[table]] is a list of them
             if not isinstance(home, dict) or key not in home:
                 continue
             if isinstance(home[key], list):
-                home[key] = [_anchored(value, folder) for value in home[key]]
+                home[key] = [_anchor_value(value, folder) for value in home[key]]
             else:
-                home[key] = _anchored(home[key], folder)
+                home[key] = _anchor_value(home[key], folder)
 
 
-def _anchored(value: Any, folder: Path) -> Any:
-    """Join a path with its file's folder, unless nothing is there: it then stays as typed."""
+def _anchor_value(value: Any, folder: Path) -> Any:
+    """Join a path with its file's folder if something is there; otherwise keep it."""
     if not isinstance(value, str) or not value or not os.path.exists(folder / value):
         return value
-    return os.path.abspath(folder / value)  # not resolved: a link may be moved to another model
+    return os.path.abspath(folder / value)  # links stay unresolved: a link may later point to another model
 
 
 def _home_of(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
-    """The table that holds a key, if one does."""
+    """Return the table that holds a key, or None."""
     table: Any = document
     for name in path[:-1]:
         table = table.get(name) if isinstance(table, dict) else None
@@ -217,7 +220,7 @@ def _home_of(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]
 
 
 def _is_in(key: str, table: str) -> bool:
-    """Whether `key` is `table`, or stands below it."""
+    """Return whether `key` is `table` or a key in it."""
     return f"{key}.".startswith(f"{table}.")
 
 
@@ -233,10 +236,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> str:
-    """Return the TOML to send to a trainer service: one file's text as it stands, or the merged layers.
+    """Return the TOML to send to a trainer service: one file's text unchanged, or the merged layers.
 
-    Paths stay as they are written, unlike in `read_layers`: they are paths on the service's machine. The
-    service, which knows its own version, checks the meaning.
+    Unlike in `read_layers`, paths stay unchanged, because they are paths on the service's machine. The
+    service checks the meaning, since it knows its own version.
     """
     if len(paths) == 1 and not overrides:
         try:
@@ -245,5 +248,5 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> str:
             raise JobError(f"{paths[0]}: no such file") from error
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"{paths[0]}: cannot be read: {error}") from error
-    document, _ = merge(read_layers(paths, anchored=False), overrides)
+    document, _ = merge(read_layers(paths, anchors_paths=False), overrides)
     return tomli_w.dumps(document)

@@ -1,4 +1,4 @@
-"""Reads a job TOML into a frozen JobConfig, or raises an error that says where, what, and what was meant."""
+"""Reads a job's TOML into a frozen JobConfig; errors say where, what was found, and what was likely meant."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from trainer_backend.job.layers import REWARD_HOMES, REWARD_KEYS, Layer, Places,
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.plugins import BOARDS, LOSSES, refuse_unknown
 
-# Tables that launchers of other backends send along; they say nothing to this one.
+# Tables of other backends, which launchers send along; they have no meaning here.
 FOREIGN_TABLES = frozenset(
     {"compute", "topology", "vllm", "reference", "judge", "rubric", "tags", "smoke", "policy"}
 )
 
 
-# One job shows at most this many findings: each lists the allowed keys, and is compared with them.
+# The most findings in one error: each lists the allowed keys and compares them.
 MOST_FINDINGS = 20
 _LONGEST_LINE = 4_000
-# Of a key or a value in a finding.
+# Of a key and of a value in a finding.
 _LONGEST_NAME, _LONGEST_VALUE = 100, 200
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
-    """A valid job, what a person should be told about it, and where each of its keys comes from."""
+    """A valid job, its warnings, and where each of its keys comes from."""
 
     config: JobConfig
     warnings: tuple[str, ...]
@@ -51,7 +51,7 @@ def load_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Loa
 
 
 def parse_job(document: Mapping[str, Any], *, where: str, overrides: Sequence[str] = ()) -> LoadedJob:
-    """Validate a parsed TOML document, with overrides as for `load_job`; `where` begins every error."""
+    """Validate a parsed TOML document, with overrides as in `load_job`; `where` begins every error."""
     return _parse(*merge([Layer(where, document)], overrides))
 
 
@@ -67,37 +67,39 @@ def _parse(document: Mapping[str, Any], places: Places) -> LoadedJob:
     except ValidationError as error:
         findings = _explain(error, JobConfig, tables)
         raise join_findings(
-            (f"{_place(key, told, places)}: {told}" for key, told in findings), error.error_count()
+            (f"{_place(key, sentence, places)}: {sentence}" for key, sentence in findings),
+            error.error_count(),
         ) from error
     _refuse_unknown_plugs(config, places)
-    found = [
+    faults = [
         *unread_keys(config),
         *unknown_state_keys(config.rollout, config.algorithm),
         *mixture_findings(config),
     ]
-    if found:
-        raise join_findings((f"{places.of(key)}: {told}" for key, told in found), len(found))
+    if faults:
+        raise join_findings((f"{places.of(key)}: {sentence}" for key, sentence in faults), len(faults))
     warnings = [f"[{name}] is for other backends and is not read" for name in foreign]
     return LoadedJob(config, (*warnings, *advice(config)), places)
 
 
 def join_findings(lines: Iterable[str], count: int) -> JobError:
-    """One error of the first findings, a line each, and how many more there are.
+    """Join the first findings into one error, a line each, and count the rest.
 
     Args:
-        count: of all of them; no more lines are made than are told.
+        lines: of all findings; only the first ones are computed.
+        count: of all findings.
     """
-    told = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
-    if count > len(told):
-        told.append(f"and {count - len(told)} more, which are not told")
-    return JobError("\n".join(told))
+    shown = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
+    if count > len(shown):
+        shown.append(f"and {count - len(shown)} more, which are not told")
+    return JobError("\n".join(shown))
 
 
 def dump_job(config: JobConfig) -> str:
-    """The resolved job as TOML, without secrets; `load_job` reads it back to the same config."""
+    """Write the resolved job as TOML without secrets; `load_job` reads it back to the same config."""
     tables = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
     if not config.rollout_only:
-        del tables["rollout_only"]  # an empty list of tables, which a reader would wonder at
+        del tables["rollout_only"]  # an empty list of tables would puzzle readers
     return tomli_w.dumps(_without_none(tables))
 
 
@@ -144,16 +146,16 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
     unknown = sorted(homes["training.rewards"].keys() - set(REWARD_KEYS))
     if unknown:
         key = f"training.rewards.{unknown[0]}"
-        told = f"{key[:_LONGEST_NAME]} is not a key{did_you_mean(unknown[0], REWARD_KEYS)}"
-        raise JobError(f"{places.of(key)}: {told}")
+        reason = f"{key[:_LONGEST_NAME]} is not a key{did_you_mean(unknown[0], REWARD_KEYS)}"
+        raise JobError(f"{places.of(key)}: {reason}")
     for key in REWARD_KEYS:
-        found = {home: values[key] for home, values in homes.items() if key in values}
-        if len(set(map(repr, found.values()))) > 1:
-            told = ", ".join(f"{home}.{key} = {_shown(value)}" for home, value in found.items())
-            sentence = f"{key} is given twice with different values: {told}"
+        values_by_home = {home: switches[key] for home, switches in homes.items() if key in switches}
+        if len(set(map(repr, values_by_home.values()))) > 1:
+            reason = ", ".join(f"{home}.{key} = {_shown(value)}" for home, value in values_by_home.items())
+            sentence = f"{key} is given twice with different values: {reason}"
             raise JobError(f"{places.of_sentence(sentence)}: {sentence}")
-        if found:
-            training[key] = next(iter(found.values()))
+        if values_by_home:
+            training[key] = next(iter(values_by_home.values()))
     if training or "training" in result:
         result["training"] = training
     if "rollout" in result:
@@ -162,9 +164,9 @@ def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[s
 
 
 def _with_values_of_the_loss(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """What the paper of the chosen loss sets, in every key that the job leaves out.
+    """Fill in the values of the chosen loss's paper for keys that the job omits.
 
-    So the resolved job shows what acts. A table or a name that is wrong is left for validation to refuse.
+    So the resolved job shows every effective value. Validation reports wrong tables and names later.
     """
     result, algorithm = dict(tables), tables.get("algorithm")
     name = algorithm.get("loss") if isinstance(algorithm, dict) else None
@@ -179,24 +181,24 @@ def _with_values_of_the_loss(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """Return a copy of a table; empty if it is absent."""
-    found = tables.get(name, {})
-    if not isinstance(found, dict):
+    table = tables.get(name, {})
+    if not isinstance(table, dict):
         key = f"{inside}{name}"
-        raise JobError(f"{places.of(key)}: {key} is {_shown(found)}, but it is a table; write [{key}]")
-    return dict(found)
+        raise JobError(f"{places.of(key)}: {key} is {_shown(table)}, but it is a table; write [{key}]")
+    return dict(table)
 
 
 def _explain(
     error: ValidationError, model: type[BaseModel], document: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """The key and a sentence for each finding of pydantic, in the words of the TOML file."""
+    """Yield key and sentence for each finding of pydantic, in the terms of the TOML file."""
     for item in error.errors(include_url=False, include_context=True):
-        path = _as_written(item["loc"], document)
+        path = _document_path(item["loc"], document)
         yield ".".join(path), _explain_one(item, path, model)
 
 
-def _as_written(place: Sequence[int | str], document: Any) -> list[str]:
-    """Without the index of a lone table, which is read as a list of one."""
+def _document_path(place: Sequence[int | str], document: Any) -> list[str]:
+    """Return the path of a finding without the index of a lone table, which is parsed as a list of one."""
     path = []
     for part in place:
         if isinstance(part, int) and isinstance(document, dict):
@@ -209,20 +211,20 @@ def _as_written(place: Sequence[int | str], document: Any) -> list[str]:
 
 def _explain_one(finding: Any, path: Sequence[str], model: type[BaseModel]) -> str:
     dotted = ".".join(part[:_LONGEST_NAME] for part in path) or "the job"
-    kind, found = finding["type"], finding["input"]
+    kind, value = finding["type"], finding["input"]
     if kind == "extra_forbidden":
         table = _model_at(model, path[:-1])
-        known = table.model_fields if table else {}
-        return f"{dotted} is not a key{did_you_mean(path[-1], known)}"
+        keys = table.model_fields if table else {}
+        return f"{dotted} is not a key{did_you_mean(path[-1], keys)}"
     if kind == "missing":
         return f"{dotted} is required"
     if kind == "literal_error":
         allowed = finding["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{dotted} is {_shown(found)}{did_you_mean(str(found), allowed)}"
+        return f"{dotted} is {_shown(value)}{did_you_mean(str(value), allowed)}"
     message = finding["msg"].removeprefix("Value error, ")
-    if isinstance(found, dict | SecretStr) or _is_secret(model, path):
+    if isinstance(value, dict | SecretStr) or _is_secret(model, path):
         return f"{dotted}: {message}" if path else message
-    return f"{dotted} is {_shown(found)}: {message}"
+    return f"{dotted} is {_shown(value)}: {message}"
 
 
 def _shown(value: Any) -> str:
@@ -231,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Whether the key holds a secret: then even a value of the wrong type is not repeated."""
+    """Return whether the key holds a secret; then even a value of the wrong type is not repeated."""
     table = _model_at(model, path[:-1])
     field = table.model_fields.get(path[-1]) if table and path else None
     return field is not None and (
@@ -240,7 +242,7 @@ def _is_secret(model: type[BaseModel], path: Sequence[str]) -> bool:
 
 
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """The model class of a table, by walking the field annotations."""
+    """Find the model class of a table by walking the field annotations."""
     for name in path:
         if name.isdecimal():  # of a list of tables
             continue
@@ -248,8 +250,8 @@ def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | 
         if field is None:
             return None
         options = (field.annotation, *get_args(field.annotation))
-        found = [item for item in options if isinstance(item, type) and issubclass(item, BaseModel)]
-        if not found:
+        models = [item for item in options if isinstance(item, type) and issubclass(item, BaseModel)]
+        if not models:
             return None
-        model = found[0]
+        model = models[0]
     return model

@@ -1,4 +1,4 @@
-"""[rollout_only] and [rollout_allocation_schedule] of a job TOML: fixed policies, and who samples when.
+"""[rollout_only] and [rollout_allocation_schedule] of a job: fixed policies, and when they sample.
 
 Keys and names are those of source 4 where it has them (docs/mixture.md).
 """
@@ -36,17 +36,17 @@ class RolloutOnlyTable(Table):
     )
     model_path: Path | None = Field(
         default=None,
-        description="a model folder, or a run directory (its best checkpoint, else its newest); without it, "
-        "and without inference_url, the table is not active",
+        description="a model folder, or a run directory (its best checkpoint, else its newest); without it "
+        "and without inference_url, the table is inactive",
     )
     inference_url: str | None = Field(
         default=None,
         description="instead of model_path: an OpenAI-compatible server that returns token ids and log-probs",
     )
     model: str | None = Field(
-        default=None, min_length=1, max_length=500, description="its name at inference_url"
+        default=None, min_length=1, max_length=500, description="the model's name at inference_url"
     )
-    # No repr: what stands here by mistake may be the key itself, which no error may repeat.
+    # No repr: a key pasted here by mistake must not appear in an error.
     api_key_env: str | None = Field(
         default=None,
         pattern=r"^[A-Z_][A-Z0-9_]*$",
@@ -55,56 +55,56 @@ class RolloutOnlyTable(Table):
     )
     logprobs: Literal["raw", "processed"] | None = Field(
         default=None,
-        description="what the log-probs of inference_url are of: raw, softmax(logits) before temperature and "
-        "truncation, as vLLM's are; processed, what was sampled from; absent: raw",
+        description="kind of the log-probs from inference_url: raw, softmax(logits) before temperature and "
+        "truncation, as in vLLM; processed, of the sampling distribution; absent: raw",
     )
     temperature: float | None = Field(
-        default=None, gt=0.0, le=10.0, description="of sampling; absent: that of [rollout]"
+        default=None, gt=0.0, le=10.0, description="sampling temperature; absent: as in [rollout]"
     )
     top_p: float | None = Field(
         default=None,
         gt=0.0,
         le=1.0,
-        description="nucleus; absent: that of [rollout]; below 1 needs rollout.allow_truncated_sampling",
+        description="nucleus; absent: as in [rollout]; below 1 needs rollout.allow_truncated_sampling",
     )
     top_k: int | None = Field(
         default=None,
         ge=0,
         le=MOST_TOKENS,
-        description="0 keeps the whole vocabulary; absent: that of [rollout]",
+        description="0 keeps the whole vocabulary; absent: as in [rollout]",
     )
     weight: float = Field(default=1.0, gt=0, description="its share among several fixed policies")
     objective: ObjectiveKind = Field(
         default="decoupled",
-        description="of its samples: the job's loss, clipped around the last policy, times a truncated "
+        description="loss of its samples: the job's loss, clipped around the last policy, times a truncated "
         "weight; the ratio to the fixed policy inside the clip, as published; or weights without a clip",
     )
     baseline: Baseline = Field(
-        default="shared", description="whether its episodes are compared with all siblings, or its own alone"
+        default="shared", description="whether its episodes are compared with all siblings or only its own"
     )
     behaviour_weight_cap: float | None = Field(
-        default=None, ge=1, description="of its samples; absent: that of [training]"
+        default=None, ge=1, description="weight cap of its samples; absent: as in [training]"
     )
     behaviour_weight_floor: float | None = Field(default=None, ge=0, le=1, description="likewise")
     behaviour_weight_level: RatioLevel | None = Field(default=None, description="likewise")
     behaviour_weight_mode: WeightMode | None = Field(default=None, description="likewise")
     train_value_head: bool = Field(
-        default=False, description="critic: let it learn from these samples too, by their truncated weights"
+        default=False, description="critic: also train it on these samples, by their truncated weights"
     )
 
     @property
     def is_active(self) -> bool:
-        """Whether it names a model at all."""
+        """Whether the table names a model."""
         return self.model_path is not None or self.inference_url is not None
 
     @property
     def is_remote(self) -> bool:
-        """Whether its model answers at somebody else's server."""
+        """Whether the model runs on a foreign server."""
         return self.inference_url is not None
 
     @property
     def source(self) -> str:
-        """What it is called where a person reads it."""
+        """The model's name for messages."""
         return str(self.model_path or f"{self.model} at {shown(self.inference_url or '')}")
 
     @field_validator("name")
@@ -122,57 +122,60 @@ class RolloutOnlyTable(Table):
             raise ValueError(f"{self.name!r}: inference_url needs 'model', its name there")
         for key in () if self.is_remote else ("model", "api_key_env", "logprobs"):
             if getattr(self, key) is not None:
-                meant = " Did you mean model_path?" if key == "model" and self.model_path is None else ""
-                raise ValueError(f"{self.name!r}: {key!r} is of an inference_url.{meant}")
+                hint = " Did you mean model_path?" if key == "model" and self.model_path is None else ""
+                raise ValueError(f"{self.name!r}: {key!r} is of an inference_url.{hint}")
         return self
 
 
 class AllocationTable(Table):
-    """[rollout_allocation_schedule]: how likely the actor is to sample, alpha, in each iteration (= step)."""
+    """[rollout_allocation_schedule]: alpha, the probability that the actor samples, in each iteration (=
+    step).
+    """
 
-    type: str = Field(default="constant", description="how alpha goes; each reads keys of its own, see below")
+    type: str = Field(
+        default="constant", description="course of alpha; each type has its own keys, see below"
+    )
     alpha: float | None = Field(
         default=None, ge=0, le=1, description="constant: the probability that the actor samples"
     )
     alpha_0: float | None = Field(
-        default=None, ge=0, le=1, description="linear: alpha at step 0; adaptive: before anything is known"
+        default=None, ge=0, le=1, description="linear: alpha at step 0; adaptive: before any results"
     )
-    beta: float | None = Field(default=None, ge=0, description="linear: what alpha gains each step")
+    beta: float | None = Field(default=None, ge=0, description="linear: increase of alpha per step")
     min_alpha: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="adaptive: alpha while a fixed policy is as far ahead as it ever was and its samples "
-        f"count in full, and never below; absent: {MIN_ALPHA:g}",
+        description="adaptive: lower bound of alpha, reached while a fixed policy is as far ahead as it ever "
+        f"was and its samples count in full; absent: {MIN_ALPHA:g}",
     )
     max_alpha: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description=f"linear, adaptive: alpha never rises above it; absent: {MAX_ALPHA:g}. Below 1, adaptive "
-        "looks again at a fixed policy that it has left",
+        description=f"linear, adaptive: upper bound of alpha; absent: {MAX_ALPHA:g}. Below 1, adaptive "
+        "keeps testing fixed policies that it has left",
     )
     gamma: float | None = Field(default=None, ge=0, description="exponential: alpha = 1 - exp(-gamma * step)")
     switch_steps: tuple[SwitchStep, ...] = Field(
-        default=(), description="step: from each of these on the other policy samples; rising"
+        default=(), description="step: ascending steps; from each on the other policy samples"
     )
     initial_policy: Literal["actor", "fixed"] | None = Field(
-        default=None, description="step: who samples before the first of them; absent: fixed"
+        default=None, description="step: the policy before the first switch; absent: fixed"
     )
     window: int | None = Field(
         default=None,
         ge=1,
         le=10_000,
-        description=f"adaptive: iterations that it looks back on; absent: {WINDOW}",
+        description=f"adaptive: number of past iterations that it uses; absent: {WINDOW}",
     )
     unit: MixingUnit = Field(
         default="iteration",
-        description="what is sampled by one policy: all of an iteration, a group, or each rollout for itself",
+        description="what is sampled by one policy: an iteration, a group, or a single rollout",
     )
     selection: Selection = Field(
         default="weights",
-        description="who samples of several fixed policies: by weight, or the one whose outcomes so far "
-        "promise most (UCB1)",
+        description="choice among several fixed policies: by weight, or by the best outcomes so far (UCB1)",
     )
 
     @field_validator("switch_steps")
@@ -184,6 +187,6 @@ class AllocationTable(Table):
                 raise ValueError(f"step {after} {wrong}; each comes once, in rising order")
         return steps
 
-    def given(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the keys that the job sets."""
+    def values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return the values of the keys that the job sets."""
         return {key: value for key in sorted(keys) if (value := getattr(self, key)) is not None}

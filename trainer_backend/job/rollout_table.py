@@ -1,4 +1,4 @@
-"""The tables [rollout], [warmup], [data] and [multi_turn] of a job TOML: what is played, and by whom."""
+"""The tables [rollout], [warmup], [data] and [multi_turn] of a job: the episodes and their players."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,12 +14,13 @@ from shared_schemas.trajectory import MOST_TOKENS, Sampling
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.tables import Table
 
-# What the job itself sends with every rollout: given in a config too, the two must agree in every stage.
-_SENT_BY_THE_JOB = {"step_rewards": "the step_rewards_* keys of [training]"}
-# What a policy is told by the job itself, and the key that says it. Given in rollout.policy_config it would
-# replace what the job checks, trains on and derives its seeds for.
+# The job sends these with every rollout; if a config has them too, both must agree in every stage.
+_JOB_KEYS = {"step_rewards": "the step_rewards_* keys of [training]"}
+# Settings that the job gives to policies, and the key for each. In rollout.policy_config they would bypass
+# the
+# job's checks, training and seeds.
 SET_BY_THE_JOB = {
-    **_SENT_BY_THE_JOB,
+    **_JOB_KEYS,
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
@@ -45,58 +46,59 @@ def _refuse_keys(config: dict[str, Any], set_elsewhere: Mapping[str, str]) -> di
     return config
 
 
-def without_twins(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
-    twice = [seed for seed, count in Counter(seeds).items() if count > 1]
-    if twice:
-        raise ValueError(f"{twice[0]} is given twice, and each world {rule}")
+def refuse_duplicates(seeds: tuple[int, ...], rule: str) -> tuple[int, ...]:
+    duplicates = [seed for seed, count in Counter(seeds).items() if count > 1]
+    if duplicates:
+        raise ValueError(f"{duplicates[0]} is given twice, and each world {rule}")
     return seeds
 
 
 class RolloutTable(Table):
     """[rollout]"""
 
-    env_name: Name = Field(
-        default="crafter", description="environment, by its name on the task app's plug board"
-    )
+    env_name: Name = Field(default="crafter", description="environment, by its name at the task app")
     env_config: dict[str, Any] = Field(default_factory=dict, description="passed to the environment")
-    reward_function: Name | None = Field(default=None, description="judges the episodes (docs/plugins.md)")
-    policy_name: Name = Field(default="openai", description="policy that asks the gateway")
+    reward_function: Name | None = Field(default=None, description="scores the episodes (docs/plugins.md)")
+    policy_name: Name = Field(default="openai", description="policy that calls the gateway")
     policy_config: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the policy; what the job sets itself is refused in it"
+        default_factory=dict, description="passed to the policy; keys that the job sets itself are refused"
     )
     max_turns: int = Field(default=50, ge=1, le=10_000, description="decisions an episode may take")
     max_invalid_decisions: int = Field(
         default=5, ge=1, le=10_000, description="then the episode ends as invalid_action"
     )
-    timeout_s: float = Field(default=600.0, gt=0, le=86_400, description="of one episode")
+    timeout_s: float = Field(default=600.0, gt=0, le=86_400, description="time limit of an episode")
     termination_regex: Pattern | None = Field(
         default=None,
-        description="an episode ends after a decision whose last 4,096 bytes hold it; Rust's regex syntax",
+        description="ends an episode after a decision whose last 4,096 bytes match; Rust's regex syntax",
     )
     termination_target: TerminationTarget = Field(
-        default="raw", description="where: in all that the policy wrote, or in the text beside its calls"
+        default="raw",
+        description="text to match: all that the policy wrote, or only the text beside its calls",
     )
     seeds: tuple[Seed, ...] = Field(
         default=(),
-        description="train, and warm up, on these worlds alone, in shuffled epochs; absent: ever new ones",
+        description="train and warm up only on these worlds, in shuffled epochs; absent: always new worlds",
     )
     state_keys: tuple[str, ...] = Field(
         default=(),
         max_length=7,
-        description="state keys (docs/configuration.md) that are stored with each decision, for `turnwise "
-        "recredit`; the one that the estimator needs is stored anyway",
+        description="state keys (docs/configuration.md) to store with each decision for `turnwise recredit`; "
+        "the estimator's own is always stored",
     )
-    episodes_per_batch: int = Field(default=64, ge=1, le=1_000_000, description="episodes of one iteration")
+    episodes_per_batch: int = Field(default=64, ge=1, le=1_000_000, description="episodes per iteration")
     max_concurrent_rollouts: int = Field(
-        default=64, ge=1, description="running at a time, over all task apps"
+        default=64, ge=1, description="rollouts that run at a time on all task apps"
     )
-    temperature: float = Field(default=1.0, gt=0.0, le=10.0, description="of sampling; the trained softmax")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="nucleus; below 1 needs consent, see below")
+    temperature: float = Field(default=1.0, gt=0.0, le=10.0, description="sampling temperature; also trained")
+    top_p: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="nucleus; below 1 needs allow_truncated_sampling"
+    )
     top_k: int = Field(default=0, ge=0, le=MOST_TOKENS, description="0 keeps the whole vocabulary")
-    max_tokens: int = Field(default=32, ge=1, description="tokens a decision may take")
+    max_tokens: int = Field(default=32, ge=1, description="maximum number of tokens per decision")
     allow_truncated_sampling: bool = Field(
         default=False,
-        description="let training rollouts use top_p < 1 or top_k > 0; the lost mass is not trained",
+        description="allow top_p < 1 or top_k > 0 in training rollouts; the lost mass is not trained",
     )
 
     def sampling_of(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
@@ -108,12 +110,12 @@ class RolloutTable(Table):
     @field_validator("seeds")
     @classmethod
     def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return without_twins(seeds, "comes once in an epoch")
+        return refuse_duplicates(seeds, "comes once in an epoch")
 
     @field_validator("env_config")
     @classmethod
     def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, _SENT_BY_THE_JOB)
+        return _refuse_keys(config, _JOB_KEYS)
 
     @field_validator("policy_config")
     @classmethod
@@ -126,66 +128,68 @@ class WarmupTable(Table):
 
     policy_name: Name = Field(default="crafter_teacher", description="the teacher, a policy of the task app")
     policy_config: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the teacher; `inference_url` may be any server's"
+        default_factory=dict, description="passed to the teacher; `inference_url` may name any server"
     )
-    # No repr: what stands here by mistake may be the key itself, which no error may repeat.
+    # No repr: a key pasted here by mistake must not appear in an error.
     api_key_env: str | None = Field(
         default=None,
         pattern=r"^[A-Z_][A-Z0-9_]*$",
         repr=False,
         description="environment variable that holds the key of policy_config.inference_url",
     )
-    episodes: int = Field(default=480, ge=1, le=1_000_000, description="that the teacher plays")
-    min_outcome_reward: float = Field(default=0.0, description="episodes below it are not imitated")
-    epochs: int = Field(default=8, ge=1, description="passes over its decisions")
-    batch_decisions: int = Field(default=256, ge=1, description="decisions of one optimizer step")
-    learning_rate: float = Field(default=2e-3, gt=0, description="AdamW's, at its highest")
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
+    episodes: int = Field(default=480, ge=1, le=1_000_000, description="episodes that the teacher plays")
+    min_outcome_reward: float = Field(default=0.0, description="episodes with less are not imitated")
+    epochs: int = Field(default=8, ge=1, description="passes over the teacher's decisions")
+    batch_decisions: int = Field(default=256, ge=1, description="decisions per optimizer step")
+    learning_rate: float = Field(default=2e-3, gt=0, description="highest learning rate of AdamW")
+    weight_decay: float = Field(default=0.01, ge=0, description="weight decay of AdamW")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="limit of the gradient's norm (clipping)")
 
     @field_validator("policy_config")
     @classmethod
     def _leaves_the_switches(cls, config: dict[str, Any]) -> dict[str, Any]:
-        return _refuse_keys(config, _SENT_BY_THE_JOB)
+        return _refuse_keys(config, _JOB_KEYS)
 
 
 class DataTable(Table):
     """[data]"""
 
     path: Path = Field(
-        description="a .jsonl or .parquet file, or a folder as `datasets` or the hub have it (docs/data.md)"
+        description="a .jsonl or .parquet file, or a folder laid out as for `datasets` (docs/data.md)"
     )
-    split: str = Field(default="train", min_length=1, description="to train on; of a lone file its name only")
+    split: str = Field(
+        default="train", min_length=1, description="split for training; for a lone file its name"
+    )
     evaluation_path: Path | None = Field(
         default=None, description="file or folder of the held-out rows; absent: path"
     )
     evaluation_split: str | None = Field(
         default=None,
         min_length=1,
-        description="the held-out rows; absent: test, where evaluation_path is given",
+        description="split of the held-out rows; absent: test, if evaluation_path is given",
     )
     held_out_share: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="instead of both: about this share of split is held out, by a hash of held_out_seed and "
-        "a row's id",
+        description="alternative to both: hold out about this share of split, by a hash of held_out_seed and "
+        "the row's id",
     )
     held_out_seed: int = Field(
-        default=0, ge=0, lt=2**31, description="jobs that share it hold out, and evaluate on, the same rows"
+        default=0, ge=0, lt=2**31, description="jobs with equal seeds hold out the same rows"
     )
     shuffle: bool = Field(
-        default=True, description="each epoch in an order of its own; false: each in that of the file"
+        default=True, description="give each epoch its own order; false: keep the order of the file"
     )
     interaction: Name | None = Field(
         default=None,
-        description="answers as the user where a row names no interaction; its kwargs are then the row's "
+        description="the user's interaction for rows that name none; its kwargs are then the row's "
         "`query` and `ground_truth`, unless the row has its own",
     )
 
     @property
     def held_out(self) -> str:
-        """Which rows are held out, where a person reads it."""
+        """The held-out rows, for messages."""
         if self.held_out_share is not None:
             share = f"{self.held_out_share:g} of {self.split} of {self.path}"
             return f"{share}, held_out_seed {self.held_out_seed}"
@@ -193,17 +197,17 @@ class DataTable(Table):
 
     @property
     def held_out_split(self) -> str:
-        """The split of the held-out rows, where they are one."""
+        """The split of the held-out rows."""
         return self.evaluation_split or "test"
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> "DataTable":
-        named = self.evaluation_path is not None or self.evaluation_split is not None
-        if named == (self.held_out_share is not None):
-            found = ", and not both" if named else "; found none"
+        is_named = self.evaluation_path is not None or self.evaluation_split is not None
+        if is_named == (self.held_out_share is not None):
+            mistake = ", and not both" if is_named else "; found none"
             raise ValueError(
                 "held-out rows come from evaluation_split or evaluation_path, or are a held_out_share of "
-                f"split{found}"
+                f"split{mistake}"
             )
         if self.evaluation_path is None and self.evaluation_split == self.split:
             raise ValueError(
@@ -222,13 +226,13 @@ class MultiTurnTable(Table):
         "(docs/plugins.md)",
     )
     max_user_turns: int | None = Field(
-        default=None, ge=0, le=10_000, description="answers of the user in an episode; absent: any number"
+        default=None, ge=0, le=10_000, description="the user's answers per episode; absent: any number"
     )
     max_assistant_turns: int | None = Field(
-        default=None, ge=1, le=10_000, description="decisions in an episode; absent: rollout.max_turns"
+        default=None, ge=1, le=10_000, description="decisions per episode; absent: rollout.max_turns"
     )
     max_episode_tokens: int | None = Field(
-        default=None, ge=1, description="tokens that are sampled in an episode, all decisions together"
+        default=None, ge=1, description="sampled tokens per episode, all decisions together"
     )
     max_model_length: int = Field(
         default=8192,
@@ -236,7 +240,7 @@ class MultiTurnTable(Table):
         description="prompt and answer together, in tokens",
     )
     context_length_penalty: float = Field(
-        default=-1.0, le=0.0, description="reward of the last decision before a prompt that does not fit"
+        default=-1.0, le=0.0, description="reward of the last decision before a prompt that is too long"
     )
     statelm_enabled: bool = Field(
         default=False,
@@ -245,7 +249,7 @@ class MultiTurnTable(Table):
     context_tools: ContextTools = Field(
         default=PUBLISHED,
         min_length=1,
-        description="what it edits it with (docs/conversations.md)",
+        description="the tools for it (docs/conversations.md)",
     )
 
     def max_decisions(self, max_turns: int) -> int:
@@ -270,12 +274,12 @@ class MultiTurnTable(Table):
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> "MultiTurnTable":
-        # Not what is given, but what differs: the job that a run writes down gives every key.
+        # Compare values instead of presence: the job.toml of a run gives every key.
         fields = type(self).model_fields
-        given = [name for name in fields if getattr(self, name) != fields[name].default]
-        if given and not self.enable:
+        changed = [name for name in fields if getattr(self, name) != fields[name].default]
+        if changed and not self.enable:
             raise ValueError(
-                f"multi_turn.{given[0]} is given, and multi_turn.enable is false: the run would ignore it"
+                f"multi_turn.{changed[0]} is given, and multi_turn.enable is false: the run would ignore it"
             )
         refuse_without_editing(self.context_tools, statelm_enabled=self.statelm_enabled)
         return self

@@ -1,6 +1,6 @@
-"""The tables of a job TOML. Every key is here or in the tables beside, with its default and its bounds.
+"""The tables of a job's TOML. Every key, with its default and bounds, is here or in the table modules beside.
 
-`load.load_job` reads a file into `JobConfig`; docs/configuration.md is checked against it.
+`load.load_job` reads a file into `JobConfig`; a test compares docs/configuration.md with it.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from trainer_backend.job.rollout_table import (
     MultiTurnTable,
     RolloutTable,
     WarmupTable,
-    without_twins,
+    refuse_duplicates,
 )
 from trainer_backend.job.tables import (
     InferenceTable,
@@ -37,19 +37,19 @@ class JobTable(Table):
         default="job",
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",  # a folder's, too: not `..`, not hidden, no flag
         max_length=60,
-        description="first part of `model`, and of the run directory's name",
+        description="first part of `model` and of the run directory's name",
     )
-    seed: int = Field(
-        default=0, ge=0, lt=2**31, description="every world, sampling and shuffle seed follows from it"
-    )
-    runs_dir: Path = Field(default=Path("runs"), description="where run directories are made")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="root of every world, sampling and shuffle seed")
+    runs_dir: Path = Field(default=Path("runs"), description="parent of run directories")
 
 
 class EvaluationTable(Table):
     """[evaluation]"""
 
     every_n_iters: int = Field(
-        default=10, ge=1, description="iterations between evaluations; also at both ends"
+        default=10,
+        ge=1,
+        description="iterations between evaluations; also before the first and after the last",
     )
     instances: int = Field(
         default=128,
@@ -61,18 +61,21 @@ class EvaluationTable(Table):
         default=(), description="explicit worlds instead, from 0 to 2**31 - 2; training then avoids them"
     )
     temperature: float | None = Field(
-        default=None, ge=0, description="of sampling; 0 is greedy; absent: that of [rollout]"
+        default=None, ge=0, description="sampling temperature; 0 is greedy; absent: as in [rollout]"
     )
 
     @field_validator("seeds")
     @classmethod
     def _each_world_once(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        return without_twins(seeds, "counts once in a mean")
+        return refuse_duplicates(seeds, "counts once in a mean")
 
 
 class JobConfig(Table):
-    """A whole job. A table that is absent has its defaults; [warmup] absent means no warm-up, [lora] absent
-    that all weights are trained, [data] absent that the environment makes its own worlds."""
+    """A whole job. Absent tables have their defaults.
+
+    Without [warmup] there is no warm-up, without [lora] all weights are trained, and without [data] the
+    environment makes its own worlds.
+    """
 
     job: JobTable = JobTable()
     services: ServicesTable = ServicesTable()
@@ -103,13 +106,13 @@ class JobConfig(Table):
         return tuple(table for table in self.rollout_only if table.is_active)
 
     def fixed(self, name: str) -> RolloutOnlyTable:
-        """The active fixed policy of that name; KeyError where there is none."""
+        """Return the active fixed policy of that name, or raise KeyError."""
         return {table.name: table for table in self.fixed_policies}[name]
 
     @field_validator("rollout_only", mode="before")
     @classmethod
-    def _one_table_is_a_list_of_one(cls, found: Any) -> Any:
-        return [found] if isinstance(found, dict) else found
+    def _one_table_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _tables_agree(self) -> "JobConfig":
@@ -128,7 +131,7 @@ class JobConfig(Table):
                 f"rollout.max_tokens ({self.rollout.max_tokens}) must be below multi_turn.max_model_length "
                 f"({self.multi_turn.max_model_length}): prompt and response share it"
             )
-        self._refuse_worlds_that_meet()
+        self._refuse_shared_worlds()
         self._refuse_worlds_beside_rows()
         self._refuse_interactions_for_others()
         if self.training.refill_rounds and not self.training.skip_flat_groups:
@@ -140,16 +143,16 @@ class JobConfig(Table):
             )
         return self
 
-    def _refuse_worlds_that_meet(self) -> None:
+    def _refuse_shared_worlds(self) -> None:
         if not self.rollout.seeds:
-            return  # new worlds keep away from the held-out ones by themselves
+            return  # new worlds never coincide with the held-out ones
         explicit = self.evaluation.seeds
         held_out = set(explicit) if explicit else evaluation_worlds(self.evaluation.instances)
-        seen = sorted(seed for seed in self.rollout.seeds if seed in held_out)
-        if seen:
+        shared = sorted(seed for seed in self.rollout.seeds if seed in held_out)
+        if shared:
             raise ValueError(
-                f"rollout.seeds and the worlds of the evaluation share {seen[0]}: what was trained on is not "
-                "held out; take it from one of the two"
+                f"rollout.seeds and the worlds of the evaluation share {shared[0]}: what was trained on "
+                "is not held out; take it from one of the two"
             )
 
     @property
@@ -177,8 +180,8 @@ class JobConfig(Table):
             )
 
     def _refuse_worlds_beside_rows(self) -> None:
-        given = {"rollout.seeds": self.rollout.seeds, "evaluation.seeds": self.evaluation.seeds}
-        for key, seeds in given.items():
+        worlds = {"rollout.seeds": self.rollout.seeds, "evaluation.seeds": self.evaluation.seeds}
+        for key, seeds in worlds.items():
             if seeds and self.data is not None:
                 raise ValueError(f"{key} names worlds, and [data] the rows that are played in their place")
         for key in SET_BY_ROWS if self.data is not None else ():

@@ -33,10 +33,10 @@ class ModelTable(Table):
         description="a model of the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or of its cache",
     )
     revision: str | None = Field(
-        default=None, min_length=1, description="of `name`: a branch, tag or commit; absent: main"
+        default=None, min_length=1, description="branch, tag or commit of `name`; absent: main"
     )
     tool_call_format: str | None = Field(
-        default=None, description="how the model writes tool calls; absent: what its chat template shows"
+        default=None, description="the model's syntax of tool calls; absent: read from its chat template"
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="passed to the chat template, such as `enable_thinking = false`"
@@ -45,15 +45,15 @@ class ModelTable(Table):
         default=1024,
         ge=300,
         le=65536,
-        description="of the tokenizer that a preset trains on the job's prompts",
+        description="size of the tokenizer that a preset trains on the job's prompts",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        default="auto", description="where it is trained and served; auto takes cuda, then mps, then cpu"
+        default="auto", description="device of training and serving; auto takes cuda, then mps, then cpu"
     )
 
     @property
     def source(self) -> str:
-        """What it is called where a person reads it: the preset, the folder, or the name and its revision."""
+        """The model's name for messages: the preset, the folder, or the name with its revision."""
         name = f"{self.name} at {self.revision}" if self.revision else self.name
         return str(self.preset or self.path or name)
 
@@ -68,10 +68,10 @@ class ModelTable(Table):
 
     @model_validator(mode="after")
     def _one_source(self) -> "ModelTable":
-        given = [key for key in ("preset", "path", "name") if getattr(self, key) is not None]
-        if len(given) != 1:
-            found = f", found {' and '.join(given)}" if given else ""
-            raise ValueError(f"exactly one of 'preset', 'path' and 'name' must be given{found}")
+        names = [key for key in ("preset", "path", "name") if getattr(self, key) is not None]
+        if len(names) != 1:
+            mistake = f", found {' and '.join(names)}" if names else ""
+            raise ValueError(f"exactly one of 'preset', 'path' and 'name' must be given{mistake}")
         if self.revision is not None and self.name is None:
             raise ValueError("'revision' is of a model of the hub; it needs 'name'")
         if self.preset is not None and (self.tool_call_format or self.chat_template_kwargs):
@@ -85,7 +85,7 @@ class ModelTable(Table):
 class ServicesTable(Table):
     """[services]"""
 
-    # No repr: a user name and password may stand in it by mistake, which no error may repeat.
+    # No repr: a user name and password given here by mistake must not appear in an error.
     task_url: tuple[str, ...] = Field(
         default=(),
         max_length=256,
@@ -108,13 +108,17 @@ class ServicesTable(Table):
         default="127.0.0.1", description="address that the job's own gateway listens on"
     )
     gateway_port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
-    request_timeout_s: float = Field(default=60.0, gt=0, description="of one control request to a task app")
-    iteration_timeout_s: float = Field(default=1800.0, gt=0, description="of collecting one iteration")
+    request_timeout_s: float = Field(
+        default=60.0, gt=0, description="time limit of a control request to a task app"
+    )
+    iteration_timeout_s: float = Field(
+        default=1800.0, gt=0, description="time limit of collecting an iteration"
+    )
     task_app_wait_s: float = Field(
         default=60.0,
         ge=0,
         le=86_400,
-        description="how long to wait for a task app of task_url to come back when none answers any more",
+        description="how long to wait for a task app of task_url to come back when none answers",
     )
 
     @field_validator("task_url")
@@ -123,9 +127,9 @@ class ServicesTable(Table):
         for url in urls:
             if fault := fault_in(url):
                 raise ValueError(f"task_url {fault}")
-        twice = [url for url, count in Counter(url.rstrip("/") for url in urls).items() if count > 1]
-        if twice:
-            raise ValueError(f"task_url names {twice[0]} twice, and each task app is asked once")
+        duplicates = [url for url, count in Counter(url.rstrip("/") for url in urls).items() if count > 1]
+        if duplicates:
+            raise ValueError(f"task_url names {duplicates[0]} twice, and each task app is asked once")
         return urls
 
     @model_validator(mode="after")
@@ -142,29 +146,32 @@ class InferenceTable(Table):
     """[inference]"""
 
     threads: int = Field(default=1, ge=1, le=256, description="torch threads while rollouts are collected")
-    max_running: int = Field(default=64, ge=1, le=4096, description="requests decoded together")
+    max_running: int = Field(default=64, ge=1, le=4096, description="requests that are decoded together")
     max_model_len: int = Field(default=1024, ge=32, description="prompt + response, in tokens")
     kept_prefixes: int | None = Field(
         default=None,
         ge=0,
         le=4096,
-        description="ended prompts + responses whose keys and values stay for prompts that begin like them; "
-        "absent: as many as max_running; 0: every prompt is computed anew",
+        description="finished prompts + responses whose keys and values are kept for prompts that begin like "
+        "them; absent: as many as max_running; 0: every prompt is computed anew",
     )
     deterministic: bool = Field(
         default=False,
-        description="one request at a time whatever max_running says, and nothing kept of ended ones: "
-        "slower, and on a CPU a run that was killed and resumed has bit for bit an unbroken one's weights",
+        description="decode one request at a time and keep nothing of finished ones: slower, and on a CPU a "
+        "killed and resumed run has bit for bit the weights of an uninterrupted one",
     )
 
     @property
     def slots(self) -> int:
-        """Requests decoded together: what else is in a batch changes the last bits of a number."""
+        """Requests that are decoded together.
+
+        The composition of a batch changes the last bits of a number.
+        """
         return 1 if self.deterministic else self.max_running
 
     @property
-    def kept(self) -> int:
-        """Ended prompts + responses that stay: which of them are there depends on what ended when."""
+    def prefix_slots(self) -> int:
+        """Finished prompts + responses that are kept; which ones depends on the order of events."""
         if self.deterministic:
             return 0
         return self.max_running if self.kept_prefixes is None else self.kept_prefixes
@@ -173,11 +180,11 @@ class InferenceTable(Table):
 class WandbTable(Table):
     """sinks.wandb"""
 
-    project: str = Field(min_length=1, description="that the run appears in")
+    project: str = Field(min_length=1, description="project of the run")
     entity: str | None = Field(default=None, description="user or team; absent: the default one")
-    name: str | None = Field(default=None, description="of the run; absent: that of its directory")
+    name: str | None = Field(default=None, description="name of the run; absent: its directory's name")
     mode: Literal["online", "offline"] | None = Field(
-        default=None, description="absent: as WANDB_MODE says, else online"
+        default=None, description="absent: WANDB_MODE, else online"
     )
 
 
@@ -201,18 +208,18 @@ class RetentionTable(Table):
     decisions_iterations: int | None = Field(
         default=None,
         ge=1,
-        description="the database keeps single decisions of the newest so many iterations; rollouts, metrics "
-        "and the run directory keep all",
+        description="the database keeps the decisions of this many newest iterations; it keeps all rollouts "
+        "and metrics, and the run directory keeps everything",
     )
     decisions_days: float | None = Field(
         default=None,
         gt=0,
-        description="the same by age, in days since their file was written; looked at when the run has news "
+        description="the same by age, in days since their file was written; applied when the run has news "
         "and when the service starts",
     )
     rollout_files_iterations: int | None = Field(
         default=None,
         ge=1,
-        description="the run directory keeps the rollout files of the newest so many iterations and those of "
-        "evaluations; older ones are deleted, and leave the database with it",
+        description="the run directory keeps the rollout files of this many newest iterations and of "
+        "evaluations; older ones are deleted there and in the database",
     )

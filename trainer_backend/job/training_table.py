@@ -1,4 +1,4 @@
-"""[training], [lora] and [algorithm] of a job TOML: how the policy is updated and how credit is given."""
+"""[training], [lora] and [algorithm] of a job: updates of the policy, and credit."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from trainer_backend.core.kl_reward import KlKind
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.job.tables import Table
 
-# Nats between sampler and learner: a hundred times what is measured of a right one (float32: 1e-4).
+# Nats between sampler and learner: a hundred times the measured value of a correct pair (float32: 1e-4).
 MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
 
 
@@ -18,46 +18,44 @@ class TrainingTable(Table):
     """[training]"""
 
     iterations: int = Field(
-        default=20, ge=0, le=1_000_000, description="of collecting, crediting and updating"
+        default=20, ge=0, le=1_000_000, description="rounds of collection, credit and update"
     )
-    group_size: int = Field(default=8, ge=1, le=100_000, description="G: episodes that share a start")
-    learning_rate: float = Field(default=5e-4, gt=0, description="AdamW's, at its highest")
+    group_size: int = Field(default=8, ge=1, le=100_000, description="G: episodes with the same start")
+    learning_rate: float = Field(default=5e-4, gt=0, description="highest learning rate of AdamW")
     learning_rate_schedule: str = Field(
-        default="linear", description="how it falls after its rise; constant stays at the highest"
+        default="linear", description="its course after the rise; constant stays at the highest"
     )
     learning_rate_final: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="share of learning_rate that it falls towards; it would be there one step after the last",
+        description="share of learning_rate that it falls to; reached one step after the last",
     )
     learning_rate_rise: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="share of the run over which it rises from 0, the rate of the first step",
+        description="share of the run over which it rises, from 0 at the first step",
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient's norm is clipped to it")
-    update_passes: int = Field(
-        default=2, ge=1, description="times that an iteration's decisions are gone through"
-    )
-    batch_decisions: int = Field(default=512, ge=1, description="decisions of one optimizer step")
-    row_tokens: int = Field(default=192, ge=16, description="tokens of a packed row")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of AdamW")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="limit of the gradient's norm (clipping)")
+    update_passes: int = Field(default=2, ge=1, description="passes over an iteration's decisions")
+    batch_decisions: int = Field(default=512, ge=1, description="decisions per optimizer step")
+    row_tokens: int = Field(default=192, ge=16, description="tokens per packed row")
     micro_batch_tokens: int = Field(
         default=4096,
         ge=64,
-        description="tokens of one forward and backward, whose gradients add up to a step's (accumulation); "
-        "small ones stay in a CPU's cache",
+        description="tokens per forward and backward pass; gradients are accumulated over a step; small "
+        "values fit a CPU's cache",
     )
     logits_chunk_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="tokens whose logits exist at a time; absent: what fits a share of the device's memory",
+        description="tokens whose logits exist at a time; absent: a share of the device's memory",
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        description="keep one tensor a layer and compute the rest again in the backward pass: less memory, "
+        description="keep one tensor per layer and compute the rest again in the backward pass: less memory, "
         "a third more work",
     )
     optimizer_offload: bool = Field(
@@ -68,32 +66,33 @@ class TrainingTable(Table):
     mismatch_limit: float | None = Field(
         default=None,
         gt=0,
-        description="nats; a token of the actor whose log-prob differs by more between sampler and learner "
-        f"ends the run, for both have the same weights; absent: {MISMATCH_LIMIT_FLOAT32:g} in float32, "
+        description="nats; the run ends if the log-prob of an actor's token differs by more between sampler "
+        f"and learner, which have the same weights; absent: {MISMATCH_LIMIT_FLOAT32:g} in float32, "
         f"{MISMATCH_LIMIT_LOW:g} where products are bfloat16",
     )
     target_kl: float | None = Field(
         default=None,
         gt=0,
-        description="nats, mean over the tokens of a step, whatever the loss; further than this from the "
-        "policy that the iteration began with, its remaining steps are skipped; absent: never",
+        description="nats, mean over the tokens of a step, for every loss; once the policy is further than "
+        "this from the iteration's first one, its remaining steps are skipped; absent: never",
     )
     skip_flat_groups: bool = Field(
-        default=False, description="leave groups whose advantages are all 0 out of the update; still stored"
+        default=False,
+        description="omit groups whose advantages are all 0 from the update; they are still stored",
     )
     refill_rounds: int = Field(
         default=0,
         ge=0,
         le=100,
-        description="times that an iteration asks for other worlds in place of flat groups; a named bias: "
-        "what is learned from is chosen by its outcome",
+        description="how often an iteration replaces flat groups by other worlds; a known bias: outcomes "
+        "then select the training data",
     )
     clip_low: float = Field(
-        default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are held; at 1 none are"
+        default=0.2, gt=0, le=1, description="ratios are clipped below 1 - clip_low; at 1 none are"
     )
-    clip_high: float = Field(default=0.25, gt=0, description="ratios above 1 + clip_high are held")
+    clip_high: float = Field(default=0.25, gt=0, description="ratios are clipped above 1 + clip_high")
     clip_dual: float | None = Field(
-        default=None, gt=1, description="a ratio above it is held where the advantage is negative too"
+        default=None, gt=1, description="upper clip of ratios with a negative advantage"
     )
     entropy_coef: float = Field(default=0.003, ge=0, description="weight of the entropy bonus")
     kl_coef: float = Field(
@@ -103,24 +102,27 @@ class TrainingTable(Table):
     kl_reward_coef: float = Field(
         default=0.0,
         ge=0,
-        description="reward units that a decision pays for each nat of its KL to that model: in r_t, where "
+        description="reward units that a decision pays per nat of its KL to that model: in r_t, while "
         "kl_coef is in the loss",
     )
     kl_reward_kind: KlKind = Field(
         default="k1",
-        description="estimator of that KL; only k1 has the gradient of it (docs/credit.md)",
+        description="estimator of that KL; only k1 has its gradient (docs/credit.md)",
     )
     behaviour_weight_cap: float = Field(default=2.0, ge=1, description="truncation of proximal / behaviour")
     behaviour_weight_floor: float = Field(
-        default=0.0, ge=0, le=1, description="mask: weights below it are 0 too; truncate does not read it"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="mask: smaller weights are set to 0 too; truncate does not read it",
     )
     behaviour_weight_level: RatioLevel = Field(
         default="token",
-        description="whose weight a token has: its own, its decision's or its episode's (products)",
+        description="a token's weight: its own, its decision's or its episode's (products)",
     )
     behaviour_weight_mode: WeightMode = Field(
         default="truncate",
-        description="a weight above behaviour_weight_cap is held at it, or counts 0 (mask)",
+        description="a weight above behaviour_weight_cap is set to the cap, or to 0 (mask)",
     )
     value_coef: float = Field(
         default=0.5, gt=0, description="critic: weight of half the squared error of its values"
@@ -128,23 +130,23 @@ class TrainingTable(Table):
     value_clip: float | None = Field(
         default=None,
         gt=0,
-        description="critic: a value that has moved further than this in an iteration is not pushed on; "
-        "reward units; absent: never",
+        description="critic: a value that moved further than this in an iteration has no gradient; "
+        "reward units; absent: no limit",
     )
     value_learning_rate: float = Field(
         default=0.5,
         gt=0,
-        description="critic: AdamW's for the value head, shared out over its inputs: about how far one step "
-        "may move a value, in reward units; it falls as learning_rate does",
+        description="critic: AdamW's rate for the value head, divided among its inputs: about how far a step "
+        "can move a value, in reward units; it falls as learning_rate does",
     )
     value_trunk_gradient: bool = Field(
         default=False,
-        description="critic: let the value loss change the policy's own weights too, not its head alone",
+        description="critic: let the value loss train the policy's own weights too, not only the value head",
     )
     aggregation: str = Field(
         default="token_mean",
-        description="what counts the same: tokens or decisions of an optimizer step, or episodes of the "
-        "whole iteration, however it is cut into steps; constant: each token, divided by what was planned",
+        description="what has equal weight: tokens or decisions of an optimizer step, or episodes of the "
+        "whole iteration, however it is split; constant: each token, divided by the planned number",
     )
     constant_tokens: int | None = Field(
         default=None,
@@ -158,11 +160,11 @@ class TrainingTable(Table):
     recovery_every: int = Field(
         default=1,
         ge=0,
-        description="iterations between further checkpoints, each removed when the next one is there: what a "
-        "killed run loses at most; 0: none",
+        description="iterations between extra checkpoints, each deleted after the next: the most work that "
+        "a killed run loses; 0: none",
     )
     step_rewards_enabled: bool = Field(default=False, description="master switch of decision rewards")
-    step_rewards_mode: StepRewardsMode = Field(default="off", description="where r_t comes from")
+    step_rewards_mode: StepRewardsMode = Field(default="off", description="source of r_t")
     event_rewards_kind: EventRewardsKind = Field(
         default="unique", description="count first unlocks, or every achievement whose counter rose"
     )
@@ -176,12 +178,12 @@ class TrainingTable(Table):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the model that RL started from is held beside the one in training."""
+        """Whether the initial model of RL is kept beside the trained one."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def step_rewards(self) -> StepRewards:
-        """The switches in the form that reaches the task app."""
+        """Return the switches in the form that the task app receives."""
         return StepRewards(
             enabled=self.step_rewards_enabled,
             mode=self.step_rewards_mode,
@@ -192,92 +194,92 @@ class TrainingTable(Table):
 
 
 class LoraTable(Table):
-    """[lora]: train low-rank adapters and leave the model's own weights as they are."""
+    """[lora]: train low-rank adapters and keep the model's own weights."""
 
-    rank: int = Field(default=16, ge=1, le=1024, description="of each adapter")
+    rank: int = Field(default=16, ge=1, le=1024, description="rank of each adapter")
     alpha: int = Field(default=32, ge=1, description="an adapter's product is scaled by alpha / rank")
     dropout: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="of an adapter's input, in the gradient of update steps alone: ratios and KL are scored "
-        "without it, from the second step of an iteration on by a forward pass more",
+        description="dropout of an adapter's input, in the gradient of update steps only: ratios and KL are "
+        "computed without it, by one more forward pass from the second step of an iteration on",
     )
     target_modules: tuple[str, ...] = Field(
         default=("all-linear",),
         min_length=1,
-        description="names of the layers that get one; all-linear: every linear layer but the head",
+        description="layers with an adapter, by name; all-linear: every linear layer except the head",
     )
 
     @field_validator("target_modules", mode="before")
     @classmethod
-    def _one_name_is_a_list_of_one(cls, found: Any) -> Any:
-        return [found] if isinstance(found, str) else found
+    def _one_name_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 class AlgorithmTable(Table):
-    """[algorithm]; which keys an estimator and a loss read stands on the plug board."""
+    """[algorithm]; the plug board lists the keys that each estimator and loss reads."""
 
     advantage: str = Field(default="stepwise", description="the estimator of advantages")
     loss: str = Field(
-        default="clipped", description="of the policy; the values of its paper stand where the job has none"
+        default="clipped", description="loss of the policy; keys that the job omits have its paper's values"
     )
     ratio_level: RatioLevel = Field(
         default="token",
-        description="whose ratio to the proximal policy a token has: its own, its decision's or its "
-        "episode's (geometric means)",
+        description="a token's ratio to the proximal policy: its own, its decision's or its episode's "
+        "(geometric means)",
     )
     gamma: float = Field(default=0.97, ge=0, le=1, description="discount per decision")
     gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="gae: weight of longer looks ahead, over decisions"
+        default=0.95, ge=0, le=1, description="gae: weight of longer returns, over decisions"
     )
     gae_token_lambda: float = Field(
         default=1.0, ge=0, le=1, description="gae_token: the same over the tokens of one decision"
     )
     episode_score: Literal["rewards", "outcome"] = Field(
         default="rewards",
-        description="what siblings are compared by as wholes: the sum of r_t, or the outcome, which is the "
-        "score of a reward function where there is one; returns of decisions come from r_t either way",
+        description="score of a whole episode among siblings: the sum of r_t, or the outcome, which is the "
+        "score of a reward function if there is one; returns of decisions come from r_t either way",
     )
     bootstrap_truncated: bool = Field(
         default=False,
-        description="gae: an episode that a limit cut short goes on with the critic's value of the state "
-        "after its last decision, and does not end there; costs each such episode one token more",
+        description="gae: continue an episode that a limit cut short with the critic's value of its last "
+        "state, instead of ending it there; costs each such episode one token more",
     )
     omega: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="gigpo: share of the episode's advantage; the step's has the rest",
+        description="gigpo: weight of the episode's advantage; the step's has the rest",
     )
     step_advantage_w: float = Field(
         default=1.0, ge=0, description="gigpo_additive: weight of the step's advantage"
     )
     state_hashing_function: str = Field(
         default="default",
-        description="gigpo: what makes two states the same; a state key (docs/configuration.md)",
+        description="gigpo: the state key that identifies equal states (docs/configuration.md)",
     )
     default_step_reward: float = Field(
-        default=0.0, description="gigpo: reward of a decision where rewards are off, in its step's returns"
+        default=0.0, description="gigpo: reward of a decision in its step's returns while rewards are off"
     )
     fnorm: Literal["std", "one"] = Field(
-        default="std", description="gigpo: what divides the deviations of a group"
+        default="std", description="gigpo: divisor of the deviations of a group"
     )
     episode_baseline: Literal["trajectory", "step"] = Field(
-        default="trajectory", description="gigpo: what counts once in the mean of a group's scores"
+        default="trajectory", description="gigpo: the unit of the mean of a group's scores"
     )
     context_depth: int = Field(
         default=0, ge=0, le=16, description="gigpo: K earlier states that are compared too, as in HGPO"
     )
     context_alpha: float = Field(
-        default=1.0, ge=0, description="gigpo: equal contexts of k earlier states weigh (k + 1)^alpha"
+        default=1.0, ge=0, description="gigpo: weight (k + 1)^alpha of a context of k equal earlier states"
     )
     branches_per_episode: int = Field(
         default=2,
         ge=1,
         le=64,
-        description="branch: decisions of an episode from before which others play on",
+        description="branch: decisions per episode from which others play on",
     )
     branch_rollouts: int = Field(
-        default=2, ge=1, le=64, description="branch: rollouts that play on from before each of them"
+        default=2, ge=1, le=64, description="branch: rollouts that start before each of them"
     )

@@ -18,7 +18,7 @@ from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
 from trainer_backend.jobs.service import Service, find_job, service_of
-from trainer_backend.jobs.submitting import Submission, digest_of, resolution, submit
+from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
 from trainer_backend.jobs.views import JobView, job_view
 from trainer_backend.store.rows import JobRow

@@ -26,7 +26,7 @@ from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig, JobTable
 from trainer_backend.job.tables import ServicesTable, SinksTable
 from trainer_backend.jobs.settings import Bounds
-from trainer_backend.rundir.new_job import refuse_what_is_missing
+from trainer_backend.rundir.new_job import refuse_missing_parts
 
 # The keys of a TOML text with their lines, found in one pass and linear time. Pure.
 #
@@ -249,7 +249,7 @@ def validate_job(
     findings = list(_outside(loaded.config, bounds))
     if findings:
         raise join_findings((f"{WHERE}: {finding}" for finding in findings), len(findings))
-    refuse_what_is_missing(loaded.config, loaded.places)
+    refuse_missing_parts(loaded.config, loaded.places)
     return ValidJob(loaded, all_tags)
 
 

@@ -12,7 +12,7 @@ from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
 from trainer_backend.jobs.service import find_job, refuse_foreign, service_of
-from trainer_backend.jobs.submitting import resolution, submission_of, submit
+from trainer_backend.jobs.submission import resolution, submission_of, submit
 from trainer_backend.jobs.views import JobList, JobView, job_view, list_view
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState

@@ -94,7 +94,7 @@ def open_service(
 
 def app_of(service: Service) -> TrainerApp:
     """Build the whole application: the API and the dashboard."""
-    from trainer_backend.jobs.submitting import dashboard_of
+    from trainer_backend.jobs.submission import dashboard_of
     from trainer_backend.pages.app import router
 
     app = create_app(service, pages=[router])

@@ -59,7 +59,7 @@ async def verify(url: str, bounds: Bounds) -> Verified:
     try:
         async with asyncio.timeout(_AT_MOST_S), _apps([url], task_app_key()) as apps:
             attempts = [
-                Attempt(url=app.client.url, status=200 if app.lost is None else None, detail=app.lost)
+                Attempt(url=app.client.url, status=200 if app.fault is None else None, detail=app.fault)
                 for app in apps.members
             ]
     except (TaskAppError, JobError, TimeoutError) as error:

@@ -108,7 +108,7 @@ def serving_plan(table: ModelTable, inference: InferenceTable, folder: Path) -> 
     use = EngineUse(
         low=placement.low is not None,
         running=inference.slots,
-        kept=inference.kept,
+        kept=inference.prefix_slots,
         cached_tokens=inference.max_model_len,
     )
     needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
@@ -133,7 +133,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         micro_batch_tokens=max(training.micro_batch_tokens, row),
         logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
         running=inference.slots,
-        kept=inference.kept,
+        kept=inference.prefix_slots,
         cached_tokens=inference.max_model_len,
         reference=training.needs_reference,
         checkpointing=training.gradient_checkpointing,

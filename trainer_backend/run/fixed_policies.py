@@ -326,5 +326,5 @@ async def probe_policies(fixed: FixedPolicies, reporter: Reporter) -> None:
         reporter.say(line)
     for item in fixed.remote:
         reporter.say(await item.probe())
-        if sends_key_in_the_open(item.table.inference_url or "", keyed=item.table.api_key_env is not None):
+        if sends_key_in_the_open(item.table.inference_url or "", has_key=item.table.api_key_env is not None):
             reporter.say(f"its key goes to {item.table.source} unencrypted; prefer https")

@@ -233,7 +233,7 @@ def engine_limits(
     sharing = 1 if schedule is None or schedule.unit == "iteration" else engines
     return EngineLimits(
         slots=table.slots,
-        kept_prefixes=table.kept,
+        kept_prefixes=table.prefix_slots,
         max_model_len=table.max_model_len,
         torch_threads=max(1, table.threads // sharing),
     )

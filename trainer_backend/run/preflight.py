@@ -121,7 +121,7 @@ def lines_before_a_run(job: JobConfig) -> list[str]:
     Settings that bias the gradient are named too.
     """
     data = data_of(job)
-    lines = list(data.told) if data is not None else []
+    lines = list(data.notes) if data is not None else []
     if job.fixed_policies:
         folders = checked_folders(job.fixed_policies, job.model)
         lines += [

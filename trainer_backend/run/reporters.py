@@ -18,7 +18,7 @@ from trainer_backend.protocols import Reporter
 from trainer_backend.rundir.files import now
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.state import FINAL, RunState, StateName, append_log, read_state, write_state
-from trainer_backend.sinks import Opening, OpenSink, Sink
+from trainer_backend.sinks import OpenSink, Sink, SinkOptions
 
 # The progress of a stage is written at most this often; another stage is written at once.
 _EVERY_S = 1.0
@@ -156,16 +156,16 @@ class SinkReporter:
         job: Mapping[str, Any],
         board: Mapping[str, OpenSink] = SINKS,
     ) -> None:
-        self._opening = Opening(sinks, directory.path, directory.run_id, job)
+        self._sink_options = SinkOptions(sinks, directory.path, directory.run_id, job)
         self._directory, self._reporter, self._board = directory, reporter, board
         self._sinks: dict[str, Sink] = {}
         self._caught_up = False
 
     def __enter__(self) -> Self:
         for name, open_sink in self._board.items():
-            if getattr(self._opening.table, name):
+            if getattr(self._sink_options.table, name):
                 try:
-                    self._sinks[name] = open_sink(self._opening)
+                    self._sinks[name] = open_sink(self._sink_options)
                 except Exception as error:
                     self._close()
                     raise JobError(f"sinks.{name} cannot be opened: {_sentence(error)}") from error

@@ -8,7 +8,7 @@ from typing import Any
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.collector import Collection, Collector, Progress
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.work import with_reused
+from trainer_backend.collect.work import with_earlier
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.checkpointing import Saving
@@ -109,4 +109,4 @@ async def collected(
 
     keep = None if spool is None else spool.keep
     collection = await until(stop, collector.collect(rest, tell_all, keep))
-    return None if collection is None else with_reused(collection, list(reused.values()))
+    return None if collection is None else with_earlier(collection, list(reused.values()))

@@ -11,7 +11,7 @@ from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import HUB_NAME, ModelTable
 from trainer_backend.rundir.checkpoint_paths import model_in
-from trainer_backend.sinks import refuse_missing
+from trainer_backend.sinks import refuse_missing_libraries
 
 
 def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
@@ -21,11 +21,11 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
     that it began from may be gone.
     """
     loaded = load_job(paths, overrides)
-    refuse_what_is_missing(loaded.config, loaded.places)
+    refuse_missing_parts(loaded.config, loaded.places)
     return loaded
 
 
-def refuse_what_is_missing(config: JobConfig, places: Places) -> None:
+def refuse_missing_parts(config: JobConfig, places: Places) -> None:
     """
     Raises:
         JobError: a model folder, a file of interactions or plug-ins, or the library of a sink is missing.
@@ -38,7 +38,7 @@ def refuse_what_is_missing(config: JobConfig, places: Places) -> None:
         if not file.is_file():
             meant = _meant(file, Path.is_file)
             raise JobError(f"{places.of(key)}: {key} is {str(file)!r}, which is no file{meant}")
-    refuse_missing(config.sinks)
+    refuse_missing_libraries(config.sinks)
 
 
 def _refuse_no_model(model: ModelTable, fixed: Sequence[RolloutOnlyTable], places: Places) -> None:

@@ -10,9 +10,9 @@ from operator import itemgetter
 from sqlalchemy import Connection, Subquery, and_, func, select
 
 from trainer_backend.store.database import Store
+from trainer_backend.store.job_numbers import job_number, job_numbers
 from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
 from trainer_backend.store.tables import Checkpoint, Curve, Iteration, Metric, MetricRow, fits
-from trainer_backend.store.writing import job_number, job_numbers
 
 
 def summaries(store: Store, jobs: Sequence[JobRow], names: Sequence[str]) -> tuple[RunSummary, ...]:

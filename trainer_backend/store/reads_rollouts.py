@@ -10,9 +10,9 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
 from trainer_backend.store.database import Store, UnknownCursor, UnknownRollout
+from trainer_backend.store.job_numbers import job_number
 from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
 from trainer_backend.store.tables import Decision, LedgerRow, Rollout, SyncedFile, fits
-from trainer_backend.store.writing import job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
 _SORTS: Mapping[str, Any] = {

@@ -11,11 +11,11 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.spool import LEDGER_FILE
 from trainer_backend.store.database import Store
+from trainer_backend.store.job_numbers import job_number
 from trainer_backend.store.sync_checkpoints import sync_checkpoints
 from trainer_backend.store.sync_lines import FileMark, put_ledger, put_metrics, sync_lines
 from trainer_backend.store.sync_rollouts import sync_rollouts
 from trainer_backend.store.tables import SyncedFile
-from trainer_backend.store.writing import job_number
 
 
 def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:

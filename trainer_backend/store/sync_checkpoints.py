@@ -7,9 +7,9 @@ from sqlalchemy import delete, insert, select
 
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.store.database import Store
+from trainer_backend.store.job_numbers import job_number
 from trainer_backend.store.rows import CheckpointRow
 from trainer_backend.store.tables import Checkpoint
-from trainer_backend.store.writing import job_number
 
 
 def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:

@@ -15,8 +15,8 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import object_of
 from trainer_backend.rundir.spool import duplicate_error, plan_id
 from trainer_backend.store.database import Store
+from trainer_backend.store.job_numbers import job_number
 from trainer_backend.store.tables import Curve, Iteration, LedgerRow, Metric, MetricRow, SyncedFile
-from trainer_backend.store.writing import job_number
 
 Row = Mapping[str, Any]
 # A digest of the last bytes before the mark: if it is equal, the file has only grown.

@@ -13,10 +13,10 @@ from trainer_backend.core.policies import player_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
 from trainer_backend.store.database import Store
+from trainer_backend.store.job_numbers import job_number
 from trainer_backend.store.retention import keeps_decisions, newest_iteration, remove_old_files, retention_of
 from trainer_backend.store.sync_lines import FileMark
 from trainer_backend.store.tables import Decision, Rollout, SyncedFile
-from trainer_backend.store.writing import job_number
 
 
 def sync_rollouts(

@@ -1,1 +1,1 @@
-"""What a person sees in a terminal, and what the shell completes."""
+"""The command line's output and commands."""

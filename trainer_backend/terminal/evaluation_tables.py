@@ -7,20 +7,20 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.core.statistics import Interval
-from trainer_backend.evaluation.result import Evaluated
+from trainer_backend.evaluation.result import EvaluationResult
 from trainer_backend.pages.compare import Side, doubts, setting_differences, summary_columns, summary_rows
 from trainer_backend.terminal.published_tables import published
 
 _ROWS = 10
 
 
-def tables(result: Evaluated) -> Group:
-    """Everything that was measured. Text, never strings: what is in brackets is no markup."""
-    achieved: list[RenderableType] = ["", _rates(result), "", _turns(result)] if result.unique else []
-    return Group(_facts(result), *achieved, *_worst_rows(result), *published(result))
+def tables(result: EvaluationResult) -> Group:
+    """Return all figures. Cells are Text, because rich reads brackets in strings as markup."""
+    achievements: list[RenderableType] = ["", _rates(result), "", _turns(result)] if result.unique else []
+    return Group(_facts(result), *achievements, *_worst_rows(result), *published(result))
 
 
-def _facts(result: Evaluated) -> Table:
+def _facts(result: EvaluationResult) -> Table:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_row("policy", Text(result.policy))
     if result.models:
@@ -50,14 +50,14 @@ def _facts(result: Evaluated) -> Table:
     return facts
 
 
-def _rates(result: Evaluated) -> Table:
+def _rates(result: EvaluationResult) -> Table:
     rates = Table("achievement", "episodes", "95 %", box=None, pad_edge=False)
     for name, rate in sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0])):
         rates.add_row(Text(name), f"{rate.mean:.1%}", _bounds(rate, "{:.1%}"))
     return rates
 
 
-def _turns(result: Evaluated) -> Table:
+def _turns(result: EvaluationResult) -> Table:
     turns = Table(
         "decisions", "playing", "unlocks", "95 %", "rises", "95 %", "rewarded", box=None, pad_edge=False
     )  # fmt: skip
@@ -74,8 +74,8 @@ def _turns(result: Evaluated) -> Table:
     return turns
 
 
-def _worst_rows(result: Evaluated) -> list[RenderableType]:
-    """Of a data set, the rows that a person should look at first; all of them stand in the JSON."""
+def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
+    """Return the rows of a data set with the lowest outcomes; the JSON holds all of them."""
     if not result.rows:
         return []
     worst = sorted(result.rows.items(), key=lambda item: item[1])[:_ROWS]
@@ -90,24 +90,24 @@ def _counts(items: Iterable[tuple[str, int]]) -> Text:
 
 
 def _figure(value: float | Sequence[float]) -> str:
-    """A metric; of a list by turn what stands at each turn."""
+    """Format a metric, or a list of values by turn."""
     return f"{value:.2f}" if isinstance(value, float | int) else " ".join(f"{item:.2f}" for item in value)
 
 
-def _interval(found: Interval, form: str) -> str:
-    bounds = _bounds(found, form)
-    return f"{form.format(found.mean)} (95 % {bounds})" if bounds else form.format(found.mean)
+def _interval(interval: Interval, form: str) -> str:
+    bounds = _bounds(interval, form)
+    return f"{form.format(interval.mean)} (95 % {bounds})" if bounds else form.format(interval.mean)
 
 
-def _bounds(found: Interval, form: str) -> str:
-    """`6.88 to 7.96`, or nothing where there are no bounds."""
-    if found.low is None or found.high is None:
+def _bounds(interval: Interval, form: str) -> str:
+    """Return `6.88 to 7.96`, or nothing without bounds."""
+    if interval.low is None or interval.high is None:
         return ""
-    return f"{form.format(found.low)} to {form.format(found.high)}"
+    return f"{form.format(interval.low)} to {form.format(interval.high)}"
 
 
 def comparison_table(sides: Sequence[Side]) -> Group:
-    """The last evaluations, the differences to the first run, and the settings that differ."""
+    """Return the last evaluations, the differences to the first run, and the settings that differ."""
     names = [side.name for side in sides]
     settings = [(key, *values) for key, values in setting_differences(sides)]
     return Group(
@@ -119,7 +119,7 @@ def comparison_table(sides: Sequence[Side]) -> Group:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Folded where the terminal is narrow, never cut: the ends of two values may be all that differs."""
+    """Fold cells in a narrow terminal instead of cutting them: only their ends may differ."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(Text(column), overflow="fold")

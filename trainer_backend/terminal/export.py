@@ -1,4 +1,4 @@
-"""`turnwise export`: from a run directory to a file or folder, written aside and then renamed."""
+"""`turnwise export`: converts a run directory to a file or folder, written aside and then renamed."""
 
 import json
 import os
@@ -26,17 +26,12 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import read_index, rollout_files
 
-# Pure: an episode as rows for supervised training. Every answer that is worth imitating is in one row,
-# once.
+# Rows for supervised training. Every answer that is worth imitating is in exactly one row. Pure.
 #
-# A row is what the model saw at one moment, with its answer: `messages` as chat completions have them.
-# Decisions whose prompts go on from one another share a row, that of the last of them; where a prompt
-# begins
-# anew (Crafter's each time, a conversation's after an edit) a row begins. An assistant message has `weight`
-# 1
-# where it is to be learned, as fine-tuning services read it, and 0 where another row has it, or where it
-# was
-# refused.
+# A row is the model's view at one moment, with its answer: `messages` as in chat completions. Decisions whose
+# prompts continue one another share a row, that of the last of them; where a prompt starts anew (each time in
+# Crafter, after an edit in a conversation) a row begins. An assistant message has `weight` 1 if it is to be
+# learned, as fine-tuning services read it, and 0 if another row has it or if it was refused.
 #
 # Source: names of the row, synth_task_app.md section 5.3b; `weight`, OpenAI's chat format for fine-tuning.
 
@@ -45,7 +40,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class _View:
-    """What a row is made of: a prompt that grew, and which of its messages are answers since it began."""
+    """The material of a row: a growing prompt, and which of its messages are answers."""
 
     prompt: tuple[Message, ...]
     steps: list[StepData]
@@ -54,7 +49,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _About:
-    """What all rows of a rollout tell of: `credits` and `deltas` by turn."""
+    """The facts that all rows of a rollout need; `credits` and `deltas` are by turn."""
 
     rollout: Rollout
     trajectory: Trajectory
@@ -63,10 +58,10 @@ class _About:
 
 
 def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
-    """The rows of a rollout; none of a failed one, or where nothing is worth imitating.
+    """Return the rows of a rollout; a failed one, or one without good decisions, has none.
 
     Args:
-        credits: the stored columns of each decision (`reward`, `advantage`); absent: they are None.
+        credits: the stored columns of each decision (`reward`, `advantage`); absent: None.
     """
     trajectory = rollout.trajectory
     if trajectory is None:
@@ -96,9 +91,9 @@ def _views(trajectory: Trajectory) -> Iterator[_View]:
 
 
 def _goes_on(view: _View, step: StepData, prompt: Sequence[Message]) -> bool:
-    """The prompt holds the one before and, next, the answer to it."""
-    seen, length = step.observation_data, len(view.prompt)
-    whole = seen.messages_reused >= length and not seen.changed
+    """Return whether the prompt continues the previous one and its answer."""
+    observation, length = step.observation_data, len(view.prompt)
+    whole = observation.messages_reused >= length and not observation.changed
     return whole and len(prompt) > length and prompt[length].role == "assistant"
 
 
@@ -113,25 +108,25 @@ def _row(about: _About, view: _View) -> Row | None:
     messages.append(_message(_answer(view.steps[-1]), learn=worth_imitating(view.steps[-1])))
     end = max(index for index, message in enumerate(messages) if message.get("weight"))
     return {
-        "messages": messages[: end + 1],  # what comes after the last that is to be learned teaches nothing
+        "messages": messages[: end + 1],  # later messages teach nothing
         "tools": [tool.model_dump(mode="json") for tool in about.trajectory.tools],
         "metadata": _metadata(about, [step.turn for step in learned]),
     }
 
 
 def _answer(step: StepData) -> Message:
-    # The raw output of a call holds the call itself, which stands in tool_calls already.
-    written = step.action_taken.get("content", step.raw_policy_output) or ""
-    return Message(role="assistant", content=written, tool_calls=step.tool_calls or None)
+    # The raw output contains a call's text, which tool_calls holds already.
+    content = step.action_taken.get("content", step.raw_policy_output) or ""
+    return Message(role="assistant", content=content, tool_calls=step.tool_calls or None)
 
 
 def _message(message: Message, *, learn: bool) -> Row:
-    found = message.model_dump(mode="json", exclude_none=True)
-    return found | {"weight": int(learn)} if message.role == "assistant" else found
+    row = message.model_dump(mode="json", exclude_none=True)
+    return row | {"weight": int(learn)} if message.role == "assistant" else row
 
 
 def _metadata(about: _About, turns: Sequence[int]) -> Row:
-    """Of the learned decisions: `turns`, their achievements, and what training paid for them together."""
+    """Return metadata of the learned decisions: `turns`, their achievements, and their total reward."""
     rollout, trajectory = about.rollout, about.trajectory
     rewards = [about.credits.get(turn, {}).get("reward") for turn in turns]
     deltas = [about.deltas[turn] for turn in turns]
@@ -158,19 +153,19 @@ def _metadata(about: _About, turns: Sequence[int]) -> Row:
 
 # Skipped episodes are counted by their cause.
 
-# What was played to train. Held-out worlds are for measuring: who learns them cannot be measured by them.
+# Stages for training. Learning from held-out worlds would make evaluation on them meaningless.
 DEFAULT_STAGES = ("train", "warmup")
 STAGES = (*DEFAULT_STAGES, "branches", "evaluation", "prompts")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The filter of episodes; absent fields do not filter.
+    """A filter of episodes. Absent fields do not filter.
 
     Attributes:
-        min_reward: least outcome_reward.
-        achievements: it unlocked all of these.
-        policy: last part of its model, or the name of the policy.
+        min_reward: minimum outcome_reward.
+        achievements: the episode must have unlocked all of these.
+        policy: last part of its model, or the policy's name.
     """
 
     stages: Sequence[str] = DEFAULT_STAGES
@@ -185,7 +180,7 @@ class Choice:
 
 
 def why_not(choice: Choice, rollout: Rollout) -> str | None:
-    """Why an episode is left out, in the words of the options; None: it is not."""
+    """Return the option that excludes an episode, or None."""
     trajectory = rollout.trajectory
     if trajectory is None:
         return f"not finished ({rollout.failure.code if rollout.failure else rollout.status})"
@@ -200,19 +195,19 @@ def why_not(choice: Choice, rollout: Rollout) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    """What came of an export.
+class ExportResult:
+    """The result of an export.
 
     Attributes:
-        left_out: episodes by cause.
+        skipped: excluded episodes by cause.
     """
 
     rows: int
     episodes: int
-    left_out: Counter[str]
+    skipped: Counter[str]
 
     def __str__(self) -> str:
-        causes = ", ".join(f"{count} {cause}" for cause, count in self.left_out.most_common())
+        causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.most_common())
         return f"{self.rows} rows of {self.episodes} episodes" + (f"; left out: {causes}" if causes else "")
 
 
@@ -231,7 +226,7 @@ _MESSAGE = pa.struct(
         ("tool_call_id", pa.string()),
         ("tool_calls", pa.list_(_CALL)),
         ("weight", pa.int8()),
-        ("extra", pa.string()),  # what else a message has, as JSON
+        ("extra", pa.string()),  # other keys of a message, as JSON
     ]
 )
 _NAMES = pa.list_(pa.string())
@@ -254,7 +249,7 @@ _METADATA = pa.struct(
         ),
     ]
 )
-# JSON: the schemas of two tools have no common type, and a union of all their keys would be no schema of any.
+# JSON, because the schemas of two tools have no common type.
 _SCHEMA = pa.schema([("messages", pa.list_(_MESSAGE)), ("tools", pa.string()), ("metadata", _METADATA)])
 _CARD = """\
 ---
@@ -272,11 +267,11 @@ class _Sink(Protocol):
     def put(self, rows: list[Row]) -> None: ...
 
 
-def export_run(run: RunDirectory, to: Path, choice: Choice) -> Exported:
-    """Write the chosen episodes of a run as rows of messages; memory is that of one iteration.
+def export_run(run: RunDirectory, to: Path, choice: Choice) -> ExportResult:
+    """Write the selected episodes of a run as rows of messages, in the memory of one iteration.
 
     Args:
-        to: x.jsonl, x.parquet, or a folder to make, which `datasets.load_dataset` reads.
+        to: x.jsonl, x.parquet, or a new folder, which `datasets.load_dataset` reads.
     """
     if to.exists():
         raise RunDirectoryError(f"{to} exists; nothing is replaced: name another --to, or remove it")
@@ -289,16 +284,16 @@ def export_run(run: RunDirectory, to: Path, choice: Choice) -> Exported:
         _clear(aside)
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
-            exported = _written(run, aside, to.suffix, choice)
-            if not exported.rows:
-                raise RunDirectoryError(f"{run.path}: nothing to export: {exported}")
+            result = _write(run, aside, to.suffix, choice)
+            if not result.rows:
+                raise RunDirectoryError(f"{run.path}: nothing to export: {result}")
             os.replace(aside, to)
         finally:
             _clear(aside)
-    return exported
+    return result
 
 
-def _written(run: RunDirectory, aside: Path, suffix: str, choice: Choice) -> Exported:
+def _write(run: RunDirectory, aside: Path, suffix: str, choice: Choice) -> ExportResult:
     if suffix == ".jsonl":
         with aside.open("w", encoding="utf-8") as file:
             return _export(run, choice, _Lines(file))
@@ -307,35 +302,36 @@ def _written(run: RunDirectory, aside: Path, suffix: str, choice: Choice) -> Exp
             return _export(run, choice, table)
     (aside / "data").mkdir(parents=True)
     with _parquet(aside / "data/train-00000-of-00001.parquet") as table:
-        exported = _export(run, choice, table)
-    (aside / "README.md").write_text(_CARD.format(run=run.path.name, told=exported), encoding="utf-8")
-    return exported
+        result = _export(run, choice, table)
+    (aside / "README.md").write_text(_CARD.format(run=run.path.name, told=result), encoding="utf-8")
+    return result
 
 
-def _export(run: RunDirectory, choice: Choice, sink: _Sink) -> Exported:
-    left_out: Counter[str] = Counter()
+def _export(run: RunDirectory, choice: Choice, sink: _Sink) -> ExportResult:
+    skipped: Counter[str] = Counter()
     row_count = episodes = 0
     files = [file for file in rollout_files(run.path) if file.stage in choice.stages]
-    # In the order of the stages: who reads JSONL takes the types from the first rows, and those of a warm-up
-    # have no reward.
+    # In the order of the stages: readers of JSONL infer types from the first rows, and those of a warm-
+    # up have
+    # no reward.
     for file in sorted(files, key=lambda file: choice.stages.index(file.stage)):
-        rollouts, credits = _stored(file.path)
+        rollouts, credits = _read_file(file.path)
         for rollout in rollouts:
             rows = [] if (why := why_not(choice, rollout)) else rows_of(rollout, credits[rollout.rollout_id])
             if not rows:
-                left_out[why or "without a decision worth imitating"] += 1
+                skipped[why or "without a decision worth imitating"] += 1
                 continue
             sink.put(rows)
             row_count, episodes = row_count + len(rows), episodes + 1
-    return Exported(row_count, episodes, left_out)
+    return ExportResult(row_count, episodes, skipped)
 
 
-def _stored(path: Path) -> tuple[list[Rollout], dict[str, list[dict[str, Any]]]]:
-    """The rollouts of a file, and by their ids the columns of their decisions."""
+def _read_file(path: Path) -> tuple[list[Rollout], dict[str, list[dict[str, Any]]]]:
+    """Return the rollouts of a file, and the columns of their decisions by id."""
     try:
         return read_rollouts(path), {row["rollout_id"]: row["decisions"] for row in read_index(path)}
     except FileNotFoundError as error:
-        # Not OSError, which around here is one of the file that is written.
+        # Not an OSError, which the caller would attribute to the output file.
         raise RunDirectoryError(
             f"{path} was removed while it was exported", hint="[retention] removes old ones; export again."
         ) from error
@@ -375,16 +371,16 @@ def _parquet(path: Path) -> Iterator[_Table]:
 
 
 def _flat(row: Row) -> Row:
-    known = {field.name for field in _MESSAGE}
+    columns = {field.name for field in _MESSAGE}
     messages = []
     for message in row["messages"]:
-        extra = {key: value for key, value in message.items() if key not in known}
+        extra = {key: value for key, value in message.items() if key not in columns}
         messages.append(message | ({"extra": json.dumps(extra)} if extra else {}))
     return {**row, "messages": messages, "tools": json.dumps(row["tools"])}
 
 
 def _clear(aside: Path) -> None:
-    """What an export that was killed has left."""
+    """Remove the remains of a killed export."""
     if aside.is_dir():
         shutil.rmtree(aside)
     aside.unlink(missing_ok=True)

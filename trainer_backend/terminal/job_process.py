@@ -1,8 +1,8 @@
-"""`python -m trainer_backend.terminal.job_process RUN_DIRECTORY`: train one job, as its service wants it.
+"""`python -m trainer_backend.terminal.job_process RUN_DIRECTORY`: train one job for a trainer service.
 
-It begins, or goes on from the newest checkpoint. Its only ties to the service are its standard input, a pipe:
-when that closes, the service is gone however it ended, and so is this process, at once; SIGTERM, on which it
-saves what is finished; and its exit code (rundir/state.py). What it has to tell stands in the run directory.
+It starts the run or continues it from the newest checkpoint. It has three ties to the service: standard
+input, a pipe whose end ends this process at once; SIGTERM, which makes it save finished work; and its exit
+code (rundir/state.py). All its messages are in the run directory.
 """
 
 import sys
@@ -10,7 +10,7 @@ import sys
 from service_kit.children import end_with_parent
 
 if __name__ == "__main__":
-    # Before the imports, which take seconds: a service that is killed meanwhile leaves nobody behind.
+    # Before the slow imports: if the service is killed meanwhile, this process must not survive it.
     end_with_parent()
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from pathlib import Path
 from service_kit.errors import ServiceError
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import DONE, ERROR, FAILED, REFUSED, STOPPED, is_final
-from trainer_backend.terminal.telling import TextConsole
-from trainer_backend.terminal.train_command import Planned, train_one
+from trainer_backend.terminal.output import TextConsole
+from trainer_backend.terminal.train_command import RunPlan, train_one
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train; how it ended, as an exit code."""
-    # Wide: these lines are read in a log, and a table of one row a line is broken nowhere.
+    """Train, and return the exit code."""
+    # Wide, because logs show these lines, and table rows must not be folded there.
     console = TextConsole(width=200, force_terminal=False)
     try:
         directory = open_run(Path(arguments[0]))
         loaded = directory.job_with(())
-        # Also at the first start: without a checkpoint that begins, and keeps what tells of a failure.
-        finished = train_one(console, Planned(loaded, directory, resume=True), report=True)
+        # Also for the first start: without a checkpoint a resume starts anew, and keeps the log of a failure.
+        finished = train_one(console, RunPlan(loaded, directory, resume=True), report=True)
     except ServiceError as error:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return REFUSED if is_final(error) else FAILED

@@ -1,4 +1,4 @@
-"""A trainer service as the terminal asks it."""
+"""The terminal's client of a trainer service."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from trainer_backend.errors import TrainerError
 URL_VARIABLE = "TURNWISE_URL"
 DEFAULT_URL = "http://127.0.0.1:8100"
 _TIMEOUT_S = 30.0
-# Between two bytes of an event stream, which says something at least every 15 s.
+# Maximum silence of an event stream, which sends something every 15 s.
 _SILENCE_S = 60.0
 
 
@@ -34,7 +34,7 @@ class ServiceUnreachable(TrainerError):
 
 
 class Event(NamedTuple):
-    """`identity` says how far the reader has come; None: this one does not say."""
+    """An event; `identity` is the reader's position in the stream, or None."""
 
     name: str
     data: dict[str, Any]
@@ -43,10 +43,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobsClient:
-    """
+    """A client of one trainer service.
+
     Raises (every method):
-        ServiceRefused: with the sentence of the service.
-        ServiceUnreachable: nobody answers there, or somebody else does.
+        ServiceRefused: with the service's message.
+        ServiceUnreachable: no trainer service answers.
     """
 
     url: str
@@ -67,7 +68,7 @@ class JobsClient:
         self._ask("DELETE", path, params=query)
 
     def events(self, path: str, *, after: str | None = None) -> Iterator[Event]:
-        """Each event behind the one of that identity, until the service says no more."""
+        """Yield the events after a position, until the service ends the stream."""
         query = {} if after is None else {"after": after}
         with (
             self._client(_SILENCE_S) as client,
@@ -87,9 +88,9 @@ class JobsClient:
                 elif kind == "data":
                     yield Event(name, json.loads(value), identity)
 
-    def _ask(self, method: str, path: str, **named: Any) -> httpx.Response:
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         with self._client(_TIMEOUT_S) as client, self._errors():
-            answer = client.request(method, path, **named)
+            answer = client.request(method, path, **options)
         if not answer.is_success:
             raise _refusal(answer)
         return answer
@@ -104,7 +105,7 @@ class JobsClient:
 
 
 class _Errors:
-    """Errors of the connection as ours."""
+    """Converts errors of the connection to ours."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -136,5 +137,5 @@ def _refusal(answer: httpx.Response) -> TrainerError:
 
 
 def client_for(url: str | None, environ: Mapping[str, str] = os.environ) -> JobsClient:
-    """The service that --url names, or TURNWISE_URL, or the one on this machine."""
+    """Return a client for the service of --url, of TURNWISE_URL, or on this machine."""
     return JobsClient((url or environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/"), environ)

@@ -1,4 +1,4 @@
-"""`turnwise jobs …`: commands to a trainer service anywhere, and `--follow` until a job has ended."""
+"""`turnwise jobs …`: commands for a trainer service anywhere, and `--follow` until a job has ended."""
 
 import json
 import time
@@ -13,12 +13,12 @@ from rich.text import Text
 from trainer_backend.errors import JobError
 from trainer_backend.job.layers import text_to_send
 from trainer_backend.terminal.jobs_client import JobsClient, ServiceUnreachable
-from trainer_backend.terminal.telling import JobPaths, Overrides, TextConsole, line_of, tell, write
+from trainer_backend.terminal.output import JobPaths, Overrides, TextConsole, line_of, tell, write
 
-if TYPE_CHECKING:  # at run time only where it is asked for: every other command starts without it
+if TYPE_CHECKING:  # imported on use, so that other commands start without it
     from trainer_backend.terminal.jobs_client import JobsClient
 
-jobs = typer.Typer(no_args_is_help=True, help="Ask a trainer service: submit, list, show, pause, cancel.")
+jobs = typer.Typer(no_args_is_help=True, help="Use a trainer service: submit, list, show, pause, cancel.")
 _out = TextConsole()
 _err = TextConsole(stderr=True)
 
@@ -27,62 +27,69 @@ Url = Annotated[
     typer.Option(
         "--url",
         show_default=False,
-        help="of the service; absent: TURNWISE_URL, or http://127.0.0.1:8100",
+        help="URL of the service; absent: TURNWISE_URL, or http://127.0.0.1:8100",
     ),
 ]
-JobName = Annotated[str, typer.Argument(help="its id, the beginning of it, or a name that no other job has")]
+JobName = Annotated[str, typer.Argument(help="its id, the beginning of its id, or a unique name")]
 
 
 @jobs.command()
 def submit(
     job: JobPaths,
     url: Url = None,
-    dry_run: Annotated[bool, typer.Option(help="check it only, and print it with every default")] = False,
+    dry_run: Annotated[bool, typer.Option(help="only check it, and print it with every default")] = False,
     follow: Annotated[
         bool,
-        typer.Option(help="go on printing what it tells, until it has ended; exit code 1: not with success"),
+        typer.Option(help="print its log until it has ended; exit code 1 unless it succeeded"),
     ] = False,
     idempotency_key: Annotated[
-        str | None, typer.Option(help="your name for this: the same again makes no second job")
+        str | None, typer.Option(help="your key for this request: repeating it makes no second job")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Send a job. Paths in it are those of the service's machine."""
+    """Submit a job. Paths in it refer to the service's machine."""
     client, text = _client(url), text_to_send(job, overrides or ())
     headers = {"Content-Type": "application/toml"}
     headers |= {"Idempotency-Key": idempotency_key} if idempotency_key else {}
     query = {"dry_run": True} if dry_run else {}
-    found = client.post("/jobs", body=text, headers=headers, **query)
-    for warning in found["warnings"]:
+    reply = client.post("/jobs", body=text, headers=headers, **query)
+    for warning in reply["warnings"]:
         tell(_err, f"warning: {warning}")
     if dry_run:
-        write(found["toml"])
+        write(reply["toml"])
         return
-    tell(_out, f"{found['id']}  {found['state']}  {found['name']}")
+    tell(_out, f"{reply['id']}  {reply['state']}  {reply['name']}")
     if follow:
-        _follow(client, found["id"])
+        _follow(client, reply["id"])
 
 
 @jobs.command("list")
 def list_jobs(
     url: Url = None,
-    state: Annotated[list[str] | None, typer.Option(help="only those; may be repeated")] = None,
+    state: Annotated[list[str] | None, typer.Option(help="only jobs in this state; may be repeated")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="as the service said it")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the service's reply")] = False,
 ) -> None:
-    """The newest jobs, and the runs of `turnwise train` that the service sees."""
-    found = _client(url).get("/jobs", limit=limit, state=state or [])
+    """List the newest jobs, including runs of `turnwise train` that the service sees."""
+    reply = _client(url).get("/jobs", limit=limit, state=state or [])
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(reply))
         return
     table = Table(box=None, pad_edge=False)
     for title in ("id", "name", "state", "iteration", "created", ""):
         table.add_column(title)
-    for job in found["jobs"]:
-        told = (job["id"][:12], job["name"], job["state"], _iteration(job), job["created"][:19], _detail(job))
-        table.add_row(*(Text(word) for word in told))
+    for job in reply["jobs"]:
+        cells = (
+            job["id"][:12],
+            job["name"],
+            job["state"],
+            _iteration(job),
+            job["created"][:19],
+            _detail(job),
+        )
+        table.add_row(*(Text(word) for word in cells))
     _out.print(table)
-    if found["next_cursor"] is not None:
+    if reply["next_cursor"] is not None:
         tell(_err, "there are more: --limit, --state, or --json with its next_cursor")
 
 
@@ -91,21 +98,25 @@ def show(
     job: JobName,
     url: Url = None,
     config: Annotated[bool, typer.Option(help="print its TOML instead")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="as the service said it")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the service's reply")] = False,
 ) -> None:
-    """One job: its state, how far it is, where its run lies."""
+    """Show one job: its state, its progress, its run directory."""
     client = _client(url)
     if config:
         write(client.text(f"/jobs/{job}/config"))
         return
-    found = client.get(f"/jobs/{job}")
+    reply = client.get(f"/jobs/{job}")
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(reply))
         return
-    progress = found.pop("progress") or {}
-    told = {**found, "iteration": _iteration({**found, "progress": progress}), "stage": progress.get("stage")}
+    progress = reply.pop("progress") or {}
+    facts = {
+        **reply,
+        "iteration": _iteration({**reply, "progress": progress}),
+        "stage": progress.get("stage"),
+    }
     table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in told.items():
+    for name, value in facts.items():
         if value not in (None, "", {}):
             table.add_row(Text(name), Text(json.dumps(value) if isinstance(value, dict) else str(value)))
     _out.print(table)
@@ -116,12 +127,12 @@ def logs(
     job: JobName,
     url: Url = None,
     follow: Annotated[
-        bool, typer.Option(help="go on until the job has ended; exit code 1: not with success")
+        bool, typer.Option(help="continue until the job has ended; exit code 1 unless it succeeded")
     ] = False,
     part: Annotated[str, typer.Option(help="run, process or task_app")] = "run",
-    tail: Annotated[int, typer.Option(min=1, max=10_000, help="the last so many lines")] = 1000,
+    tail: Annotated[int, typer.Option(min=1, max=10_000, help="number of last lines")] = 1000,
 ) -> None:
-    """What a job has told."""
+    """Print a job's log."""
     client = _client(url)
     if follow and part != "run":
         raise JobError(f"--follow prints what the run tells; of --part {part} leave it out")
@@ -134,19 +145,19 @@ def logs(
 
 @jobs.command()
 def pause(job: JobName, url: Url = None) -> None:
-    """Let it save what is finished, and stop until `resume`."""
+    """Let a job save finished work, and stop it until `resume`."""
     _ask(job, "pause", url)
 
 
 @jobs.command()
 def resume(job: JobName, url: Url = None) -> None:
-    """Queue it again; it goes on from its newest checkpoint."""
+    """Queue a job again; it continues from its newest checkpoint."""
     _ask(job, "resume", url)
 
 
 @jobs.command()
 def cancel(job: JobName, url: Url = None) -> None:
-    """End it; what it has trained stays."""
+    """End a job; its results stay."""
     _ask(job, "cancel", url)
 
 
@@ -154,14 +165,14 @@ def cancel(job: JobName, url: Url = None) -> None:
 def delete(
     job: JobName,
     url: Url = None,
-    files: Annotated[bool, typer.Option(help="its run directory too: checkpoints, rollouts, all")] = False,
+    files: Annotated[bool, typer.Option(help="delete its run directory too, with everything in it")] = False,
 ) -> None:
     """Forget a job that has ended."""
     client = _client(url)
-    found = client.get(f"/jobs/{job}")
-    client.delete(f"/jobs/{found['id']}", files=files)
-    kept = "" if files or not found["run_dir"] else f"; its files stay in {found['run_dir']}"
-    tell(_out, f"{found['id']}  deleted{kept}")
+    reply = client.get(f"/jobs/{job}")
+    client.delete(f"/jobs/{reply['id']}", files=files)
+    note = "" if files or not reply["run_dir"] else f"; its files stay in {reply['run_dir']}"
+    tell(_out, f"{reply['id']}  deleted{note}")
 
 
 def _client(url: str | None) -> "JobsClient":
@@ -171,8 +182,8 @@ def _client(url: str | None) -> "JobsClient":
 
 
 def _ask(job: str, verb: str, url: str | None) -> None:
-    found = _client(url).post(f"/jobs/{job}/{verb}")
-    tell(_out, f"{found['id']}  {found['state']}  {found['name']}")
+    reply = _client(url).post(f"/jobs/{job}/{verb}")
+    tell(_out, f"{reply['id']}  {reply['state']}  {reply['name']}")
 
 
 def _follow(client: "JobsClient", job: str) -> None:
@@ -192,8 +203,8 @@ def _detail(job: dict[str, Any]) -> str:
     return str(detail).splitlines()[0][:80] if detail else ""
 
 
-# Between two questions to a service that has stopped; after the last of them it is given up. Long enough for
-# one that is started anew, and lets its jobs save before.
+# Waits between attempts to reach a stopped service; then it is given up. Long enough for a service that
+# restarts and lets its jobs save before.
 _WAITS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0)
 
 
@@ -205,27 +216,25 @@ def follow(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Print what comes; the state that the job has ended in, or `deleted`."""
+    """Print events; return the job's final state, or `deleted`."""
     path, after, waits = f"/jobs/{job}/events", None, iter(_WAITS_S)
-    reached = False
+    has_connected = False
     while True:
-        stopped: ServiceUnreachable | None = None
+        outage: ServiceUnreachable | None = None
         try:
             for event in client.events(path, after=after):
-                reached, after, waits = True, event.identity or after, iter(_WAITS_S)
+                has_connected, after, waits = True, event.identity or after, iter(_WAITS_S)
                 if event.name == "end":
                     tell(err, f"the job is {event.data['state']}")
                     return str(event.data["state"])
                 _print(event.name, event.data, out, err)
         except ServiceUnreachable as error:
-            if not reached:
+            if not has_connected:
                 raise
-            stopped = error
+            outage = error
         wait_s = next(waits, None)
         if wait_s is None:
-            raise stopped or ServiceUnreachable(
-                f"the service at {client.url} does not tell how {job} goes on"
-            )
+            raise outage or ServiceUnreachable(f"the service at {client.url} does not tell how {job} goes on")
         tell(err, f"the service has stopped before the job has ended; asking again in {wait_s:g} s")
         sleep(wait_s)
 

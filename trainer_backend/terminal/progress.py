@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
+"""The progress of a run: a live table in a terminal, plain lines elsewhere."""
 
 import re
 import time
@@ -19,12 +19,12 @@ from trainer_backend.core.statistics import Interval
 from trainer_backend.pages.report import last_minus_first
 from trainer_backend.pages.story import Row, Story
 
-_SHOWN_ROWS = 14
-_TITLE_WIDTH = 12  # a longer title is broken between its words
+_MOST_ROWS = 14
+_TITLE_WIDTH = 12  # longer titles are wrapped between words
 _OUTCOME = "episode/outcome_reward"
 _REWARDED = "decision/nonzero_frac"
 _OF_A_POLICY = re.compile(metric_of(r"[^/]+", OUTCOME))
-# Shown where a row has it.
+# Columns that appear if a row has their metric.
 _COLUMNS = (
     ("iteration", "iteration", "{:.0f}"),
     (_OUTCOME, "outcome", "{:.2f}"),
@@ -39,16 +39,16 @@ _COLUMNS = (
     ("rollout/policy_choice", "by the actor", "{:.0%}"),
     ("mixture/counted_share", "fixed counted", "{:.1%}"),
 )
-# Behind them, and behind what fixed policies earned.
+# Columns after these and after the outcomes of fixed policies.
 _TIMES = (("time/collect_s", "collect s", "{:.1f}"), ("time/update_s", "update s", "{:.1f}"))
 
 
 class ConsoleReporter:
-    """Use as a context manager; implements `protocols.Reporter`."""
+    """A `protocols.Reporter` for a console; use it as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = time.monotonic()
+        self._start_s = time.monotonic()
         self._rows: list[dict[str, Any]] = []
         self._stage = ("", 0, 1)
         self._live = (
@@ -85,88 +85,92 @@ class ConsoleReporter:
             self.say("  ".join(f"{title} {_cell(row, key, form)}" for key, title, form in _columns([row])))
 
     def _print(self, line: Text) -> None:
-        # Text, never a string: rich would read what stands in brackets as markup, drop it, or raise on it.
-        self._console.print(Text.assemble((self._elapsed(), "dim"), " ", line), soft_wrap=self._live is None)
+        # Text instead of a string, because rich would read brackets as markup, drop them or raise.
+        self._console.print(
+            Text.assemble((self._elapsed_text(), "dim"), " ", line), soft_wrap=self._live is None
+        )
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False)
-        shown = self._rows[-_SHOWN_ROWS:]
-        columns = _columns(shown)
+        rows = self._rows[-_MOST_ROWS:]
+        columns = _columns(rows)
         for _, title, _ in columns:
             table.add_column(Text(title), justify="right", max_width=_TITLE_WIDTH)
-        for row in shown:
+        for row in rows:
             table.add_row(*(_cell(row, key, form) for key, _, form in columns))
         name, done, total = self._stage
-        line = Text(f"{self._elapsed()}  {name}  {done}/{total}")
+        line = Text(f"{self._elapsed_text()}  {name}  {done}/{total}")
         return Group(table, line, ProgressBar(total=max(total, 1), completed=done, width=60))
 
-    def _elapsed(self) -> str:
-        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+    def _elapsed_text(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self._start_s), 60)
         return f"{minutes:02d}:{seconds:02d}"
 
 
 def evaluation_line(row: Row) -> Text:
-    """An evaluation in a sentence, the best-known achievements first."""
+    """Describe an evaluation in a sentence, with the most frequent achievements first."""
     rates = sorted(row.get("eval/success_rates", {}).items(), key=lambda item: -item[1])
-    told = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate > 0)
+    achievements = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate > 0)
     result = f"held-out after iteration {row['iteration']}: {_outcome(row)}"
-    return Text.assemble((result, "bold"), f", {row['eval/episodes']} episodes", f": {told}" if told else "")
+    return Text.assemble(
+        (result, "bold"), f", {row['eval/episodes']} episodes", f": {achievements}" if achievements else ""
+    )
 
 
 def closing_lines(story: Story) -> list[str]:
-    """What the run came to: the first and the last evaluation, their difference, the best checkpoint.
+    """Summarise a run: the first and the last evaluation, their difference, the best checkpoint.
 
-    The last evaluation is the result. The best one is chosen on the worlds that it is measured on, so its
-    figure flatters it; it comes last, and says so.
+    The last evaluation is the result. The best one is selected on its own worlds, which flatters its figure;
+    it comes last with a note.
     """
     evaluations, best = story.evaluations, story.best_evaluation
     if best is None:
         return []
     first, last = evaluations[0], evaluations[-1]
-    named = [("before RL", _outcome(first))]
+    lines = [("before RL", _outcome(first))]
     if last is not first:
-        named.append((f"after iteration {last['iteration']}", _outcome(last)))
-        found = last_minus_first(story)
-        if found is not None:
-            named.append(
+        lines.append((f"after iteration {last['iteration']}", _outcome(last)))
+        difference = last_minus_first(story)
+        if difference is not None:
+            lines.append(
                 (
                     f"difference, {story.unit} by {story.unit}",
-                    f"{_interval(found)}, {found.count} {story.unit}s",
+                    f"{_interval(difference)}, {difference.count} {story.unit}s",
                 )
             )
-        chosen = f"iteration {best['iteration']}, {outcome_interval(best).mean:.2f}"
-        named.append(("best checkpoint", f"{chosen} (chosen on these {story.unit}s: not a result)"))
-    return [f"{name:>26}: {told}" for name, told in named]
+        best_text = f"iteration {best['iteration']}, {outcome_interval(best).mean:.2f}"
+        lines.append(("best checkpoint", f"{best_text} (chosen on these {story.unit}s: not a result)"))
+    return [f"{name:>26}: {text}" for name, text in lines]
 
 
 def _outcome(row: Row) -> str:
-    found = outcome_interval(row)
-    bounds = f" (95 % {found.low:.2f} to {found.high:.2f})" if found.low is not None else ""
-    return f"{found.mean:.2f}{bounds} {outcome_name(row)}"
+    interval = outcome_interval(row)
+    bounds = f" (95 % {interval.low:.2f} to {interval.high:.2f})" if interval.low is not None else ""
+    return f"{interval.mean:.2f}{bounds} {outcome_name(row)}"
 
 
-def _interval(found: Interval) -> str:
-    bounds = f" (95 % {found.low:+.2f} to {found.high:+.2f})" if found.low is not None else ""
-    return f"{found.mean:+.2f}{bounds}"
+def _interval(interval: Interval) -> str:
+    bounds = f" (95 % {interval.low:+.2f} to {interval.high:+.2f})" if interval.low is not None else ""
+    return f"{interval.mean:+.2f}{bounds}"
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Key, title and form of each figure that the rows have."""
+    """Return key, title and format of each figure that the rows have."""
     if not rows:
         return []
-    named = [
+    columns = [
         (key, outcome_name(rows[-1]) if key == _OUTCOME else title, form)
-        for key, title, form in (*_COLUMNS, *_of_fixed_policies(rows), *_TIMES)
+        for key, title, form in (*_COLUMNS, *_fixed_policy_columns(rows), *_TIMES)
     ]
-    achieved = any("episode/unique_achievements" in row for row in rows)
+    has_achievements = any("episode/unique_achievements" in row for row in rows)
     return [
-        item for item in named
-        if any(item[0] in row for row in rows) and (achieved or item[0] != _REWARDED)
+        column for column in columns
+        if any(column[0] in row for row in rows) and (has_achievements or column[0] != _REWARDED)
     ]  # fmt: skip
 
 
-def _of_fixed_policies(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """The outcome of each, under its name; the actor's has a column anyway."""
+def _fixed_policy_columns(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Return a column for the outcome of each fixed policy; the actor has one anyway."""
     keys = dict.fromkeys(key for row in rows for key in row if _OF_A_POLICY.fullmatch(key))
     return [(key, key.split("/")[1], "{:.2f}") for key in keys if key != metric_of(ACTOR, OUTCOME)]
 

@@ -1,4 +1,4 @@
-"""Published rows beside an evaluation, for a terminal: first what keeps them from being comparable."""
+"""Published rows beside an evaluation, for a terminal: first the reasons why they are not comparable."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from rich.text import Text
 from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.beside_published import Group, Row
 from trainer_backend.evaluation.published_crafter import Figure
-from trainer_backend.evaluation.result import Evaluated
+from trainer_backend.evaluation.result import EvaluationResult
 
 _COLUMNS = (("score", "score %"), ("reward", "reward"), ("progress", "progress %"))
 
 
-def published(result: Evaluated) -> Iterator[RenderableType]:
-    """A table a group of rows that were measured alike, and the addresses of their sources below."""
+def published(result: EvaluationResult) -> Iterator[RenderableType]:
+    """Yield a table per group of rows with the same protocol, then the addresses of their sources."""
     sources = list(dict.fromkeys((row.source, row.url) for group in result.published for row in group.rows))
     for group in result.published:
         yield ""
@@ -29,19 +29,19 @@ def published(result: Evaluated) -> Iterator[RenderableType]:
         yield Text(f"[{number}] {title}: {url}")
 
 
-def _rows(result: Evaluated, group: Group, sources: list[tuple[str, str]]) -> Table:
-    shown = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in group.rows)]
-    table = Table("agent", *(title for _, title in shown), "learned from", "", box=None, pad_edge=False)
+def _rows(result: EvaluationResult, group: Group, sources: list[tuple[str, str]]) -> Table:
+    columns = [(name, title) for name, title in _COLUMNS if any(getattr(row, name) for row in group.rows)]
+    table = Table("agent", *(title for _, title in columns), "learned from", "", box=None, pad_edge=False)
     ours = _ours(result)
     name = "this evaluation" if group.comparable else "this, NOT comparable"
-    table.add_row(Text(name, style="bold"), *(_mean(ours[column]) for column, _ in shown), "", "")
+    table.add_row(Text(name, style="bold"), *(_mean(ours[column]) for column, _ in columns), "", "")
     for row in group.rows:
-        cells = [_figure(getattr(row, column)) for column, _ in shown]
+        cells = [_figure(getattr(row, column)) for column, _ in columns]
         table.add_row(Text(row.agent), *cells, row.learned_from, Text(_mark(row, sources)))
     return table
 
 
-def _ours(result: Evaluated) -> dict[str, float | None]:
+def _ours(result: EvaluationResult) -> dict[str, float | None]:
     score: Interval | None = result.crafter_score
     return {
         "score": score.mean if score else None,

@@ -1,4 +1,4 @@
-"""`turnwise serve RUN_OR_FOLDER`: a model behind the gateway, for any OpenAI client, until it is stopped."""
+"""`turnwise serve RUN_OR_FOLDER`: serve a model through the gateway to any OpenAI client."""
 
 import asyncio
 import re
@@ -16,16 +16,16 @@ from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 
-# The most that a folder without a job is served with: the cache grows with it.
+# The longest context for a folder without a job; the cache grows with it.
 _LONGEST = 8192
 
 
 def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str]) -> tuple[LoadedJob, Path]:
-    """From the arguments of the command to a job and the folder whose model is served.
+    """Convert the arguments of the command to a job and the folder of the model.
 
     Args:
         folder: a run (its best checkpoint), a checkpoint of a run, or a model folder.
-        job_path: a job TOML; absent, that of the run, or for a model folder one with every default.
+        job_path: a job TOML; absent: the run's, or for a model folder one with every default.
         overrides: `table.key=value` for the job.
     """
     run = run_of(folder)
@@ -41,13 +41,13 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
 
 
 async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str], None]) -> None:
-    """Serve `{job}/actor` until somebody stops it.
+    """Serve `{job}/actor` until stopped.
 
     Args:
-        key: what callers must know.
-        say: is given a line for the person who started it.
+        key: the key that callers must send.
+        say: receives lines for the user.
     """
-    # The port first: a taken one must not cost the reading of the weights.
+    # The port first: if it is taken, the weights need not be read.
     with stop_on_signals(lambda _: say("stopping")) as stop, _listener(job.services) as listener:
         server = PolicyServer(job.job.name, listener, job.inference, key=key)
         policy = await asyncio.to_thread(FolderPolicy, job.model, server, folder)
@@ -58,5 +58,5 @@ async def serve(job: JobConfig, folder: Path, key: SecretStr, say: Callable[[str
 
 
 def _listener(table: ServicesTable) -> Listener:
-    """Listen on any address, also on all of a machine: no task app needs a URL to call back."""
+    """Listen on any address, even all of a machine, since no task app calls back."""
     return Listener(table.gateway_host, table.gateway_port)

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from trainer_backend.jobs.options import Flags
-from trainer_backend.terminal.telling import Overrides, TextConsole, run_directories, tell, warn
+from trainer_backend.terminal.output import Overrides, TextConsole, tell, warn
 
 _out = TextConsole()
 _err = TextConsole(stderr=True)
 
 
 def add_to(app: typer.Typer) -> None:
-    """Give the command line what is here."""
+    """Add these commands to the command line."""
     app.command("serve")(serve_model)
     app.command(
         "task-app",
@@ -28,17 +28,11 @@ def add_to(app: typer.Typer) -> None:
 
 def serve_model(
     folder: Annotated[
-        Path,
-        typer.Argument(
-            help="a run (its best checkpoint), a checkpoint, or a model folder",
-            autocompletion=run_directories,
-        ),
+        Path, typer.Argument(help="a run (its best checkpoint), a checkpoint, or a model folder")
     ],
-    job: Annotated[
-        Path | None, typer.Option(help="a job TOML; absent: that of the run, or every default")
-    ] = None,
+    job: Annotated[Path | None, typer.Option(help="a job TOML; absent: the run's, or every default")] = None,
     host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port")] = 8000,
     api_key_env: Annotated[
         str, typer.Option(help="environment variable with the key that callers must send")
     ] = "TURNWISE_API_KEY",
@@ -64,7 +58,7 @@ def trainer(**options: Any) -> None:
     """Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.
 
     TRAINER_API_KEY (or TRAINER_API_KEY_FILE) holds the key that callers must send. TASK_URL names the
-    task apps of jobs that name none; without it each starts its own.
+    task apps for jobs that name none; without it each job starts its own.
     """
     from trainer_backend.jobs.server import serve_trainer
     from trainer_backend.jobs.settings import settings_from

@@ -1,4 +1,4 @@
-"""`turnwise init` and `turnwise new env`: the files that they write, from the job schema and templates."""
+"""`turnwise init` and `turnwise new env`: their files, from the job's schema and templates."""
 
 import keyword
 import re
@@ -23,7 +23,7 @@ from trainer_backend.rundir.files import write_errors
 
 Values = dict[str, dict[str, Any]]
 
-# Of tables that are not here, every key is shown.
+# Keys to show, by table; other tables show every key.
 COMMON: Mapping[str, tuple[str, ...]] = {
     "services": ("task_url", "task_plugins", "iteration_timeout_s"),
     "inference": ("max_running", "max_model_len"),
@@ -43,14 +43,14 @@ COMMON: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 _DECISION_REWARDS = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
-# Conversations have no achievements: what their environment or their interaction pays is the reward.
+# Conversations have no achievements; their environment or interaction gives the reward.
 _CONVERSATION: Values = {
     "multi_turn": {"enable": True},
     "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
 }
 _CONVERSATIONS = frozenset({"dialogue", "documents"})
 
-# Documents that fit a small model, and a teacher that has read some.
+# Documents that fit a small model, and a teacher that reads them.
 _SHORT_DOCUMENTS: Values = {
     "inference": {"max_model_len": 320},
     "multi_turn": {"max_model_length": 320},
@@ -70,14 +70,14 @@ _SHORT_DOCUMENTS: Values = {
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the command was told: an environment, and a preset or else a model (a folder, or a name)."""
+    """The choices of the command: an environment, and a preset or a model (a folder, or a name)."""
 
     env: str = "crafter"
     preset: str | None = None
     model: str | None = None
 
     def values(self) -> Values:
-        """The keys that the file sets, by table."""
+        """Return the keys that the file sets, by table."""
         if self.preset and self.model:
             raise JobError(f"turnwise init: give --preset {self.preset} or --model {self.model}, not both")
         values: Values = {
@@ -92,7 +92,10 @@ class Choices:
         return values
 
     def _for_a_preset(self) -> Values:
-        """A fresh small model: it knows nothing, so it starts best from a teacher, where there is one."""
+        """Return the keys for a fresh small model.
+
+        It knows nothing, so a teacher helps where there is one.
+        """
         model = {"model": {"preset": self.preset or "tiny-0.3m"}}
         if self.env == "documents":
             return model | _SHORT_DOCUMENTS
@@ -111,7 +114,7 @@ class Choices:
 
 
 def _for_a_model(model: str) -> Values:
-    """A trained model, which reads and answers at length and moves in small steps."""
+    """Return the keys for a trained model, which reads and answers at length and needs small steps."""
     return {
         "model": {"path" if Path(model).is_dir() else "name": model},
         "inference": {"max_model_len": 8192},
@@ -120,7 +123,7 @@ def _for_a_model(model: str) -> Values:
     }
 
 
-# What each file of the folder is made from.
+# The template of each file of the folder.
 FILES = {
     "{name}_environment.py": "environment.py.template",
     "plugins.py": "plugins.py.template",
@@ -133,12 +136,12 @@ def write_environment(name: str, parent: Path) -> list[Path]:
     """Write the folder `parent/name`.
 
     Returns:
-        The files, in the order in which one would read them.
+        The files, in reading order.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name) or keyword.iskeyword(name):
         raise JobError(
             f"turnwise new env: {name!r} is no name for an environment; allowed are small letters, digits "
-            f"and _, a letter first{_meant(name)}"
+            f"and _, a letter first{_suggestion(name)}"
         )
     folder = parent / name
     with write_errors(folder):
@@ -146,7 +149,7 @@ def write_environment(name: str, parent: Path) -> list[Path]:
             folder.mkdir(parents=True)
         except FileExistsError as error:
             raise JobError(f"turnwise new env: {folder} is there already; nothing was written") from error
-        return [_written(folder / file, text) for file, text in _texts(name)]
+        return [_write(folder / file, text) for file, text in _texts(name)]
 
 
 def _texts(name: str) -> Iterator[tuple[str, str]]:
@@ -165,12 +168,12 @@ def _texts(name: str) -> Iterator[tuple[str, str]]:
         yield file.format(name=name), Template(text).substitute(names)
 
 
-def _written(path: Path, text: str) -> Path:
+def _write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     close = re.sub(r"\W+", "_", name.lower()).strip("_0123456789")
     return f". Did you mean {close!r}?" if close and close != name and not keyword.iskeyword(close) else ""
 
@@ -183,36 +186,42 @@ _HEAD = """\
 
 
 def job_text(values: Values) -> str:
-    """The file: every table, with the keys of `values` set and the other common ones commented out."""
+    """Return the file: every table, with the keys of `values` set and the other common ones commented out."""
     return _HEAD + "".join(_table(name, field, values) for name, field in JobConfig.model_fields.items())
 
 
 def _table(name: str, field: FieldInfo, values: Values) -> str:
-    model, given = table_model(field), values.get(name, {})
-    shown = [key for key in model.model_fields if key in given or key in COMMON.get(name, model.model_fields)]
-    # A table whose absence means something must not be there with nothing in it.
-    header = f"[{name}]" if given or field.default not in (None, ()) else f"#[{name}]"
+    model, values_here = table_model(field), values.get(name, {})
+    keys = [
+        key for key in model.model_fields if key in values_here or key in COMMON.get(name, model.model_fields)
+    ]
+    # A table whose absence has a meaning must not appear empty.
+    header = f"[{name}]" if values_here or field.default not in (None, ()) else f"#[{name}]"
     return (
         "\n".join(
-            ["", header, *(line for key in shown for line in _key(name, model.model_fields[key], key, given))]
+            [
+                "",
+                header,
+                *(line for key in keys for line in _key(name, model.model_fields[key], key, values_here)),
+            ]
         )
         + "\n"
     )
 
 
-def _key(table: str, field: FieldInfo, key: str, given: Mapping[str, Any]) -> Iterator[str]:
+def _key(table: str, field: FieldInfo, key: str, values_here: Mapping[str, Any]) -> Iterator[str]:
     names = [] if field.annotation is bool else alternatives(f"{table}.{key}", field)
-    told = "; ".join(filter(None, (meaning(field), quoted(names))))
-    yield from textwrap.wrap(told, _WIDTH, initial_indent="# ", subsequent_indent="# ")
-    if key in given:
-        yield f"{key} = {toml_value(given[key])}"
+    comment = "; ".join(filter(None, (meaning(field), quoted(names))))
+    yield from textwrap.wrap(comment, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    if key in values_here:
+        yield f"{key} = {toml_value(values_here[key])}"
         return
     default = field.get_default(call_default_factory=True)
     yield f"#{key} =" if default in (None, PydanticUndefined) else f"#{key} = {toml_value(default)}"
 
 
 def toml_value(value: Any) -> str:
-    """A value on one line, tables inline."""
+    """Format a value on one line, tables inline."""
     if isinstance(value, Mapping):
         inside = ", ".join(f"{_name(key)} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
@@ -223,12 +232,12 @@ def toml_value(value: Any) -> str:
 
 
 def _name(key: str) -> str:
-    """As TOML writes a key: quoted where it must be."""
+    """Format a key as TOML, quoted if necessary."""
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
 
 
 def write_job(path: Path, choices: Choices) -> LoadedJob:
-    """Write the job that was chosen, and give it back as it loads."""
+    """Write the chosen job and return it as loaded."""
     text = job_text(choices.values())
     loaded = parse_job(tomli.loads(text), where="turnwise init")
     with write_errors(path):

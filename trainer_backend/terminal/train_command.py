@@ -1,4 +1,4 @@
-"""`turnwise train`: the runs that it makes or continues, one for each seed, with dashboard and report."""
+"""`turnwise train`: the runs that it creates or continues, one per seed, with dashboard and report."""
 
 import asyncio
 import subprocess
@@ -21,16 +21,16 @@ from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.lock import refuse_if_locked
 from trainer_backend.rundir.new_job import load_new_job
-from trainer_backend.sinks import refuse_missing
+from trainer_backend.sinks import refuse_missing_libraries
 from trainer_backend.start import Ended, run_job
+from trainer_backend.terminal.output import tell
 from trainer_backend.terminal.progress import ConsoleReporter, closing_lines
-from trainer_backend.terminal.telling import tell
 
 Paths = Sequence[Path]
 
 
-class Planned(NamedTuple):
-    """A run that is to begin, or to go on."""
+class RunPlan(NamedTuple):
+    """A run to start or to continue."""
 
     loaded: LoadedJob
     directory: RunDirectory
@@ -43,28 +43,28 @@ class Planned(NamedTuple):
         return runs if path.is_relative_to(runs) else path.parent
 
 
-def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str]) -> Planned:
-    """A new run of a job, or one that exists; `start.run_job` writes down what that one goes on with."""
+def single_run(job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str]) -> RunPlan:
+    """Create a run of a job, or open an existing one; `start.run_job` stores a changed job."""
     if bool(job) == (resume is not None):
         raise JobError("give either a job TOML, or --resume with a run directory")
     if job:
         loaded = load_new_job(job, overrides)
-        return Planned(loaded, create_run(loaded.config, run), resume=False)
+        return RunPlan(loaded, create_run(loaded.config, run), resume=False)
     assert resume is not None, "one of the two is given"
     if run is not None:
         raise JobError(f"--run {run} makes a new run, but --resume {resume} continues one: leave --run out")
     directory = open_run(resume)
     loaded = directory.job_with(overrides)
-    refuse_missing(loaded.config.sinks)
-    return Planned(loaded, directory, resume=True)
+    refuse_missing_libraries(loaded.config.sinks)
+    return RunPlan(loaded, directory, resume=True)
 
 
 def run_of_each_seed(
     job: Paths | None, run: Path | None, resume: Path | None, overrides: Sequence[str], *, seeds: str
-) -> Iterator[Planned]:
-    """The job under every seed, in FOLDER/seed_N; those that are not finished yet, each when it is its turn.
+) -> Iterator[RunPlan]:
+    """Yield the unfinished runs of a job under every seed, in FOLDER/seed_N, each when it is its turn.
 
-    FOLDER is `run`, or runs_dir/NAME-seeds: the same every time, so that the same command goes on.
+    FOLDER is `run`, or runs_dir/NAME-seeds: always the same, so that repeating the command continues.
     """
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
@@ -73,7 +73,7 @@ def run_of_each_seed(
         table = loaded.config.job
         path = (run or table.runs_dir / f"{table.name}-seeds") / f"seed_{seed}"
         if not (path / "run.json").exists():
-            yield Planned(loaded, create_run(loaded.config, path), resume=False)
+            yield RunPlan(loaded, create_run(loaded.config, path), resume=False)
             continue
         directory = open_run(path)
         if dump_job(directory.job()) != dump_job(loaded.config):
@@ -82,7 +82,7 @@ def run_of_each_seed(
                 f"--run, or continue it with turnwise train --resume {path}"
             )
         if not _finished(directory):
-            yield Planned(loaded, directory, resume=True)
+            yield RunPlan(loaded, directory, resume=True)
 
 
 def _seeds_of(text: str) -> list[int]:
@@ -96,7 +96,7 @@ def _seeds_of(text: str) -> list[int]:
 
 
 def _finished(directory: RunDirectory) -> bool:
-    """The evaluation after the last iteration is the last thing that a run does."""
+    """Return whether the run has its last evaluation, after the last iteration."""
     last = directory.job().training.iterations
     return any(row["kind"] == "evaluation" and row["iteration"] == last for row in directory.metrics())
 
@@ -113,18 +113,18 @@ def dashboard_beside(
     *,
     command: Sequence[str] = (sys.executable, "-m", "trainer_backend"),
 ) -> Iterator[None]:
-    """Show the runs of a folder on a free port of this machine, while what is inside goes on.
+    """Show the runs of a folder on a free port of this machine inside the context.
 
     Args:
-        data_dir: the folder that run directories are in; its index is kept there too.
-        say: is given the address once it can be asked, or why there is none; from a thread.
+        data_dir: the parent of run directories; the dashboard's index is kept there too.
+        say: receives the address, or why there is none; called from a thread.
     """
     with subprocess.Popen(
         [*command, "trainer", "--no-jobs", "--port", "0", "--data-dir", str(data_dir), "--exit-with-parent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # Its own session: Ctrl-C is for the run, which ends first.
+        # A session of its own: Ctrl-C goes to the run, which ends first.
         start_new_session=True,
     ) as child:
         listener = Thread(target=_listen, args=(child, say), daemon=True)
@@ -143,33 +143,32 @@ def dashboard_beside(
 
 
 def _listen(child: "subprocess.Popen[bytes]", say: Callable[[str], None]) -> None:
-    """Tell where it is; then go on reading, for a pipe that nobody empties would stop it."""
+    """Report the dashboard's address, then drain its pipe, since a full pipe would block it."""
     assert child.stdout is not None
-    last, told = "", False
+    last, has_said = "", False
     for raw in child.stdout:
         last = raw.decode(errors="replace").strip() or last
-        if last.startswith(READY) and not told:
-            told = True
+        if last.startswith(READY) and not has_said:
+            has_said = True
             say(f"dashboard: {last.removeprefix(READY)}")
-    if not told and child.wait() > 0:
+    if not has_said and child.wait() > 0:
         say(f"the dashboard did not start: {last.removeprefix('error: ')}")
 
 
-def train_one(out: Console, planned: Planned, *, report: bool) -> bool:
-    """Train to the end; False where somebody stopped it before."""
-    directory = planned.directory
-    ended = _trained(out, planned)
-    if ended is None:
+def train_one(out: Console, plan: RunPlan, *, report: bool) -> bool:
+    """Train to the end; return False if the run was stopped early."""
+    directory = plan.directory
+    end = _train(out, plan)
+    if end is None:
         return False
     tell_end(out, directory, report=report)
-    if ended.stopped:
+    if end.stopped:
         tell(out, f"stopped early; continue with: turnwise train --resume {directory.path}")
-    return not ended.stopped
+    return not end.stopped
 
 
 def tell_end(out: Console, directory: RunDirectory, *, report: bool) -> None:
-    """The figures of a run that has ended, and its report. What is wrong with these is told, and no more: the
-    run has ended, and is saved."""
+    """Print the figures of a finished run, and write its report. Errors here are only reported."""
     try:
         for line in closing_lines(read_story(directory)):
             tell(out, line)
@@ -181,24 +180,24 @@ def tell_end(out: Console, directory: RunDirectory, *, report: bool) -> None:
         tell(out, f"the run has ended and is saved, but not all can be told of it: {error}")
 
 
-def _trained(out: Console, planned: Planned) -> Ended | None:
-    """None when it was stopped before there was anything to save."""
-    config, directory, resume = planned.loaded.config, planned.directory, planned.resume
+def _train(out: Console, plan: RunPlan) -> Ended | None:
+    """Train; return None if the run was stopped before there was anything to save."""
+    config, directory, resume = plan.loaded.config, plan.directory, plan.resume
     with ConsoleReporter(out) as console:
         console.say(f"run directory: {directory.path}")
         try:
-            # `run_job` would, when sinks have told theirs that the run begins.
+            # Before `run_job` refuses: sinks would have announced the run by then.
             refuse_if_locked(directory.path)
             values = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})
             with SinkReporter(config.sinks, directory, console, job=values) as reporter:
-                ended = asyncio.run(run_job(config, directory, reporter, resume=resume))
-        except Stopped as stopped:
-            console.say(str(stopped))
+                end = asyncio.run(run_job(config, directory, reporter, resume=resume))
+        except Stopped as stop:
+            console.say(str(stop))
             return None
         except ServiceError as error:
-            # A mistake of the user's is told in the message; for any other the task app's log may be needed.
+            # The message explains a user's mistake; for other errors the task app's log may be needed.
             if not resume and directory.remove_if_unused(with_log=error.status < 500):
                 console.say(f"{directory.path} is removed again: nothing was done in it")
             raise
-        console.say(f"{ended.progress.iteration} iterations done; saved in {directory.checkpoints}")
-    return ended
+        console.say(f"{end.progress.iteration} iterations done; saved in {directory.checkpoints}")
+    return end

@@ -1,1 +1,1 @@
-"""How families of models write tool calls: a file each, pure, with no tokenizer and no template."""
+"""Tool-call syntaxes of model families: one pure file each, without tokenizer and template."""

@@ -3,18 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, as_call, read_json
-from trainer_backend.tool_formats.tagged import CLOSE, parse_tagged
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, as_call, read_json
+from trainer_backend.tool_formats.tags import CLOSE, parse_tagged
 
 
 def parse_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """Calls with text around them.
+    """Parse calls with text around them.
 
     Source: NousResearch's Hermes function calling; Qwen's chat templates.
     """
 
     def read_call(start: int) -> tuple[ParsedCall, int]:
-        # The decoder finds the end of the JSON itself: an argument may contain the closing tag as text.
+        # The JSON decoder finds the end, since an argument may contain the closing tag as text.
         value, body_end = read_json(text, start)
         rest = text[body_end:].lstrip()
         if not rest.startswith(CLOSE):

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, as_call, read_json, unreadable
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, as_call, read_json, unreadable
 
-# The models put it before a call when they were told of built-in tools.
+# The models write it before a call if they know of built-in tools.
 PYTHON_TAG = "<|python_tag|>"
 
 
 def parse_llama(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """One call, at the beginning or behind `<|python_tag|>`.
+    """Parse one call, at the beginning or after `<|python_tag|>`.
 
     A second call is an error: the chat templates of these models refuse a message with two.
 
@@ -30,6 +30,6 @@ def parse_llama(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
 
 def _call(body: str) -> tuple[ParsedCall, str]:
     value, end = read_json(body)
-    # Llama 3.2 also writes the word that other families use.
+    # Llama 3.2 also uses the key of other families.
     key = "arguments" if isinstance(value, dict) and "parameters" not in value else "parameters"
     return as_call(value, key=key), body[end:]

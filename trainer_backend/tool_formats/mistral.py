@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, as_call, read_json, unreadable
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, as_call, read_json, unreadable
 
 CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def parse_mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """The calls of a reply, in the form of either generation; an id that the model wrote is not used.
+    """Parse the calls of a reply, in the form of either generation; ids written by the model are ignored.
 
     Source: Mistral's tokenizers v3 to v11 (a list) and v11 on (a name, then its arguments).
     """
@@ -17,22 +17,22 @@ def parse_mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     calls: list[ParsedCall] = []
     for body in bodies:
         try:
-            found, rest = _listed(body) if body.lstrip().startswith("[") else _named(body)
+            new_calls, rest = _list_form(body) if body.lstrip().startswith("[") else _name_form(body)
         except (ValueError, RecursionError) as error:
             return unreadable(text, len(calls) + 1, error)
-        calls += found
+        calls += new_calls
         content += rest
     return ParsedReply(content.strip() if calls else text, tuple(calls))
 
 
-def _listed(body: str) -> tuple[list[ParsedCall], str]:
+def _list_form(body: str) -> tuple[list[ParsedCall], str]:
     value, end = read_json(body)
     if not isinstance(value, list) or not value:
         raise ValueError("the list of calls is empty")
     return [as_call(item) for item in value], body[end:]
 
 
-def _named(body: str) -> tuple[list[ParsedCall], str]:
+def _name_form(body: str) -> tuple[list[ParsedCall], str]:
     name, separator, rest = body.partition(ARGUMENTS)
     if not separator:
         raise ValueError(f"expected a list of calls, or a name and {ARGUMENTS}")

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: a call as tags, each argument between tags of its own.
+"""Qwen3-Coder: a call in tags, and each argument in tags of its own.
 
 <tool_call>
 <function=interact_many>
@@ -13,17 +13,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, as_call, read_json
-from trainer_backend.tool_formats.tagged import CLOSE, parse_tagged
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, as_call, read_json
+from trainer_backend.tool_formats.tags import CLOSE, parse_tagged
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# The template writes what is neither text, list nor object as Python prints it.
+# The template prints values other than texts, lists and objects in Python's syntax.
 _AS_PYTHON = {"True": True, "False": False, "None": None}
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """The calls of a reply; a value is read as JSON unless its tool says that the argument is a string.
+    """Parse the calls of a reply; a value is JSON unless its tool declares the argument a string.
 
     Source: the chat template of Qwen3-Coder.
     """
@@ -36,17 +36,17 @@ def _call(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tuple[Pa
     arguments: dict[str, object] = {}
     while text[position:].lstrip().startswith(PARAMETER):
         key, position = _between(text, position, PARAMETER, ">")
-        written, position = _between(text, position, "", END_PARAMETER)
-        # One newline on either side is the format's, any other is the value's.
-        written = written.removeprefix("\n").removesuffix("\n")
-        arguments[key] = _value(written, schemas.get(key))
+        value_text, position = _between(text, position, "", END_PARAMETER)
+        # One newline on either side belongs to the format, further ones to the value.
+        value_text = value_text.removeprefix("\n").removesuffix("\n")
+        arguments[key] = _value(value_text, schemas.get(key))
     for tag in (END_FUNCTION, CLOSE):
         _, position = _between(text, position, tag, "")
     return as_call({"name": name, "arguments": arguments}), position
 
 
 def _between(text: str, start: int, opening: str, closing: str) -> tuple[str, int]:
-    """What stands between two tags, the first of which comes next, and where the text goes on."""
+    """Return the text between two tags, the first of which must come next, and the position after it."""
     if opening:
         rest = text[start:].lstrip()
         if not rest.startswith(opening):
@@ -59,21 +59,21 @@ def _between(text: str, start: int, opening: str, closing: str) -> tuple[str, in
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The schema of each argument of the tool `name`; empty where nothing is known."""
+    """Return the schema of each argument of the tool `name`; empty if unknown."""
     functions = [tool.get("function") for tool in tools]
-    found = next((f for f in functions if isinstance(f, Mapping) and f.get("name") == name), {})
-    parameters = found.get("parameters")
+    function = next((f for f in functions if isinstance(f, Mapping) and f.get("name") == name), {})
+    parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _value(written: str, schema: object) -> object:
+def _value(text: str, schema: object) -> object:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return written
-    if written in _AS_PYTHON:
-        return _AS_PYTHON[written]
+        return text
+    if text in _AS_PYTHON:
+        return _AS_PYTHON[text]
     try:
-        value, end = read_json(written)
+        value, end = read_json(text)
     except json.JSONDecodeError:
-        return written
-    return value if not written[end:].strip() else written
+        return text
+    return value if not text[end:].strip() else text

@@ -4,13 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, as_call, read_json, unreadable
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, as_call, read_json, unreadable
 
 CALL = "<|call|>"
 
 
 def parse_turnwise(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """The short form stands when a single tool is offered whose only argument is a list of named items."""
+    """Parse calls. The short form needs a single tool whose only argument is a list of named items."""
     content, *bodies = text.split(CALL)
     short_form = lone_list_argument(tools)
     calls: list[ParsedCall] = []
@@ -38,7 +38,7 @@ def _call(body: str, short_form: tuple[str, str] | None) -> ParsedCall:
 
 
 def lone_list_argument(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """(tool, argument) when one tool is offered and its one argument is an array of an enum; else None."""
+    """Return (tool, argument) if the only tool's only argument is an array of an enum; else None."""
     if len(tools) != 1 or not isinstance(function := tools[0].get("function"), Mapping):
         return None
     parameters = function.get("parameters")

@@ -13,7 +13,7 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.errors import JobError, TaskAppError
-from trainer_backend.job.addresses import Address, looked_up
+from trainer_backend.job.addresses import Address, resolve_addresses
 
 KEY = SecretStr("k")
 
@@ -34,15 +34,15 @@ class Names:
 
 async def test_a_name_is_all_of_its_addresses_and_a_url_is_itself():
     names = Names("10.0.0.1", "fd00::2")
-    assert await looked_up("dns+http://apps:8001", names) == [
+    assert await resolve_addresses("dns+http://apps:8001", names) == [
         Address("http://10.0.0.1:8001", "apps:8001"),
         Address("http://[fd00::2]:8001", "apps:8001"),
     ]
-    assert await looked_up("dns+https://apps", names) == [
+    assert await resolve_addresses("dns+https://apps", names) == [
         Address("https://10.0.0.1:443", "apps:443"),
         Address("https://[fd00::2]:443", "apps:443"),
     ]
-    assert await looked_up("http://apps:8001/", names) == [Address("http://apps:8001")]
+    assert await resolve_addresses("http://apps:8001/", names) == [Address("http://apps:8001")]
     assert names.asked == [("apps", 8001), ("apps", 443)]
 
 
@@ -50,7 +50,7 @@ async def test_a_name_that_nobody_knows_is_a_sentence():
     names = Names()
     names.addresses = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with pytest.raises(TaskAppError, match=r"dns\+http://apps:8001: the name 'apps' was not found: Name or"):
-        await looked_up("dns+http://apps:8001", names)
+        await resolve_addresses("dns+http://apps:8001", names)
     with pytest.raises(TaskAppLost, match=r"no task app answers: dns\+http://apps:8001"):
         async with TaskApps(["dns+http://apps:8001"], KEY, timeout_s=1, resolve=names, tell=str):
             raise AssertionError

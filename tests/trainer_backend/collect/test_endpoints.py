@@ -97,7 +97,7 @@ def test_a_task_app_of_the_jobs_own_may_call_what_the_user_has_named():
 
 def test_a_query_is_not_shown_and_an_open_way_is_known():
     assert shown("https://h/v1?api-key=secret") == "https://h/v1"
-    assert sends_key_in_the_open("http://10.0.0.7/v1", keyed=True)
-    assert not sends_key_in_the_open("http://10.0.0.7/v1", keyed=False)
+    assert sends_key_in_the_open("http://10.0.0.7/v1", has_key=True)
+    assert not sends_key_in_the_open("http://10.0.0.7/v1", has_key=False)
     for url in ("https://10.0.0.7/v1", "http://127.0.0.1/v1", "http://localhost/v1"):
-        assert not sends_key_in_the_open(url, keyed=True)
+        assert not sends_key_in_the_open(url, has_key=True)

@@ -78,8 +78,8 @@ async def test_what_a_lost_task_app_had_goes_to_the_others_under_the_same_ids():
     assert {item.instance_id for item in found.rollouts} == {"other"}
     assert found.failures == {"task_app_lost": 2}
     lost, kept = (found.apps[client.url.removeprefix("http://")] for client in (a, b))
-    assert (lost.finished, lost.lost, lost.outages, lost.answers) == (0, 2, 1, False)
-    assert (kept.finished, kept.lost, kept.outages, kept.answers) == (4, 0, 0, True)
+    assert (lost.finished, lost.losses, lost.outages, lost.answers) == (0, 2, 1, False)
+    assert (kept.finished, kept.losses, kept.outages, kept.answers) == (4, 0, 0, True)
 
 
 async def test_a_rollout_that_was_finished_on_the_lost_app_and_given_to_another_counts_once():

@@ -14,7 +14,7 @@ from tests.trainer_backend.collect.task_app_process import TaskAppProcess, start
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.task_apps import task_apps, told_of
+from trainer_backend.collect.task_apps import describe, task_apps
 from trainer_backend.collect.trial import try_job
 from trainer_backend.collect.work import Collection
 from trainer_backend.pages.stored import played_frames
@@ -65,8 +65,8 @@ async def test_a_task_app_killed_in_a_collection_changes_nothing_of_what_comes_b
     assert not found.failed
     figures = found.apps[f"127.0.0.1:{second.port}"]
     assert (figures.outages, figures.answers) == (1, False)
-    assert figures.lost >= 1
-    assert found.failures == {"task_app_lost": figures.lost}
+    assert figures.losses >= 1
+    assert found.failures == {"task_app_lost": figures.losses}
     assert sum(part.finished for part in found.apps.values()) == 24
 
 
@@ -105,7 +105,7 @@ async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_colle
     assert [rollout for rollout in found.rollouts if rollout.instance_id == after]
     figures = found.apps[f"127.0.0.1:{second.port}"]
     assert (figures.outages, figures.answers) == (1, True)
-    assert figures.lost >= 1
+    assert figures.losses >= 1
 
 
 async def test_a_name_with_two_addresses_is_two_task_apps(undisturbed):
@@ -149,7 +149,7 @@ async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_eve
         )
         job = JOB.model_copy(update={"services": services})
         async with task_apps(job, tmp_path / "log") as apps:
-            assert told_of(apps).startswith(f"task app: {one}; not there: {gone}: GET /info: ")
+            assert describe(apps).startswith(f"task app: {one}; not there: {gone}: GET /info: ")
             planner = Planner.of(job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")))
             await try_job(planner, apps, from_scratch=True)
             found = await Collector(apps, timeout_s=60).collect(PLAN[:2])

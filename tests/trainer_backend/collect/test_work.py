@@ -34,11 +34,11 @@ def dealt(apps: Sequence[App], requests: Sequence[RolloutRequest], *, places: in
 
 def end_first(work: Work, desk: Desk, *, status: str = "finished") -> None:
     """End the rollout that the app was given first."""
-    request = next(iter(desk.given.values())).request
+    request = next(iter(desk.entries.values())).request
     base = request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"})
     failure = None if status == "finished" else RolloutFailure(code="inference_unavailable", detail="gone")
     desk.unsent.clear()
-    desk.asked = dict.fromkeys(desk.given, "i")
+    desk.requests = dict.fromkeys(desk.entries, "i")
     work.end(desk, Rollout(**base, instance_id="i", status=status, failure=failure))
     work.deal()
 
@@ -47,7 +47,7 @@ def seconds_to_play(work: Work, rates: Sequence[float]) -> float:
     """Each app ends one rollout every 1 / rate seconds while it has any, however many it has."""
     now, next_s = 0.0, [1 / rate for rate in rates]
     while not work.done.is_set():
-        busy = [number for number, desk in enumerate(work.desks) if desk.given]
+        busy = [number for number, desk in enumerate(work.desks) if desk.entries]
         first = min(busy, key=lambda number: next_s[number])
         now = next_s[first]
         idle = [number for number in range(len(rates)) if number not in busy]
@@ -62,7 +62,7 @@ def homes(work: Work) -> dict[str, Counter[int]]:
     """How many rollouts of each group each task app has."""
     found: dict[str, Counter[int]] = {}
     for number, desk in enumerate(work.desks):
-        for planned in desk.given.values():
+        for planned in desk.entries.values():
             found.setdefault(planned.request.group_id, Counter())[number] += 1
     return found
 
@@ -82,7 +82,7 @@ def test_an_app_that_was_slow_in_one_collection_begins_the_next_with_less():
     # all is given out at once: only the weights of before can say that it should be 48 and 16
     apps = [app(0), app(1)]
     first = dealt(apps, plan(8, siblings=8), places=64)
-    assert [len(desk.given) for desk in first.desks] == [32, 32]
+    assert [len(desk.entries) for desk in first.desks] == [32, 32]
     assert seconds_to_play(first, (3.0, 1.0)) == pytest.approx(32.0)
     second = dealt(apps, plan(8, siblings=8), places=64)
     assert seconds_to_play(second, (3.0, 1.0)) < 20.0
@@ -92,7 +92,7 @@ def test_an_app_that_has_become_fast_gets_more_again():
     apps = [app(0), app(1)]
     seconds_to_play(dealt(apps, plan(16, siblings=8), places=16), (9.0, 1.0))
     slow = dealt(apps, plan(16, siblings=8), places=16)
-    assert len(slow.desks[1].given) >= 1  # or it could not show it
+    assert len(slow.desks[1].entries) >= 1  # or it could not show it
     took_s = [seconds_to_play(dealt(apps, plan(16, siblings=8), places=16), (1.0, 9.0)) for _ in range(3)]
     assert took_s[-1] < 1.2 * 128 / 10
 
@@ -110,9 +110,9 @@ def test_siblings_stay_together_while_there_are_other_groups_to_take():
 
 def test_an_app_runs_no_more_than_it_can():
     work = dealt([app(0, at_most=2), app(1, at_most=3)], plan(4, siblings=4), places=16)
-    assert [len(desk.given) for desk in work.desks] == [2, 3]
+    assert [len(desk.entries) for desk in work.desks] == [2, 3]
     end_first(work, work.desks[0])
-    assert [len(desk.given) for desk in work.desks] == [2, 3]
+    assert [len(desk.entries) for desk in work.desks] == [2, 3]
 
 
 def test_an_app_that_fails_all_it_gets_soon_has_one_at_a_time_and_everything_is_played():
@@ -120,9 +120,9 @@ def test_an_app_that_fails_all_it_gets_soon_has_one_at_a_time_and_everything_is_
     failing, other = work.desks
     for _ in range(4):
         end_first(work, failing, status="failed")
-    assert [len(failing.given), len(other.given)] == [1, 7]
+    assert [len(failing.entries), len(other.entries)] == [1, 7]
     while not work.done.is_set():
-        if failing.given:
+        if failing.entries:
             end_first(work, failing, status="failed")
         end_first(work, other)
     assert other.finished == 40

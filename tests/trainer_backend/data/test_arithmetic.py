@@ -82,4 +82,4 @@ def test_a_job_beside_them_names_them_by_a_relative_path(name, tmp_path):
     job.write_text(f'[model]\npreset = "tiny-0.3m"\n[data]\npath = "data/{name}"\n{held_out}\n')
     data = data_of(load_job(job).config)
     assert len(data.training) >= 10 and len(data.evaluation) >= 5
-    assert not any("warning" in line for line in data.told)
+    assert not any("warning" in line for line in data.notes)

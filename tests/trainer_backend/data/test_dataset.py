@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer_backend.data.folders import jsonl, parquet
-from trainer_backend.data.dataset import chosen_instances, read_data
+from trainer_backend.data.dataset import first_instances, read_data
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import DataError
 from trainer_backend.job.rollout_table import DataTable
@@ -43,11 +43,11 @@ def test_a_held_out_share_parts_the_rows_and_is_a_function_of_seed_and_id_alone(
 @given(st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=30), st.integers(0, 40), st.randoms())
 def test_the_instances_of_an_evaluation_do_not_depend_on_the_order_of_the_file(names, instances, random):
     rows = [Row(name, "?") for name in names]
-    chosen = chosen_instances(rows, instances, seed=3)
+    chosen = first_instances(rows, instances, seed=3)
     assert len(chosen) == min(instances, len(rows)) == len(set(ids(chosen)))
     mixed = random.sample(rows, len(rows))
-    assert chosen_instances(mixed, instances, seed=3) == chosen
-    assert chosen_instances(rows, instances + 1, seed=3)[:instances] == chosen
+    assert first_instances(mixed, instances, seed=3) == chosen
+    assert first_instances(rows, instances + 1, seed=3)[:instances] == chosen
 
 
 def test_an_evaluation_split_is_read_from_its_own_file_or_folder(tmp_path):
@@ -55,22 +55,22 @@ def test_an_evaluation_split_is_read_from_its_own_file_or_folder(tmp_path):
     data = read_data(DataTable(path=train, evaluation_path=test), instances=3)
     assert ids(data.training) == [f"train/{n}" for n in range(5)]
     assert set(ids(data.evaluation)) < {f"test/{n}" for n in range(4)}
-    assert data.told[0] == "data: 5 rows to train on, 3 of 4 held-out rows played"
-    assert data.told[1] == (
+    assert data.notes[0] == "data: 5 rows to train on, 3 of 4 held-out rows played"
+    assert data.notes[1] == (
         f"train of {train}: 5 rows, prompt from question, ground_truth from answer after ####"
     )
-    assert data.told[-1] == "warning: 4 held-out rows ask what a training row asks (test/0 = train/0)"
+    assert data.notes[-1] == "warning: 4 held-out rows ask what a training row asks (test/0 = train/0)"
 
 
 def test_columns_that_nothing_reads_are_told(tmp_path):
     data = shared(jsonl(tmp_path / "a.jsonl", questions(20, level=3, source="ours")))
-    assert data.told[1].endswith("; not read: level, source")
+    assert data.notes[1].endswith("; not read: level, source")
 
 
 def test_a_known_column_that_another_one_made_needless_is_told_too(tmp_path):
     beside = {"interaction_kwargs": {"query": "?"}, "extra_info": {"index": 3}, "ground_truth": "4"}
     data = shared(jsonl(tmp_path / "a.jsonl", questions(20, **beside)))
-    assert data.told[1].endswith("; not read: answer, extra_info")
+    assert data.notes[1].endswith("; not read: answer, extra_info")
 
 
 def test_a_split_may_use_the_ids_of_another_one(tmp_path):

@@ -9,7 +9,7 @@ from trainer_backend.collect.metrics import (
     outcome_name,
 )
 from trainer_backend.collect.work import Collection
-from trainer_backend.evaluation.result import evaluated
+from trainer_backend.evaluation.result import evaluation_result
 
 RIGHT_AND_WRONG = [finished(dialogue(0.0, 1.0), 1), finished(dialogue(0.0), 2)]
 
@@ -26,7 +26,7 @@ def test_a_dialogue_is_told_by_its_outcome_and_has_no_achievements():
 
 
 def test_an_evaluation_of_dialogues_holds_their_figures_and_none_of_achievements():
-    found = evaluated("p", Collection(tuple(RIGHT_AND_WRONG)))
+    found = evaluation_result("p", Collection(tuple(RIGHT_AND_WRONG)))
     assert (found.outcome.mean, found.unique, found.rates, found.spans) == (0.5, None, {}, ())
     assert found.conversation["interaction/answers"] == 1.5
 

@@ -15,8 +15,14 @@ from trainer_backend.__main__ import app
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.work import Collection
 from trainer_backend.errors import JobError, NothingToLearnFrom, RunDirectoryError
-from trainer_backend.evaluation.play import Checkpoint, Scripted, chosen_player, evaluate, what_to_evaluate
-from trainer_backend.evaluation.result import as_json, evaluated, span_width
+from trainer_backend.evaluation.play import (
+    Checkpoint,
+    TaskAppPolicy,
+    evaluate,
+    player_of_flags,
+    what_to_evaluate,
+)
+from trainer_backend.evaluation.result import as_json, evaluation_result, span_width
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
@@ -33,7 +39,7 @@ def job_file(tmp_path):
 
 def test_the_figures_of_two_episodes_by_hand():
     # three decisions that unlock wood, cow, table; two of which the second unlocks the cow
-    found = evaluated("p", Collection(LAST, failures=Counter({"inference_unavailable": 1})))
+    found = evaluation_result("p", Collection(LAST, failures=Counter({"inference_unavailable": 1})))
     assert (found.unique.mean, found.decisions.mean, found.invalid_frac) == (2.0, 2.5, 0.0)
     assert {name: rate.mean for name, rate in found.rates.items()} == {
         "collect_wood": 0.5,
@@ -59,7 +65,7 @@ def test_turns_are_told_in_at_most_twelve_spans(turns, width):
 
 def test_figures_of_others_stand_beside_it_with_what_differs_first():
     out = io.StringIO()
-    Console(file=out, width=120).print(tables(evaluated("p", Collection(LAST))))
+    Console(file=out, width=120).print(tables(evaluation_result("p", Collection(LAST))))
     told = out.getvalue()
     assert "2 of 2 episodes here were cut short (longest: 6 env steps)" in told
     assert told.index("cut short") < told.index("this, NOT comparable") < told.index("50.5 ± 6.8")
@@ -71,7 +77,7 @@ def test_another_environment_has_no_crafter_score_and_no_published_rows():
         item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"env_name": "documents"})})
         for item in LAST
     ]
-    found = evaluated("p", Collection(tuple(episodes)))
+    found = evaluation_result("p", Collection(tuple(episodes)))
     assert (found.crafter_score, found.published) == (None, ())
     out = io.StringIO()
     Console(file=out, width=120).print(tables(found))
@@ -80,7 +86,7 @@ def test_another_environment_has_no_crafter_score_and_no_published_rows():
 
 def test_worlds_that_were_lost_are_told():
     lost = LAST[1].model_copy(update={"status": "failed", "trajectory": None})
-    found = evaluated("p", Collection(LAST[:1], (lost,), Counter({"deadline_exceeded": 2})))
+    found = evaluation_result("p", Collection(LAST[:1], (lost,), Counter({"deadline_exceeded": 2})))
     assert found.lost == 1
     out = io.StringIO()
     Console(file=out, width=120).print(tables(found))
@@ -89,17 +95,17 @@ def test_worlds_that_were_lost_are_told():
 
 def test_a_name_in_brackets_is_printed_as_it_is():
     out = io.StringIO()
-    found = evaluated("runs/[/x]/[best]", Collection(LAST, failures=Counter({"[odd]": 1})))
+    found = evaluation_result("runs/[/x]/[best]", Collection(LAST, failures=Counter({"[odd]": 1})))
     Console(file=out, width=100).print(tables(found))
     assert "runs/[/x]/[best]" in out.getvalue()
     assert "[odd] 1" in out.getvalue()
 
 
 def test_one_episode_has_no_interval_and_none_is_an_error():
-    written = json.loads(as_json(evaluated("p", Collection(LAST[:1]))))
+    written = json.loads(as_json(evaluation_result("p", Collection(LAST[:1]))))
     assert written["unique"] == {"mean": 3.0, "low": None, "high": None, "count": 1}
     with pytest.raises(NothingToLearnFrom):
-        evaluated("p", Collection(()))
+        evaluation_result("p", Collection(()))
 
 
 def test_a_run_plays_its_best_checkpoint_a_folder_of_it_plays_itself(trained):
@@ -109,18 +115,18 @@ def test_a_run_plays_its_best_checkpoint_a_folder_of_it_plays_itself(trained):
     assert player == Checkpoint(best_checkpoint(run / "checkpoints"))
     folder = run / "checkpoints" / "iteration_0"
     assert what_to_evaluate(folder, None, None)[1] == Checkpoint(folder)
-    assert what_to_evaluate(run, None, Scripted("random"))[1] == Scripted("random")
+    assert what_to_evaluate(run, None, TaskAppPolicy("random"))[1] == TaskAppPolicy("random")
 
 
 def test_a_scripted_policy_asks_no_server():
-    assert chosen_player(None, None, None, None) is None
-    assert chosen_player("random", None, None, None) == Scripted("random")
+    assert player_of_flags(None, None, None, None) is None
+    assert player_of_flags("random", None, None, None) == TaskAppPolicy("random")
     with pytest.raises(JobError, match="--policy random is played by the task app alone"):
-        chosen_player("random", "m", "http://h", None)
+        player_of_flags("random", "m", "http://h", None)
 
 
 def test_a_foreign_tokenizer_needs_more_than_the_demos_eight_tokens(job_file):
-    player = chosen_player(None, "m", "http://h", None)
+    player = player_of_flags(None, "m", "http://h", None)
     loaded, found = what_to_evaluate(None, job_file, player)
     assert found is player
     assert any("rollout.max_tokens is 8" in warning for warning in loaded.warnings)
@@ -134,7 +140,7 @@ def test_what_cannot_be_evaluated_is_a_sentence(tmp_path, job_file):
     with pytest.raises(JobError, match="give --job"):
         what_to_evaluate(tmp_path, None, None)
     with pytest.raises(JobError, match="give --job"):
-        what_to_evaluate(None, None, Scripted("random"))
+        what_to_evaluate(None, None, TaskAppPolicy("random"))
     with pytest.raises(RunDirectoryError, match="no checkpoint yet"):
         what_to_evaluate(create_run(tiny_job(), tmp_path / "run").path, None, None)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from trainer_backend.inference.answers import CLOSE, OPEN, Answer, said
+from trainer_backend.inference.answers import CLOSE, OPEN, Answer, hash_of
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.drift import Drift
 from trainer_backend.inference.rendering import ChatRenderer
@@ -43,7 +43,7 @@ def turn_after(
     # One id a byte: not how the tokenizer would write it, so re-tokenising would show.
     sampled = [renderer.encode(character)[0] for character in raw] + (renderer.encode(stop) if stop else [])
     message = assistant_message(parse_hermes(raw, []), prompt_ids=prompt.ids, token_ids=sampled)
-    return Turn.of(prompt, Answer(index, said(message), raw, stop), sampled, renderer)
+    return Turn.of(prompt, Answer(index, hash_of(message), raw, stop), sampled, renderer)
 
 
 def answer_of(turn: Turn) -> dict[str, object]:
@@ -106,7 +106,7 @@ def test_reasoning_that_the_template_drops_breaks_the_prefix(renderer: ChatRende
     turn = turn_after(memory.prompt("r", [USER], [], renderer), "hmm</think>wood", renderer)
     memory.remember("r", turn)
     prompt = memory.prompt("r", [USER, answer_of(turn), RESULT], [], renderer)
-    assert prompt.broken == "reasoning" and "hmm" not in prompt.text
+    assert prompt.break_cause == "reasoning" and "hmm" not in prompt.text
     assert prompt.reused == turn.cuts[0][1], "the question before it is what it was"
 
 
@@ -149,7 +149,7 @@ def test_behind_an_edit_the_conversation_goes_on_again_with_what_was_sampled(ren
     prompt = memory.prompt("r", messages, [], renderer)
     # Up to the end of the first answer all is as it was; what follows is another text, in which the second
     # and the third answer still stand as they were sampled.
-    assert prompt.broken == "edited" and prompt.reused == len(turns[0].ids)
+    assert prompt.break_cause == "edited" and prompt.reused == len(turns[0].ids)
     assert prompt.text.count(RAW) == 3 and "[deleted]" in prompt.text
     turn = turn_after(prompt, RAW, renderer, index=len(messages))
     memory.remember("r", turn)
@@ -168,7 +168,7 @@ def test_a_prompt_that_is_asked_for_again_is_whole_and_keeps_its_exact_ids(rende
     memory = Conversations(most=5)
     messages, turns = spoken(renderer, [RAW, RAW], memory=memory)
     prompt = memory.prompt("r", messages[:3], [], renderer)
-    assert (prompt.reused, prompt.broken) == (0, "fresh")
+    assert (prompt.reused, prompt.break_cause) == (0, "fresh")
     assert list(prompt.ids) == list(turns[1].ids[: turns[1].cuts[-2][1]])
     assert list(prompt.ids) != renderer.encode(prompt.text), "they were not sampled as they are tokenised"
 
@@ -178,11 +178,11 @@ def test_why_a_prefix_broke_is_told(renderer: ChatRenderer):
     messages, _ = spoken(renderer, [RAW], memory=memory)
     tool = {"type": "function", "function": {"name": "f"}}
     assert memory.prompt("r", messages, [tool], renderer).extends, "this template shows no tools"
-    assert memory.prompt("r", [USER], [], renderer).broken == "fresh"
-    assert memory.prompt("r", [{**USER, "content": "?"}, *messages[1:]], [], renderer).broken == "edited"
-    assert memory.prompt("r", messages, [], ChatRenderer(renderer.tokenizer)).broken == "other_model"
-    assert memory.prompt("of nobody", messages, [], renderer).broken == "unknown"
-    assert memory.prompt("of nobody", [USER], [], renderer).broken is None
+    assert memory.prompt("r", [USER], [], renderer).break_cause == "fresh"
+    assert memory.prompt("r", [{**USER, "content": "?"}, *messages[1:]], [], renderer).break_cause == "edited"
+    assert memory.prompt("r", messages, [], ChatRenderer(renderer.tokenizer)).break_cause == "other_model"
+    assert memory.prompt("of nobody", messages, [], renderer).break_cause == "unknown"
+    assert memory.prompt("of nobody", [USER], [], renderer).break_cause is None
 
 
 def test_drift_is_told_apart_by_ids_and_by_text(renderer: ChatRenderer):

@@ -72,7 +72,7 @@ async def test_the_kept_prefixes_make_room_first(start_engine: StartEngine, tigh
     engine = start_engine(tight)
     prompt, other = list(range(120)), list(range(200, 320))
     await ask(engine, prompt)
-    tight.fits = lambda rows, tokens: engine._worker.batch.prefixes.kept == 0
+    tight.fits = lambda rows, tokens: engine._worker.batch.prefixes.copies == 0
     result = await ask(engine, other)
     tight.fits = lambda rows, tokens: True
     assert_equal_to_naive(tight, [(other, Sampling(seed=1, max_tokens=5))], [result])
@@ -130,12 +130,12 @@ class SmallMemory(SlotCache):
 
     left = 3
 
-    def _grown(self, old: Tensor, capacity: int) -> Tensor:
+    def _grow(self, old: Tensor, capacity: int) -> Tensor:
         if old.shape[2] < capacity:
             if self.left == 0:
                 raise torch.OutOfMemoryError("no memory left")
             self.left -= 1
-        return super()._grown(old, capacity)
+        return super()._grow(old, capacity)
 
 
 def test_a_cache_that_ran_out_of_memory_while_growing_still_holds_everything_and_can_try_again():

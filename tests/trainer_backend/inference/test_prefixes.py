@@ -12,8 +12,8 @@ from trainer_backend.inference.prefixes import (
     BLOCK,
     NOTHING,
     SHORTEST_PREFIX,
-    Found,
-    Held,
+    Match,
+    Prefix,
     Prefixes,
     PrefixIndex,
     shared_length,
@@ -25,7 +25,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(1000) for _ in range(length)]
 
 
-def index_of(*held: Held) -> PrefixIndex:
+def index_of(*held: Prefix) -> PrefixIndex:
     index = PrefixIndex()
     for one in held:
         index.add(one)
@@ -33,29 +33,29 @@ def index_of(*held: Held) -> PrefixIndex:
 
 
 def test_the_longest_prefix_is_exact_to_the_token():
-    short, long = Held(ids(100)), Held(ids(150))  # the first 100 ids are the same
+    short, long = Prefix(ids(100)), Prefix(ids(150))  # the first 100 ids are the same
     index = index_of(short, long)
-    assert index.longest(Held([*ids(131), 5000])) == Found(long, 131)
-    assert index.longest(Held(ids(150) + ids(50, seed=1))) == Found(long, 150)
-    assert index.longest(Held(ids(150)[:-20])) == Found(long, 130)
-    assert index.longest(Held([5000, *ids(150)])) == NOTHING
+    assert index.longest(Prefix([*ids(131), 5000])) == Match(long, 131)
+    assert index.longest(Prefix(ids(150) + ids(50, seed=1))) == Match(long, 150)
+    assert index.longest(Prefix(ids(150)[:-20])) == Match(long, 130)
+    assert index.longest(Prefix([5000, *ids(150)])) == NOTHING
 
 
 def test_a_prefix_that_is_too_short_to_pay_is_not_found():
-    index = index_of(Held(ids(500)))
-    assert index.longest(Held([*ids(SHORTEST_PREFIX - 1), 5000])) == NOTHING
-    assert index.longest(Held([*ids(SHORTEST_PREFIX), 5000])).length == SHORTEST_PREFIX
+    index = index_of(Prefix(ids(500)))
+    assert index.longest(Prefix([*ids(SHORTEST_PREFIX - 1), 5000])) == NOTHING
+    assert index.longest(Prefix([*ids(SHORTEST_PREFIX), 5000])).length == SHORTEST_PREFIX
 
 
 def test_what_was_removed_is_not_found_and_leaves_the_others():
-    gone, stays = Held(ids(200)), Held(ids(100))
+    gone, stays = Prefix(ids(200)), Prefix(ids(100))
     index = index_of(gone, stays)
     index.remove(gone)
-    assert index.longest(Held(ids(200))) == Found(stays, 100)
+    assert index.longest(Prefix(ids(200))) == Match(stays, 100)
 
 
 def test_equal_keys_of_other_ids_are_not_taken_for_equal_prefixes():
-    held, wanted = Held(ids(100)), Held(ids(100, seed=1))
+    held, wanted = Prefix(ids(100)), Prefix(ids(100, seed=1))
     wanted.block_keys = held.block_keys  # as if the hashes had met
     assert index_of(held).longest(wanted) == NOTHING
 
@@ -72,13 +72,13 @@ trees = st.lists(
 @given(trees)
 def test_less_than_a_block_of_the_longest_prefix_is_ever_missed(lists: list[list[int]]):
     *known, wanted = lists
-    found = index_of(*map(Held, known)).longest(Held(wanted))
+    found = index_of(*map(Prefix, known)).longest(Prefix(wanted))
     longest = max(shared_length(one, wanted, at_least=0) for one in known)
     if found == NOTHING:
         assert longest < SHORTEST_PREFIX + BLOCK
     else:
         assert longest - BLOCK < found.length <= longest
-        assert found.held is not None and found.held.ids[: found.length] == wanted[: found.length]
+        assert found.prefix is not None and found.prefix.ids[: found.length] == wanted[: found.length]
 
 
 def filled_cache(slots: int = 4) -> SlotCache:
@@ -92,26 +92,26 @@ def filled_cache(slots: int = 4) -> SlotCache:
 
 
 def run_and_end(prefixes: Prefixes, row: int, prompt: list[int], sampled: list[int]) -> None:
-    held = Held(prompt)
+    held = Prefix(prompt)
     prefixes.runs(held, row)
     prefixes.ends(held, row, prompt + sampled)
 
 
 def known(prefixes: Prefixes, wanted: list[int]) -> int:
-    return prefixes.find(Held(wanted)).length
+    return prefixes.find(Prefix(wanted)).length
 
 
 def test_a_running_row_is_known_by_its_prompt_and_an_ended_one_with_what_it_sampled():
-    prefixes, held = Prefixes(filled_cache(), most=4), Held(ids(100))
+    prefixes, held = Prefixes(filled_cache(), most=4), Prefix(ids(100))
     prefixes.runs(held, 0)
     assert known(prefixes, ids(150)) == 100
     prefixes.ends(held, 0, ids(140))
-    assert known(prefixes, ids(150)) == 140 and prefixes.kept == 1
+    assert known(prefixes, ids(150)) == 140 and prefixes.copies == 1
 
 
 def test_a_prompt_is_filled_from_a_row_or_from_a_copy():
     cache = filled_cache()
-    prefixes, held = Prefixes(cache, most=4), Held(ids(100))
+    prefixes, held = Prefixes(cache, most=4), Prefix(ids(100))
     prefixes.runs(held, 2)
     assert prefixes.fill(prefixes.find(held), 0) == 100
     row = cache.copy_out(0, 101)
@@ -125,44 +125,44 @@ def test_the_least_recently_used_prefix_goes_first():
     prefixes = Prefixes(filled_cache(), most=2)
     for seed in (0, 1):
         run_and_end(prefixes, seed, ids(100, seed), [])
-    prefixes.fill(prefixes.find(Held(ids(100, seed=0))), 3)  # used: now 1 is the oldest
+    prefixes.fill(prefixes.find(Prefix(ids(100, seed=0))), 3)  # used: now 1 is the oldest
     run_and_end(prefixes, 2, ids(100, seed=2), [])
-    assert [known(prefixes, ids(100, seed)) for seed in (0, 1, 2)] == [100, 0, 100] and prefixes.kept == 2
+    assert [known(prefixes, ids(100, seed)) for seed in (0, 1, 2)] == [100, 0, 100] and prefixes.copies == 2
 
 
 def test_a_conversation_takes_one_place_however_many_turns_it_has():
     prefixes = Prefixes(filled_cache(), most=4)
     for length in (100, 120, 150):
         run_and_end(prefixes, 0, ids(length), ids(5, seed=length))
-    assert prefixes.kept == 3, "other tokens were sampled than the next prompt holds: these are branches"
+    assert prefixes.copies == 3, "other tokens were sampled than the next prompt holds: these are branches"
     for length in (100, 120, 150):
         run_and_end(prefixes, 0, ids(200, seed=7)[:length], ids(200, seed=7)[length : length + 10])
-    assert prefixes.kept == 4 and known(prefixes, ids(200, seed=7)) == 160
+    assert prefixes.copies == 4 and known(prefixes, ids(200, seed=7)) == 160
 
 
 def test_what_is_kept_already_is_not_kept_twice():
     prefixes = Prefixes(filled_cache(), most=4)
     for length in (120, 120, 110):
         run_and_end(prefixes, 0, ids(length), [])
-    assert prefixes.kept == 1 and known(prefixes, ids(200)) == 120
+    assert prefixes.copies == 1 and known(prefixes, ids(200)) == 120
 
 
 def test_what_is_forgotten_seeds_nothing_and_is_not_kept_at_its_end():
-    prefixes, running = Prefixes(filled_cache(), most=4), Held(ids(100))
+    prefixes, running = Prefixes(filled_cache(), most=4), Prefix(ids(100))
     run_and_end(prefixes, 0, ids(100, seed=1), [])
     prefixes.runs(running, 0)
     prefixes.forget([running])
     assert [known(prefixes, ids(100, seed)) for seed in (0, 1)] == [0, 0]
     prefixes.ends(running, 0, ids(100))
-    assert prefixes.kept == 0
+    assert prefixes.copies == 0
 
 
 def test_without_a_place_nothing_is_kept_or_found():
-    prefixes, held = Prefixes(filled_cache(), most=0), Held(ids(100))
+    prefixes, held = Prefixes(filled_cache(), most=0), Prefix(ids(100))
     prefixes.runs(held, 0)
     assert known(prefixes, ids(100)) == 0
     prefixes.ends(held, 0, ids(100))
-    assert prefixes.kept == 0
+    assert prefixes.copies == 0
 
 
 class FullCache(SlotCache):
@@ -176,10 +176,10 @@ def test_where_there_is_no_memory_for_a_copy_the_others_go_too():
     cache = filled_cache()
     prefixes = Prefixes(cache, most=4)
     run_and_end(prefixes, 0, ids(100), [])
-    assert prefixes.kept == 1
+    assert prefixes.copies == 1
     cache.__class__ = FullCache
     run_and_end(prefixes, 0, ids(100, seed=1), [])
-    assert prefixes.kept == 0 and known(prefixes, ids(100)) == 0
+    assert prefixes.copies == 0 and known(prefixes, ids(100)) == 0
 
 
 def test_another_fault_while_copying_is_not_hidden():

@@ -23,9 +23,9 @@ from trainer_backend.errors import (
     RemoteRefused,
     RemoteUnavailable,
 )
-from trainer_backend.inference.protocol import Extras, Generation, Sampled
+from trainer_backend.inference.protocol import Extras, Generation, SampledToken
 from trainer_backend.inference.remote_engine import RemoteEngine, completions_url
-from trainer_backend.inference.stopping_text import StopStrings
+from trainer_backend.inference.stop_strings import StopStrings
 
 PROMPT = [1, 2, 3]
 END = 9
@@ -84,7 +84,7 @@ async def test_an_answer_ends_where_the_actors_would_have():
 
 
 async def test_a_stream_has_all_tokens_but_the_last_before_the_end():
-    seen: list[Sampled] = []
+    seen: list[SampledToken] = []
     await generated(reply_of([7, 8, END]), extras=Extras(on_token=seen.append))
     assert [sampled.token_id for sampled in seen] == [7, 8]
 

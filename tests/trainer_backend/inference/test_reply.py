@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from trainer_backend.inference.protocol import Generation, Sampled
+from trainer_backend.inference.protocol import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import Choice, choice_body, logprob_entries, split_stop, usage_body
 
@@ -45,6 +45,8 @@ def test_a_part_of_a_character_has_no_bytes(tokenizer: PreTrainedTokenizerFast):
     renderer = ChatRenderer(tokenizer)
     first, *_ = renderer.encode("€")  # three bytes, three tokens
     whole = renderer.encode("wood")[0]
-    part, word = logprob_entries([Sampled(first, -1.0, ((whole, -0.5),)), Sampled(whole, -2.0)], renderer)
+    part, word = logprob_entries(
+        [SampledToken(first, -1.0, ((whole, -0.5),)), SampledToken(whole, -2.0)], renderer
+    )
     assert part["bytes"] is None and part["top_logprobs"][0]["token"] == renderer.decode([whole])
     assert bytes(word["bytes"]).decode() == word["token"] and word["top_logprobs"] == []

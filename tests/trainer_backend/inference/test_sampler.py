@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trainer_backend.inference.batch import drawing_device
-from trainer_backend.inference.sampler import inverse_cdf, kept_tokens, sample, stream_key, uniforms
+from trainer_backend.inference.sampler import inverse_cdf, sample, stream_key, truncation_mask, uniforms
 
 
 def splitmix64(seed: int, steps: int) -> int:
@@ -87,7 +87,7 @@ def test_the_logprob_is_that_of_the_tempered_distribution_before_truncation():
 )
 def test_truncation_keeps_the_smallest_set_that_reaches_the_mass(top_p: float, top_k: int, kept: list[bool]):
     probs = torch.tensor([[0.5, 0.15, 0.3, 0.05]])
-    assert kept_tokens(probs, torch.tensor([top_p]), torch.tensor([top_k])).tolist() == [kept]
+    assert truncation_mask(probs, torch.tensor([top_p]), torch.tensor([top_k])).tolist() == [kept]
 
 
 def test_frequencies_follow_the_probabilities():

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.stopping_text import (
+from trainer_backend.inference.stop_strings import (
     BROKEN,
     Decode,
     GrowingText,

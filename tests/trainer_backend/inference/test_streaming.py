@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from shared_schemas.chat import ROLLOUT_HEADER
 from tests.trainer_backend.inference.chains import chain_model
 from tests.trainer_backend.inference.served import KEY, MESSAGES, MODEL, Served, serving
-from trainer_backend.inference.stopping_text import BROKEN
+from trainer_backend.inference.stop_strings import BROKEN
 from trainer_backend.models import build_preset
 
 ANSWER = " do sleep€日 noop move_left"

@@ -15,7 +15,7 @@ from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling,
 from tests.model_folders import chat_template
 from trainer_backend.core.segments import CONTEXT, Segment, segments_of
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.answers import Answer, said
+from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.chat_check import tool_format_in_use
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.rendering import ChatRenderer
@@ -72,7 +72,7 @@ class Played:
         raw = self.renderer.decode(ids[:-1] if stop else ids)
         parsed = tool_format_in_use(self.renderer.tokenizer).parse(raw, TOOLS)
         message = assistant_message(parsed, prompt_ids=prompt.ids, token_ids=ids)
-        answer = Answer(len(self.messages), said(message), raw, stop)
+        answer = Answer(len(self.messages), hash_of(message), raw, stop)
         self.memory.remember("r", Turn.of(prompt, answer, ids, self.renderer))
         self.messages.append(json.loads(json.dumps(message)))
         self.prompts.append(prompt)
@@ -165,7 +165,7 @@ def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_vie
         assert prompt.extends == (0 < prompt.reused == len(spelled))
         spelled = [*prompt.ids, *ids]
     segments = played.segments()
-    breaks = [number for number, prompt in enumerate(played.prompts) if prompt.broken]
+    breaks = [number for number, prompt in enumerate(played.prompts) if prompt.break_cause]
     assert len(segments) == 1 + len(breaks)
     trained = [
         (t, token) for s in segments for t, token in zip(s.decision, s.token_ids, strict=True) if t != CONTEXT
@@ -178,7 +178,7 @@ def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_vie
     if TEMPLATES[name][2]:
         unedited = [n for n in breaks if n not in edits]
         assert set(edits) <= set(breaks), "an edit is another prompt"
-        assert all(played.prompts[n].broken == "reasoning" for n in unedited)
+        assert all(played.prompts[n].break_cause == "reasoning" for n in unedited)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, extends) in TEMPLATES.items() if extends])
@@ -200,7 +200,7 @@ def test_reasoning_is_dropped_by_qwen3_behind_the_next_question_alone(tokenizers
         played.turn(raw, cut=False)
         played.answered("next")
     # The tool's answers leave the thoughts; the user's next question takes all three away, once.
-    assert [prompt.broken for prompt in played.prompts] == [None, None, None, "reasoning", None]
+    assert [prompt.break_cause for prompt in played.prompts] == [None, None, None, "reasoning", None]
     assert len(played.segments()) == 2
 
 
@@ -210,5 +210,5 @@ def test_a_template_that_cannot_go_on_is_told_each_time(name: str, tokenizers: d
     for _ in range(4):
         played.turn("wood", cut=False)  # it puts a space before an answer, and the model wrote none
         played.answered("next")
-    assert [prompt.broken for prompt in played.prompts] == [None, "template", "template", "template"]
+    assert [prompt.break_cause for prompt in played.prompts] == [None, "template", "template", "template"]
     assert len(played.segments()) == 4

@@ -2,7 +2,7 @@
 
 from structlog.testing import capture_logs
 
-from trainer_backend.jobs.submitting import JobsForPages, dashboard_of, examples_in
+from trainer_backend.jobs.submission import JobsForPages, dashboard_of, examples_in
 
 TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n'
 

@@ -10,7 +10,7 @@ import tomli
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.served import document, serving, settings_for
 from trainer_backend.errors import QueueFull
-from trainer_backend.jobs.submitting import submission_of, submit
+from trainer_backend.jobs.submission import submission_of, submit
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
 

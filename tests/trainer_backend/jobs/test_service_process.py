@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).parents[3]
-IMPORTED = "trainer_backend.jobs.server, trainer_backend.jobs.submitting, trainer_backend.pages.app"
+IMPORTED = "trainer_backend.jobs.server, trainer_backend.jobs.submission, trainer_backend.pages.app"
 
 
 def start(folder: Path, *words: str, key: str = "") -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer_backend.jobs.served import document
-from trainer_backend.jobs.submitting import JobsForPages
+from trainer_backend.jobs.submission import JobsForPages
 from trainer_backend.rundir.state import RunState, append_log, write_state
 
 HALF = "\ud83d"

@@ -18,7 +18,7 @@ from trainer_backend.job.tables import SinksTable
 from trainer_backend.run.reporters import SinkReporter
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.new_job import load_new_job
-from trainer_backend.sinks import is_installed, refuse_missing, scalars
+from trainer_backend.sinks import is_installed, refuse_missing_libraries, scalars
 
 WARMUP = {"kind": "warmup", "iteration": 0, "warmup/loss": 1.5}
 FIRST = {"kind": "iteration", "iteration": 1, "loss/entropy": 2.0, "decision/unique_by_turn": [0.5, 0.25]}
@@ -148,10 +148,10 @@ def test_a_missing_library_is_told_with_what_to_install():
     def none(package: str) -> bool:
         return False
 
-    refuse_missing(SinksTable(), installed=none)
+    refuse_missing_libraries(SinksTable(), installed=none)
     told = r"needs the package tensorboard, which is not installed: pip install 'turnwise\[tensorboard\]'"
     with pytest.raises(JobError, match=told):
-        refuse_missing(SinksTable(tensorboard=True), installed=none)
+        refuse_missing_libraries(SinksTable(tensorboard=True), installed=none)
 
 
 @pytest.mark.skipif(is_installed("wandb"), reason="wandb is installed")

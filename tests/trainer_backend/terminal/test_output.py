@@ -14,7 +14,7 @@ from tests.trainer_backend.dialogues import dialogue, finished
 from tests.trainer_backend.pages.hand_made import empty_run
 from trainer_backend.__main__ import app
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.terminal.telling import TextConsole, tell
+from trainer_backend.terminal.output import TextConsole, tell
 
 # Clears the screen, sets the title, C1's CSI, and turns the line around.
 COMMANDS = "\x1b[2J\x1b]0;title\x07 \x9b31m \u202eemit"

@@ -1,4 +1,4 @@
-"""The shared part of all tool-call formats: the parts of a reply, and how its JSON is read."""
+"""The common part of all tool-call formats: parsed replies, and JSON in them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """`error` says why a call in the text could not be read; `content` is then the raw text."""
+    """A parsed reply. `error` says why a call cannot be parsed; `content` is then the raw text."""
 
     content: str
     tool_calls: tuple[ParsedCall, ...] = ()
@@ -27,12 +27,12 @@ ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], ParsedReply]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls.
+    """A model's syntax of tool calls.
 
     Attributes:
-        marker: what only chat templates of this format hold; "" is of none.
-        openers: what a call begins with: a stream holds back what may be one. "" is in every text, which then
-            comes at the end.
+        marker: text that only chat templates of this format contain; "" matches none.
+        openers: beginnings of a call, which a stream holds back. "" matches every text, which is then sent at
+            the end.
     """
 
     parse: ToolParser
@@ -46,11 +46,11 @@ def unreadable(text: str, number: int, error: Exception) -> ParsedReply:
 
 
 def read_json(text: str, start: int = 0) -> tuple[object, int]:
-    """The JSON value that begins at `start`, after white space, and where the text goes on behind it.
+    """Parse the JSON value at `start`, after white space; return it and the position after it.
 
     Raises:
-        ValueError: no JSON, or one of NaN and Infinity, which are none.
-        RecursionError: nested too deeply.
+        ValueError: it is not JSON; NaN and Infinity count as such.
+        RecursionError: it is nested too deeply.
     """
     body = start + len(text[start:]) - len(text[start:].lstrip())
     value, end = _DECODER.raw_decode(text, body)
@@ -58,16 +58,16 @@ def read_json(text: str, start: int = 0) -> tuple[object, int]:
 
 
 def as_call(value: object, *, key: str = "arguments") -> ParsedCall:
-    """A call from the object that spells it; `key` holds its arguments.
+    """Convert an object to a call; `key` holds its arguments.
 
     Raises:
-        ValueError: no object with a name and an object of arguments.
+        ValueError: it is no object with a name and an object of arguments.
     """
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get(key) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(f'expected {{"name": text, "{key}": object}}')
-    # ASCII: a lone surrogate, which JSON can spell, must not reach the UTF-8 encoder of the reply.
+    # ASCII, because a lone surrogate, which JSON can express, would break the UTF-8 encoder of the reply.
     return ParsedCall(name.encode("utf-8", "replace").decode(), json.dumps(arguments))
 
 

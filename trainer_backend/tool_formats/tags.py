@@ -1,11 +1,11 @@
-"""Calls between `<tool_call>` and `</tool_call>`, whatever stands in them, behind reasoning if any."""
+"""Calls between `<tool_call>` and `</tool_call>`, possibly after reasoning."""
 
 from collections.abc import Callable
 
-from trainer_backend.tool_formats.reading import ParsedCall, ParsedReply, unreadable
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, unreadable
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THOUGHT, END_THOUGHT = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 
 
 def parse_tagged(text: str, read_call: Callable[[int], tuple[ParsedCall, int]]) -> ParsedReply:
@@ -15,23 +15,23 @@ def parse_tagged(text: str, read_call: Callable[[int], tuple[ParsedCall, int]]) 
         read_call: takes the position behind an opening tag; returns the call and the position behind its
             closing tag. Raises ValueError or RecursionError.
     """
-    if text.lstrip().startswith(THOUGHT):
-        end = text.find(END_THOUGHT)
+    if text.lstrip().startswith(THINK_START):
+        end = text.find(THINK_END)
         if end < 0:
             return ParsedReply(
-                text, error=f"the reasoning was not ended with {END_THOUGHT}: no call follows it"
+                text, error=f"the reasoning was not ended with {THINK_END}: no call follows it"
             )
-        return _calls(text, end + len(END_THOUGHT), read_call)
+        return _calls(text, end + len(THINK_END), read_call)
     reply = _calls(text, 0, read_call)
-    # The opening tag may stand in the prompt, and a call may hold the closing one as text. What was only
-    # weighed before the closing tag is no call.
-    if END_THOUGHT in text and (reply.error is not None or END_THOUGHT in reply.content):
-        return _calls(text, text.index(END_THOUGHT) + len(END_THOUGHT), read_call)
+    # The prompt may contain the opening tag, and a call the closing one as text. Text before the closing tag
+    # is reasoning, not a call.
+    if THINK_END in text and (reply.error is not None or THINK_END in reply.content):
+        return _calls(text, text.index(THINK_END) + len(THINK_END), read_call)
     return reply
 
 
 def _calls(text: str, position: int, read_call: Callable[[int], tuple[ParsedCall, int]]) -> ParsedReply:
-    """The calls from `position` on; what stands before it is content."""
+    """Parse the calls from `position` on; the text before it is content."""
     calls: list[ParsedCall] = []
     content = text[:position]
     while (start := text.find(OPEN, position)) >= 0:

@@ -1,0 +1,76 @@
+"""Conversion of sampled tokens to text as they come, and stop strings in it, at a constant cost per token."""
+
+from collections.abc import Callable, Sequence
+
+# Decoders write it for bytes that form no character, or not yet.
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class GrowingText:
+    """The text of ids that come one by one. A part of a character is held back, since it may still change.
+
+    Decoders look at neighbours (bytes of one character, a leading space). So ids are decoded together with
+    those behind the last complete text, and only the addition is new.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._context = 0  # number of ids behind the previous text
+        self._emitted = 0  # number of characters returned of the text of all ids
+
+    def take(self, token_id: int) -> str:
+        """Return the text that this id adds for certain; often nothing, inside a character."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        certain = text.rstrip(BROKEN)
+        new = certain[self._emitted :]
+        self._emitted = max(self._emitted, len(certain))
+        if new and certain == text:
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            self._emitted = len(self._decode(self._ids))
+        return new
+
+
+class StopStrings:
+    """A `StopRule`: the first of some strings to appear in the sampled text ends it.
+
+    Source: `stop` of OpenAI's chat completions.
+    """
+
+    def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
+        self._text = GrowingText(decode)
+        self._strings = strings
+        self._tail = ""  # text that may be the beginning of a stop string
+        self._longest = max(map(len, strings))
+
+    def take(self, token_id: int) -> str | None:
+        new = self._text.take(token_id)
+        if not new:
+            return None
+        text = self._tail + new
+        match = earliest(text, self._strings)
+        self._tail = text[max(0, len(text) - self._longest + 1) :]
+        return None if match is None else match[1]
+
+
+def earliest(text: str, strings: Sequence[str]) -> tuple[int, str] | None:
+    """Return the position of the first of the strings in the text, and the string; None without any."""
+    positions = ((text.find(string), string) for string in strings)
+    return min(((position, string) for position, string in positions if position >= 0), default=None)
+
+
+def cut_before(text: str, strings: Sequence[str]) -> str:
+    """Return the text before the first of the strings, or all of it."""
+    match = earliest(text, strings)
+    return text if match is None else text[: match[0]]
+
+
+def possible_start(text: str, strings: Sequence[str]) -> int:
+    """Count the characters at the end of a text that may be the beginning of one of the strings."""
+    longest = max(map(len, strings), default=1) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(string.startswith(text[-n:]) for string in strings)), 0)
