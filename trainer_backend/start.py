@@ -1,4 +1,4 @@
-"""From a job to a run that trains: services, model, warm-up, inference. `train.train` does the rest."""
+"""Puts a run together from its job: services, model, warm-up, inference. `train.train` does the rest."""
 
 import asyncio
 import secrets

@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a request asks the task app for beside the episode."""
+    """Further things that a request asks of the task app, beside the episode."""
 
     step_rewards: StepRewards = field(default_factory=StepRewards)
     state_keys: tuple[str, ...] = ()
@@ -331,7 +331,7 @@ class Planner:
         )
 
     def _snapshot_turns(self, slot: Slot) -> tuple[int, ...]:
-        """Not the first turn where there are siblings: their episodes are its branches."""
+        """The turns before which a snapshot is taken; never the first one where siblings are its branches."""
         if not estimator(self.algorithm.advantage).needs_branches:
             return ()
         return branch_turns(
@@ -389,7 +389,7 @@ def stored_state_keys(algorithm: AlgorithmTable, rollout: RolloutTable) -> tuple
 
 
 def retried(request: RolloutRequest) -> RolloutRequest:
-    """The same episode once more, after an infrastructure failure: same seeds, another id."""
+    """The request of an episode that is played again after an infrastructure failure: same seeds, new id."""
     attempt = request.attempt + 1
     base = request.rollout_id.partition(":")[0]
     return request.model_copy(update={"attempt": attempt, "rollout_id": f"{base}:{attempt}"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What one estimator gave, over all decisions.
+    """The spread of one estimator's advantages over all decisions.
 
     mean, std: in reward units; the std is the population's.
     zero_frac: share of decisions without any advantage.

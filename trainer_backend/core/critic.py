@@ -1,4 +1,4 @@
-"""What a critic says of an episode, by decision or by sampled token, and how it lies over segments. Pure."""
+"""The values of a critic for an episode, by decision or by sampled token, and over its segments. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ OfEpisode = Sequence[float] | ByToken
 
 @dataclass(frozen=True, slots=True)
 class CriticTargets:
-    """What the values of an episode were, and what they are to become; both by decision or both by token.
+    """The values of an episode and their targets; both by decision, or both by token.
 
     values: V as it was scored before credit was given, in reward units.
     returns: advantage plus value.

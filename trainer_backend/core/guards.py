@@ -1,4 +1,4 @@
-"""What must hold of every credited episode, looked at before any update: a broken record stops it by name."""
+"""Checks of every credited episode before an update: a broken record stops the run, by its name."""
 
 import math
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def refuse_lost_reward(
 
 
 def _events(trajectory: Trajectory, config: RewardConfig) -> list[float]:
-    """What the records of the decisions are worth: all deltas; for those that unlocked, the two bonuses."""
+    """The reward in the records of the decisions: all deltas, and the two bonuses where one unlocked."""
     records = [step.metadata.decision_rewards for step in trajectory.steps]
     known = [(t, record) for t, record in enumerate(records) if record is not None]
     horizon = config.max_decisions if config.horizon == "max_decisions" else None

@@ -21,7 +21,7 @@ _ESTIMATES: dict[KlKind, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """What two policies say of the tokens that an episode sampled; both at the temperature of sampling.
+    """Log-probs of an episode's sampled tokens under two policies, both at the temperature of sampling.
 
     policy_T: for each decision, the log-probs of its tokens under the policy before the update (nats).
     reference_T: the same under the policy that RL started from.

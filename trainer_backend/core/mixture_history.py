@@ -1,6 +1,6 @@
-"""What earlier iterations of a mixture told, in their rows of metrics: all that a later choice may know.
+"""The history of a mixture: the metrics of earlier iterations, on which alone a later choice may depend.
 
-So a choice needs nothing but the rows, and a resumed run, which has them, chooses as it would have. Pure.
+A resumed run has the rows of metrics, so it chooses as it would have without a stop. Pure.
 """
 
 import math
@@ -16,7 +16,7 @@ EPISODES, OUTCOME, COUNTED = "episodes", "outcome_reward", "counted_share"
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """An iteration that is over.
+    """A finished iteration.
 
     Attributes:
         iteration: which, from 1.
@@ -32,7 +32,7 @@ class Past:
 
 
 def metric_of(policy: str, name: str) -> str:
-    """What a row of metrics calls a figure of one policy."""
+    """The name of one policy's figure in a row of metrics."""
     return f"mixture/{policy}/{name}"
 
 
@@ -48,8 +48,8 @@ def past_of(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Pa
 
 def _past(row: Mapping[str, Any], policies: Sequence[str]) -> Past:
     def of_each(name: str) -> dict[str, float]:
-        found = {policy: row.get(metric_of(policy, name)) for policy in policies}
-        return {policy: value for policy, value in found.items() if value is not None}
+        values = {policy: row.get(metric_of(policy, name)) for policy in policies}
+        return {policy: value for policy, value in values.items() if value is not None}
 
     episodes = {policy: count for policy, count in of_each(EPISODES).items() if count}
     return Past(row["iteration"], episodes, of_each(OUTCOME), of_each(COUNTED))

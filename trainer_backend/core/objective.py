@@ -63,12 +63,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the samples of one behaviour policy are trained by.
+    """The objective that trains the samples of one behaviour policy.
 
     kind: see the head of this file.
     loss, clip: of the job.
-    ratio_level: whose ratio a token has, of those that clip one.
-    weighting: of the weight to who sampled.
+    ratio_level: whether a clipped ratio is that of a token, its decision or its episode.
+    weighting: truncates the weight towards the policy that sampled.
     trains_head: whether a critic learns from them.
     samples_truncated: whether their sampler never says some of the tokens (top_p, top_k).
     """

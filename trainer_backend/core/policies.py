@@ -9,23 +9,23 @@ FIXED = "fixed"
 
 
 def model_of(job_name: str, policy: str) -> str:
-    """What a server calls a policy of a job: `crafter/actor`."""
+    """The name of a job's policy at a server: `crafter/actor`."""
     return f"{job_name}/{policy}"
 
 
 def policy_of(model: str | None) -> str:
-    """The policy that a trajectory's `model` names: its last part. What names no policy is the actor's."""
+    """The policy that a trajectory's `model` names by its last part; the actor where it names none."""
     _, slash, policy = (model or "").rpartition("/")
     return policy if slash and policy else ACTOR
 
 
 def player_of(model: str | None, policy_name: str) -> str:
-    """Whom a person calls the player, of whichever policy: the last part of its model, else its own name."""
+    """The player's name for a person: the last part of its model, or else the name of the policy."""
     return (model or "").rpartition("/")[2] or policy_name
 
 
 def policy_in(job_name: str, model: str | None) -> str:
-    """The same for a reported policy, which may be any server's name for a model.
+    """As `policy_of`, where `model` may be any server's name for a model.
 
     `Qwen/Qwen3-0.6B` names no policy of a job `crafter`, so what it sampled is the actor's.
     """

@@ -166,15 +166,19 @@ def _records(steps: Sequence[StepData], rollout_id: str) -> list[DecisionRewards
     for step in steps:
         record = step.metadata.decision_rewards
         if record is None or record.turn != step.turn:
-            told = _fault_of(record, seen, len(steps))
-            raise RewardError(told, where=place(rollout_id, step.turn))
+            raise RewardError(_mismatch(record, seen, len(steps)), where=place(rollout_id, step.turn))
         seen.add(record.turn)
         records_T.append(record)
     return records_T
 
 
-def _fault_of(record: DecisionRewards | None, seen: set[int], length: int) -> str:
-    """What is wrong with a record that is not its decision's own, where those of `seen` turns were read."""
+def _mismatch(record: DecisionRewards | None, seen: set[int], length: int) -> str:
+    """Say why a record does not belong to the decision that holds it.
+
+    Args:
+        seen: turns whose records were read before.
+        length: decisions of the episode.
+    """
     if record is None:
         return "no decision_rewards, which mode 'decision_stepwise' needs"
     if not 1 <= record.turn <= length:

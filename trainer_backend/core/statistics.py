@@ -108,7 +108,7 @@ def have_achievements(trajectories: Sequence[Trajectory]) -> bool:
 
 
 def outcome_definition(trajectories: Sequence[Trajectory]) -> str:
-    """What their environment, or what judged them in its place, calls the outcome of an episode."""
+    """The name of an episode's outcome, by the environment or by whatever judged in its place."""
     return "; or ".join(dict.fromkeys(item.outcome_definition for item in trajectories))
 
 

@@ -41,8 +41,8 @@ class Measured:
     Attributes:
         values: of a critic; they are stored with the credit.
         after: V of the state after the last decision of episodes that a limit cut short; None: none was read.
-        branches: what was played on from an episode's decisions; None: nobody did.
-        scored: what policy and reference say of its tokens, and of its branches'.
+        branches: rollouts that were played on from an episode's decisions; None: there are none.
+        scored: log-probs of its tokens and of its branches' tokens, under policy and reference.
     """
 
     values: Mapping[str, OfEpisode] = field(default_factory=dict)
@@ -61,8 +61,8 @@ class Credited:
     Attributes:
         episodes: those to be trained: all of them, or without `flat` where the job skips it.
         credits: of every episode, in the order given.
-        flat: ids of the groups whose advantages are all 0 (core.flat_groups), by what was earned: what is
-            paid for KL differs a little between any two episodes, and is no spread of theirs.
+        flat: ids of the groups whose advantages are all 0 (core.flat_groups), with no cost of KL in them: it
+            differs a little between any two episodes, which is no spread to learn from.
     """
 
     episodes: list[CreditedEpisode]
@@ -71,20 +71,20 @@ class Credited:
     flat: list[str]
 
 
-def _flat(rollouts: Sequence[Rollout], found: "_Estimated") -> list[str]:
-    """By the groups as they were played, whichever of their episodes were compared with each other."""
-    advantages = [item.flat if isinstance(item, ByToken) else item for item in found.trained]
-    played = zip(found.episodes, rollouts, strict=True)
+def _flat(rollouts: Sequence[Rollout], estimate: "_Estimate") -> list[str]:
+    """Flat groups, by the groups that were played, whichever of their episodes were compared."""
+    advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
+    played = zip(estimate.episodes, rollouts, strict=True)
     return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
 
 
 @dataclass(frozen=True, slots=True)
-class _Estimated:
+class _Estimate:
     """Stops 9 and 10; all lists in the order of the rollouts.
 
     Attributes:
         policies: who sampled each.
-        trained: what the update is given of each episode, by decision or by token.
+        trained: advantages of each episode for the update, by decision or by token.
         targets: of the critic; None without one.
     """
 
@@ -99,16 +99,16 @@ class _Estimated:
     def credits(self, gamma: float) -> list[Credit]:
         return [self._credit(index, gamma) for index in range(len(self.episodes))]
 
-    def of_the_actor(self, gamma: float) -> dict[str, float]:
-        """What the actor's samples earned, absent where there are none; and what the estimator met in all."""
+    def actor_metrics(self, gamma: float) -> dict[str, float]:
+        """Metrics of the actor's samples, where it has any, and the estimator's own of all samples."""
         own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
-        met = self.advantages.diagnostics
+        metrics = self.advantages.diagnostics
         if not own:
-            return met
+            return metrics
         if self.episodes[0].values_T:
-            met = met | foretold([self.episodes[index] for index in own], gamma)
+            metrics = metrics | foretold([self.episodes[index] for index in own], gamma)
         paid = [self.earned[index].paid_T for index in own]
-        return decision_metrics([self.trajectories[index] for index in own], paid) | met
+        return decision_metrics([self.trajectories[index] for index in own], paid) | metrics
 
     def _credit(self, index: int, gamma: float) -> Credit:
         """Return the credit that is stored with one episode; with a critic, returns are its targets."""
@@ -119,7 +119,7 @@ class _Estimated:
             advantages.per_episode[index],
             discounted_T if targets is None else firsts(targets.returns),
             {name: values[index] for name, values in advantages.parts.items()},
-            episode.state_keys_T,
+            state_keys_T=episode.state_keys_T,
             branch_returns_T=episode.branch_returns_T,
             token_advantages=advantages.per_token[index] if advantages.per_token else None,
             token_values=episode.token_values,
@@ -129,7 +129,7 @@ class _Estimated:
 
 @dataclass(frozen=True, slots=True)
 class CreditAssignment:
-    """How a job credits decisions: who sampled them, what they earned, what its estimator makes of that.
+    """Credits the decisions of a job: by who sampled them, by their rewards, and by its estimator.
 
     Attributes:
         skips_flat_groups: groups whose advantages are all 0 are not trained.
@@ -160,24 +160,29 @@ class CreditAssignment:
         Raises:
             CreditError: what an episode lacks, or has broken, by the name of its rollout.
         """
-        found = self._estimate(rollouts, measured)
-        played = found
+        estimate = without_kl = self._estimate(rollouts, measured)
         if self.rewards.pays_kl:
-            played = replace(self, rewards=self.rewards.without_kl())._estimate(rollouts, measured)
-        flat = _flat(rollouts, played)
+            without_kl = replace(self, rewards=self.rewards.without_kl())._estimate(rollouts, measured)
+        flat = _flat(rollouts, without_kl)
         skipped = set(flat) if self.skips_flat_groups else set()
-        columns = zip(rollouts, found.policies, found.trained, found.targets, strict=True)
+        columns = zip(rollouts, estimate.policies, estimate.trained, estimate.targets, strict=True)
         episodes = [
-            CreditedEpisode(rollout.rollout_id, self.policies.segments_by(rollout), given, critic, policy)
-            for rollout, policy, given, critic in columns
+            CreditedEpisode(
+                rollout.rollout_id,
+                self.policies.segments_by(rollout),
+                advantages,
+                critic=critic,
+                policy=policy,
+            )
+            for rollout, policy, advantages, critic in columns
             if rollout.group_id not in skipped
         ]
         metrics = {
-            **found.of_the_actor(self.algorithm.gamma),
-            **kl_metrics(found.earned),
+            **estimate.actor_metrics(self.algorithm.gamma),
+            **kl_metrics(estimate.earned),
             "group/flat": float(len(flat)),
         }
-        return Credited(episodes, found.credits(self.algorithm.gamma), metrics, flat)
+        return Credited(episodes, estimate.credits(self.algorithm.gamma), metrics, flat)
 
     def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
         """The credits of `credit` alone, without what only an update and its logs need; else the same."""
@@ -201,16 +206,16 @@ class CreditAssignment:
         Raises:
             SegmentError: see `segments_by`.
         """
-        found = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
-        return {name: view for name, view in found.items() if view is not None}
+        views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
+        return {name: view for name, view in views.items() if view is not None}
 
-    def _estimate(self, rollouts: Sequence[Rollout], measured: Measured) -> _Estimated:
+    def _estimate(self, rollouts: Sequence[Rollout], measured: Measured) -> _Estimate:
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
         earned = [self.rewards.earned_by(rollout, measured.scored) for rollout in rollouts]
         episodes = [
-            self._rewarded(rollout, item, found.rewards_T, measured)
-            for rollout, item, found in zip(rollouts, trajectories, earned, strict=True)
+            self._rewarded(rollout, item, earnings.rewards_T, measured)
+            for rollout, item, earnings in zip(rollouts, trajectories, earned, strict=True)
         ]
         advantages = self.estimator.compute(episodes, advantage_config(self.algorithm))
         trained: Sequence[OfEpisode] = advantages.per_token or advantages.per_episode
@@ -218,7 +223,15 @@ class CreditAssignment:
             targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
             for episode, item in zip(episodes, trained, strict=True)
         ]
-        return _Estimated(trajectories, policies, earned, episodes, advantages, trained, targets)
+        return _Estimate(
+            trajectories,
+            policies,
+            earned,
+            episodes,
+            advantages=advantages,
+            trained=trained,
+            targets=targets,
+        )
 
     def _compared_with(self, rollout: Rollout) -> str:
         """Return the key of the episodes to compare with: its group, or its policy's part of the group."""

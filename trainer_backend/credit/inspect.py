@@ -37,11 +37,7 @@ _KEY_SHOWN = 10
 
 
 def find_rollout(runs: Sequence[RunDirectory], rollout_id: str) -> tuple[Rollout, list[dict[str, Any]]]:
-    """The stored rollout of that id, or of the only one that ends with it, and its row's decisions.
-
-    Raises:
-        RunDirectoryError: there is none, or several.
-    """
+    """The stored rollout of that id, or of the only one that ends with it, and its row's decisions."""
     found = [
         (path, known)
         for run in runs
@@ -68,9 +64,6 @@ def episode_view(
         credits: the columns of each decision, as they are stored; empty where no credit was given.
         full: the whole prompt of each decision, not only what is new in it.
         tokens: where its tokens stand in the segments that it was trained on.
-
-    Raises:
-        SegmentError: `tokens` of an episode that was played without token ids, or greedily.
     """
     return Group(*_parts(rollout, credits, full=full, tokens=tokens))
 
@@ -134,7 +127,7 @@ def _seen(episode: Trajectory, *, full: bool) -> list[str]:
 
 
 def _context(episode: Trajectory) -> str:
-    """What source 3 keeps of a conversation, by its names."""
+    """The record of a conversation that source 3 keeps, by its names."""
     ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
     count = len(episode.full_history)
     return (
@@ -144,11 +137,7 @@ def _context(episode: Trajectory) -> str:
 
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
-    """By turn, what the loop went through and where its tokens stand, by the names of source 3.
-
-    Raises:
-        SegmentError: the episode was played without token ids, or greedily.
-    """
+    """By turn, the states of the loop and the places of its tokens, by the names of source 3."""
     segments = segments_of(episode.steps, rollout_id=rollout_id)
     views = {view.turn: view for view in emission_views(segments)}
     found, snapshots, before = {}, 0, 0
@@ -168,7 +157,7 @@ def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[in
 
 
 def _snapshot(number: int, segment: Segment) -> str:
-    """What an edit closed: the tokens before its first answer, and those from there on."""
+    """The segment that an edit closed: its prompt tokens, and the tokens from its first answer on."""
     first = segment.sampled_positions[0]
     trained = ", ".join(f"{start} to {end}" for _, start, end in assistant_turn_boundaries(segment))
     return (

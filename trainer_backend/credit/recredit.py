@@ -53,46 +53,34 @@ class Recredited:
         return list(chain.from_iterable(credit.advantages_T for credit in self.credits[name]))
 
 
-def stored_files(run: RunDirectory, wanted: Sequence[int]) -> list[Path]:
-    """The rollout files of the iterations wanted, or of all, in order.
-
-    Raises:
-        RunDirectoryError: there is no such file.
-    """
+def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
+    """The rollout files of these iterations, or of all, in order."""
     files = {int(path.stem.removeprefix("iteration_")): path for path in run.iteration_files()}
-    missing = [str(number) for number in wanted if number not in files]
+    missing = [str(number) for number in iterations if number not in files]
     if missing or not files:
         stored = ", ".join(map(str, sorted(files))) or "none"
-        asked = f"iteration {', '.join(missing)}" if missing else "any iteration"
-        raise RunDirectoryError(f"{run.path}: no rollouts of {asked}; stored: {stored}")
-    return [files[number] for number in sorted(set(wanted) or files)]
+        which = f"iteration {', '.join(missing)}" if missing else "any iteration"
+        raise RunDirectoryError(f"{run.path}: no rollouts of {which}; stored: {stored}")
+    return [files[number] for number in sorted(set(iterations) or files)]
 
 
-def stored_iterations(run: RunDirectory, wanted: Sequence[int]) -> list[list[Rollout]]:
-    """The finished rollouts of each stored iteration, or of those wanted, in order.
-
-    Raises:
-        RunDirectoryError: no such file, or nothing in them was finished.
-    """
-    read = [read_rollouts(path) for path in stored_files(run, wanted)]
+def stored_iterations(run: RunDirectory, iterations: Sequence[int]) -> list[list[Rollout]]:
+    """The finished rollouts of these iterations, or of all, in order."""
+    read = [read_rollouts(path) for path in stored_files(run, iterations)]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in read]
     if not any(finished):
         raise RunDirectoryError(f"{run.path}: none of the stored rollouts was finished")
     return [rollouts for rollouts in finished if rollouts]
 
 
-def stored_measured(run: RunDirectory, wanted: Sequence[int]) -> list[Measured]:
-    """Return each stored iteration's measurements by a critic, by branches and by a reference.
-
-    Raises:
-        RunDirectoryError: as `stored_files`.
-    """
-    files = stored_files(run, wanted)
+def stored_measured(run: RunDirectory, iterations: Sequence[int]) -> list[Measured]:
+    """Return each stored iteration's measurements by a critic, by branches and by a reference."""
+    files = stored_files(run, iterations)
     return [_measured(path) for path in files if finished_rows(path, ["rollout_id"])]
 
 
 def _measured(path: Path) -> Measured:
-    """Of one iteration. A file of branches may be empty: no episode reached a decision that was chosen."""
+    """The measurements of one iteration; its file of branches may be empty."""
     beside = path.with_name(path.name.replace("iteration_", "branches_"))
     if not beside.exists():
         return Measured(read_values(path), read_values_after(path), None, read_token_scores(path))
@@ -111,9 +99,6 @@ def recredited(
 
     Groups are those of their iteration. An estimator whose inputs were not stored is refused by name.
     `measured` is that of `stored_measured`; empty: nothing was.
-
-    Raises:
-        RewardError: r_t cannot be built from what is stored.
     """
     beside = measured or [NOTHING] * len(iterations)
     iterations = [[with_records(rollout) for rollout in rollouts] for rollouts in iterations]
@@ -158,18 +143,18 @@ def with_records(rollout: Rollout) -> Rollout:
 Agreement = Callable[[Sequence[float], Sequence[float]], float | None]
 
 
-def recredit_tables(found: Recredited, cosines: Mapping[tuple[str, str], float] | None = None) -> Group:
+def recredit_tables(credited: Recredited, cosines: Mapping[tuple[str, str], float] | None = None) -> Group:
     """Tables of spread, correlation, sign agreement and, where there are some, cosines of gradients."""
-    advantages = {name: found.advantages(name) for name in found.credits}
+    advantages = {name: credited.advantages(name) for name in credited.credits}
     parts: list[Table | Text | str] = []
     if advantages:
         decisions = len(next(iter(advantages.values())))
-        parts += [Text(f"{len(found.rollouts)} episodes, {decisions} decisions"), _spreads(advantages), ""]
+        parts += [Text(f"{len(credited.rollouts)} episodes, {decisions} decisions"), _spreads(advantages), ""]
         parts += [_pairs("correlation", advantages, correlation), ""]
         parts += [_pairs("same sign", advantages, sign_agreement)]
     if cosines:
         parts += ["", _table("cosine of gradients", list(advantages), lambda a, b: cosines.get((a, b)))]
-    parts += [Text(f"{name}: {reason}", style="yellow") for name, reason in found.refused.items()]
+    parts += [Text(f"{name}: {reason}", style="yellow") for name, reason in credited.refused.items()]
     return Group(*parts)
 
 
@@ -207,22 +192,20 @@ _POINTS = 4_000
 
 
 def write_recredit(
-    found: Recredited, folder: Path, cosines: Mapping[tuple[str, str], float] | None = None
+    credited: Recredited, folder: Path, cosines: Mapping[tuple[str, str], float] | None = None
 ) -> None:
-    """`figures.json`, `agreement.html`, and NAME.parquet for each estimator: the rollouts with its credit.
-
-    Raises:
-        RunDirectoryError: the disk is full, or refuses.
-    """
+    """`figures.json`, `agreement.html`, and NAME.parquet for each estimator: the rollouts with its credit."""
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "figures.json").write_text(json.dumps(figures(found, cosines), indent=1), encoding="utf-8")
-        if len(found.credits) > 1:
+        (folder / "figures.json").write_text(
+            json.dumps(figures(credited, cosines), indent=1), encoding="utf-8"
+        )
+        if len(credited.credits) > 1:
             (folder / "agreement.html").write_bytes(
-                agreement_page({name: found.advantages(name) for name in found.credits})
+                agreement_page({name: credited.advantages(name) for name in credited.credits})
             )
-    for name, credits in found.credits.items():
-        write_rollouts(folder / f"{name}.parquet", found.rollouts, credits)
+    for name, credits in credited.credits.items():
+        write_rollouts(folder / f"{name}.parquet", credited.rollouts, credits)
 
 
 def agreement_page(advantages: Mapping[str, Sequence[float]]) -> bytes:
@@ -241,12 +224,14 @@ def agreement_page(advantages: Mapping[str, Sequence[float]]) -> bytes:
     return saved_page("agreement", charts, first=first, panels=[chart.panel for chart in charts])
 
 
-def figures(found: Recredited, cosines: Mapping[tuple[str, str], float] | None = None) -> dict[str, object]:
+def figures(
+    credited: Recredited, cosines: Mapping[tuple[str, str], float] | None = None
+) -> dict[str, object]:
     """All numbers of the tables."""
-    advantages = {name: found.advantages(name) for name in found.credits}
+    advantages = {name: credited.advantages(name) for name in credited.credits}
     pairs = list(combinations(advantages, 2))
     return {
-        "episodes": len(found.rollouts),
+        "episodes": len(credited.rollouts),
         "estimators": {
             name: {
                 "mean": spread_of(values).mean,
@@ -264,7 +249,7 @@ def figures(found: Recredited, cosines: Mapping[tuple[str, str], float] | None =
             }
             for a, b in pairs
         ],
-        "refused": dict(found.refused),
+        "refused": dict(credited.refused),
     }
 
 
@@ -276,20 +261,14 @@ def recredit_run(
     out: Path | None,
     overrides: Sequence[str],
 ) -> tuple[Group, Path]:
-    """Tables, and the folder that was written.
-
-    Raises:
-        JobError: an unknown estimator, or an override that does not fit.
-        RunDirectoryError: no run, nothing stored, or a disk that refuses.
-        RewardError: r_t cannot be built from what is stored.
-    """
+    """Tables, and the folder that was written."""
     run = open_run(path)
     job = run.job_with(overrides).config
     for name in names:
         estimator(name)
     stored = stored_iterations(run, iterations)
     credit = CreditAssignment.of(job)
-    found = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
+    credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     cosines = None
     if checkpoint is not None:
         # torch
@@ -298,8 +277,8 @@ def recredit_run(
 
         config = LearnerConfig.of(job)
         cosines = gradient_cosines(
-            config, credit.policies, found.rollouts, found.credits, checkpoint=checkpoint
+            config, credit.policies, credited.rollouts, credited.credits, checkpoint=checkpoint
         )
     folder = out or run.path / "recredit"
-    write_recredit(found, folder, cosines)
-    return recredit_tables(found, cosines), folder
+    write_recredit(credited, folder, cosines)
+    return recredit_tables(credited, cosines), folder

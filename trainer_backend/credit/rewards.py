@@ -22,7 +22,7 @@ class Earned:
     Attributes:
         paid_T: [T] what the reward mode gives.
         kl_T: [T] what they pay for their KL to the reference; empty where the job does not ask for it.
-        kl_nats: for each decision, the estimate of that KL at each of its tokens; likewise.
+        kl_nats: for each decision, the estimate of that KL at each of its tokens; empty likewise.
     """
 
     paid_T: Sequence[float]
@@ -109,14 +109,16 @@ class Rewards:
                 hint="They are stored where rollouts were collected with that key; 0 leaves the KL out.",
             )
         if len(scored.policy_T) != len(paid_T):
-            told = f"log-probs of {len(scored.policy_T)} decisions, but it has {len(paid_T)}"
-            raise RewardError(told, where=place(rollout_id))
+            raise RewardError(
+                f"log-probs of {len(scored.policy_T)} decisions, but it has {len(paid_T)}",
+                where=place(rollout_id),
+            )
         nats = kl_estimates(scored, training.kl_reward_kind, rollout_id=rollout_id)
         return Earned(paid_T, kl_rewards(nats, training.kl_reward_coef), nats)
 
 
 def kl_metrics(episodes: Sequence[Earned]) -> dict[str, float]:
-    """Of a batch: KL in nats, mean a token; what it cost, mean an episode. Nothing where it costs nothing."""
+    """KL in nats, a mean over tokens, and its cost, a mean over episodes; empty where it costs nothing."""
     nats = [value for item in episodes for row in item.kl_nats for value in row]
     if not nats:
         return {}
@@ -143,18 +145,18 @@ class Policies:
         return {table.name: table for table in self.fixed}[name]
 
     def policy_by(self, rollout: Rollout) -> str:
-        """ACTOR, or the name of the fixed policy that sampled it, as its trajectory tells.
+        """ACTOR, or the name of the fixed policy that sampled the rollout, by its trajectory's model.
 
         Raises:
-            SegmentError: a policy that the job does not have. As the actor's own its samples would be
-                trained on without weights, and nothing would tell.
+            SegmentError: the job has no such policy. Taken for the actor's own, its samples would be trained
+                on without weights, and nobody would notice.
         """
         model = None if rollout.trajectory is None else rollout.trajectory.model
         policy = policy_in(self.job_name, model)
-        known = [ACTOR, *(table.name for table in self.fixed)]
-        if policy not in known:
+        names = [ACTOR, *(table.name for table in self.fixed)]
+        if policy not in names:
             raise SegmentError(
-                f"sampled by {policy!r} (model {model!r}); the policies of this job are {', '.join(known)}",
+                f"sampled by {policy!r} (model {model!r}); the policies of this job are {', '.join(names)}",
                 where=place(rollout.rollout_id),
                 hint="Was [rollout_only] taken out of the job, or its name changed?",
             )
@@ -163,8 +165,8 @@ class Policies:
     def segments_by(self, rollout: Rollout) -> list[Segment]:
         """Stop 7 of the route: the segments of a finished rollout; empty for another rollout.
 
-        What a fixed policy sampled is scored at the actor's temperature: the policy that is trained is
-        softmax(logits / rollout.temperature), whoever sampled at whichever other (DESIGN.md 4.9).
+        Samples of a fixed policy are scored at the actor's temperature: the policy that is trained is
+        softmax(logits / rollout.temperature), at whichever temperature a rollout was sampled (DESIGN.md 4.9).
 
         Raises:
             SegmentError: see `policy_by` and `segments_of`.
@@ -177,8 +179,8 @@ class Policies:
     def final_view_by(self, rollout: Rollout) -> Segment | None:
         """The prompt after the last decision of an episode that a limit cut short, where there is one.
 
-        One token stands behind it that belongs to no decision and is never trained: a critic reads the value
-        of a state where the first token after it is predicted, and here that is this one.
+        One more token stands after it, which belongs to no decision and is never trained: a critic reads the
+        value of a state where the next token is predicted.
 
         Raises:
             SegmentError: see `segments_by`.

@@ -20,11 +20,7 @@ _OF_THE_WRAPPER = "base_model.model."
 
 @torch.no_grad()
 def take_out(model: PreTrainedModel, folder: Path) -> None:
-    """Make of a float32 model with stored adapters merged into it the one that they were trained over.
-
-    Raises:
-        CheckpointError: no adapters in the folder, or those of another model.
-    """
+    """Make of a float32 model with stored adapters merged into it the one that they were trained over."""
     stored = read_adapter(folder)
     settings = LoraConfig.from_pretrained(str(folder))
     for name, down in stored.items():
@@ -39,11 +35,7 @@ def take_out(model: PreTrainedModel, folder: Path) -> None:
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """The tensors that `Adapter.save` wrote, under their names in the model.
-
-    Raises:
-        CheckpointError: none there, or they cannot be read.
-    """
+    """The tensors that `Adapter.save` wrote, under their names in the model."""
     if not (folder / SETTINGS).is_file():
         raise CheckpointError(
             f"{folder}: no adapter in this checkpoint, but the job has [lora]",
@@ -60,17 +52,14 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def refuse_other_settings(folder: Path, ours: LoraConfig) -> None:
-    """
-    Raises:
-        CheckpointError: the adapters of the folder are of another rank, scale or place in the model.
-    """
+    """Refuse adapters of another rank, scale or place in the model."""
     theirs = LoraConfig.from_pretrained(str(folder))
     for key, field in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
-        wanted, found = _plain(getattr(ours, field)), _plain(getattr(theirs, field))
-        if wanted != found:
+        own, stored = _plain(getattr(ours, field)), _plain(getattr(theirs, field))
+        if own != stored:
             raise CheckpointError(
-                f"{folder}: its adapters have {key} {_told(found)}, but lora.{key} of the job gives "
-                f"{_told(wanted)}",
+                f"{folder}: its adapters have {key} {_told(stored)}, but lora.{key} of the job gives "
+                f"{_told(own)}",
                 hint="A run goes on with the [lora] that it was started with.",
             )
 

@@ -155,10 +155,6 @@ def _one_row_attention(
 
     A model that is called without `turnwise_attend`, as anyone may, has one sequence a row, padded at its end
     if at all: transformers makes no mask for an attention function that it does not know.
-
-    Raises:
-        ModelFolderError: the layer asks for what the kernel does not compute. (Windows shorter than a
-            sequence, `learner.support` has refused; longer ones say nothing.)
     """
     asked = [name for name in _NOT_COMPUTED if others.get(name) is not None]
     if asked:

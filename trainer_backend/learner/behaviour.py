@@ -39,11 +39,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """Segments as stop 8 left them.
+    """The segments of an iteration with the scores and weights of stop 8.
 
-    scored: in the order given.
-    logs: of each policy that sampled some, the log of each unit's weight before truncation.
-    token_means: of each, the mean of proximal/behaviour over its tokens, whatever the unit is.
+    scored: in the order of the segments.
+    logs: by policy, the log of each unit's weight before truncation.
+    token_means: by policy, the mean of proximal/behaviour over its tokens, whatever the unit is.
     """
 
     scored: list[Scored]
@@ -119,9 +119,6 @@ def weighed(
         policies: for each, who sampled it.
         objectives: by policy.
         reference: for each, [N] log-probs of what a KL term pulls towards; None: there is no such term.
-
-    Raises:
-        NonFiniteLoss: a log-prob is not finite, by the name of its token.
     """
     for segment, own in zip(segments, proximal, strict=True):
         _refuse_non_finite(segment, own, "the learner's log-prob")
@@ -165,10 +162,10 @@ def _sampled(segment: Segment) -> list[float]:
 
 
 def _one_each(logs_N: Tensor, units: Sequence[Sequence[int]] | None) -> list[float]:
-    found = logs_N.tolist()
+    logs = logs_N.tolist()
     if units is None:
-        return found
-    return list(dict(zip(chain.from_iterable(units), found, strict=True)).values())
+        return logs
+    return list(dict(zip(chain.from_iterable(units), logs, strict=True)).values())
 
 
 def _refuse_non_finite(segment: Segment, values: Sequence[float], what: str) -> None:
@@ -189,9 +186,6 @@ def mismatch(scored: Sequence[Scored], *, limit: float) -> dict[str, float]:
     """How far the sampler's log-probs are from the learner's own: the token-in, token-out check.
 
     Of the actor's samples: those of another policy are far away, and should be. Empty where there are none.
-
-    Raises:
-        SamplerMismatch: one is further away than `limit` (nats).
     """
     tokens = [
         (abs(own - item.segment.logprobs[position]), own, item.segment, position)
@@ -218,7 +212,7 @@ def mismatch(scored: Sequence[Scored], *, limit: float) -> dict[str, float]:
 
 
 def mixture_metrics(
-    objectives: Mapping[str, Objective], found: Weighed, metrics: Mapping[str, float]
+    objectives: Mapping[str, Objective], samples: Weighed, metrics: Mapping[str, float]
 ) -> dict[str, float]:
     """How much the samples of each policy counted; empty for a job without fixed policies.
 
@@ -236,8 +230,8 @@ def mixture_metrics(
 
     Args:
         objectives: by policy.
-        found: of the iteration.
-        metrics: of its steps; the actor's `loss/…` are told again as `mixture/actor/…`.
+        samples: of the iteration.
+        metrics: of its steps; the actor's `loss/…` are reported again as `mixture/actor/…`.
 
     Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
     """
@@ -245,32 +239,32 @@ def mixture_metrics(
         return {}
     by_policy = {
         policy: truncated(torch.tensor(logs, dtype=torch.float64), objectives[policy].weighting).tolist()
-        for policy, logs in found.logs.items()
+        for policy, logs in samples.logs.items()
     }
     fixed = [policy for policy in by_policy if policy != ACTOR]
-    told = {"actor/importance_sampling": float(bool(fixed))}
+    figures = {"actor/importance_sampling": float(bool(fixed))}
     if fixed:
-        told |= _raw_weights([math.exp(log) for policy in fixed for log in found.logs[policy]])
+        figures |= _raw_weights([math.exp(log) for policy in fixed for log in samples.logs[policy]])
         of_fixed = [weight for policy in fixed for weight in by_policy[policy]]
-        told["mixture/ess"] = effective_share(of_fixed)
-        told[f"mixture/{COUNTED}"] = counted_share(of_fixed)
+        figures["mixture/ess"] = effective_share(of_fixed)
+        figures[f"mixture/{COUNTED}"] = counted_share(of_fixed)
     for policy, weights in by_policy.items():
-        told |= {
+        figures |= {
             metric_of(policy, "ess"): effective_share(weights),
             metric_of(policy, COUNTED): counted_share(weights),
             metric_of(policy, "weight_mean"): math.fsum(weights) / len(weights),
         }
         if objectives[policy].kind != "single_ratio":
-            cut = _cut_share(found.logs[policy], objectives[policy].weighting)
-            told[metric_of(policy, "truncated_share")] = cut
+            cut = _cut_share(samples.logs[policy], objectives[policy].weighting)
+            figures[metric_of(policy, "truncated_share")] = cut
         if objectives[policy].samples_truncated:
-            told[metric_of(policy, "lost_mass")] = 1.0 - found.token_means[policy]
+            figures[metric_of(policy, "lost_mass")] = 1.0 - samples.token_means[policy]
     again = {name: metrics.get(f"loss/{name}") for name in _OF_THE_LOSS}
-    return told | {metric_of(ACTOR, name): value for name, value in again.items() if value is not None}
+    return figures | {metric_of(ACTOR, name): value for name, value in again.items() if value is not None}
 
 
 def _cut_share(logs: Sequence[float], config: WeightConfig) -> float:
-    """How many of the weights are not what they would be without truncation."""
+    """The share of the weights that truncation changes."""
     low = config.floor if config.mode == "mask" else 0.0
     return sum(not low <= math.exp(log) <= config.cap for log in logs) / len(logs)
 

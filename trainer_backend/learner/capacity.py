@@ -1,4 +1,4 @@
-"""Does the job fit? Its needs by kind (`core.memory`) beside what is free, before any weights are read."""
+"""Plans the memory of a job: its needs by kind (`core.memory`) beside the free memory of this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,20 +55,17 @@ class MemoryPlan:
         return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
 
     def shortage(self) -> str | None:
-        """What cannot fit, or None."""
+        """A line about what cannot fit; None where everything fits."""
         if self.needs.least > self.free:
             least = f"{self.needs.least / 2**30:.2f} GiB"
             return f"the job needs at least {least} on {self.placement.device.type}"
         host = sum(self.needs.host.values())
-        told = f"the job needs {host / 2**30:.2f} of {self.host_free / 2**30:.2f} GiB of main memory"
-        return told if host > self.host_free else None
+        line = f"the job needs {host / 2**30:.2f} of {self.host_free / 2**30:.2f} GiB of main memory"
+        return line if host > self.host_free else None
 
 
 def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
-    """
-    Raises:
-        JobError: the job cannot fit, with every kind; `hint` names the keys that would make it smaller.
-    """
+    """Refuse a job that cannot fit, with every kind; `hint` names the keys that would make it smaller."""
     shortage = plan.shortage()
     if shortage is not None:
         raise JobError(f"{shortage}: {plan}.", hint=hint)
@@ -143,11 +140,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
 
 
 def model_shape(config: Any, lora: LoraTable | None, *, has_critic: bool = False) -> ModelShape:
-    """Counted on a model without memory, so that any architecture is counted as it is.
-
-    Raises:
-        ModelFolderError: it has no such shape: a decoder without attention, say.
-    """
+    """Counted on a model without memory, so that any architecture is counted as it is."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

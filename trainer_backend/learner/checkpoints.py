@@ -42,11 +42,7 @@ def save_checkpoint(
     adapter: Adapter | None = None,
     head: ValueHead | None = None,
 ) -> None:
-    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
-
-    Raises:
-        CheckpointError: the disk is full or refuses; what was there before is untouched.
-    """
+    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`."""
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -96,11 +92,7 @@ def _put_in_place(aside: Path, folder: Path) -> None:
 
 
 def restore_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put optimizer and RNG back as they were; the model itself is loaded like any folder.
-
-    Raises:
-        CheckpointError: a file is missing or broken, or the optimizer is of another model.
-    """
+    """Put optimizer and RNG back as they were; the model itself is loaded like any folder."""
     try:
         own = folder / TRAINING_FOLDER
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))

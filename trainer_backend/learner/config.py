@@ -61,7 +61,14 @@ class LearnerConfig:
             seed=job.job.seed,
         )
         shares_device = any(not table.is_remote for table in job.fixed_policies)
-        return cls(job.model, job.lora, job.warmup, job.inference, update, shares_device)
+        return cls(
+            model=job.model,
+            lora=job.lora,
+            warmup=job.warmup,
+            inference=job.inference,
+            update=update,
+            shares_device=shares_device,
+        )
 
     @property
     def training(self) -> TrainingTable:

@@ -55,7 +55,7 @@ class Placement:
         return self.low or torch.float32
 
     def logits_bytes(self) -> int:
-        """What a chunk of logits may take: a share of a GPU's memory, or what is little beside a model."""
+        """Bytes that a chunk of logits may take: a share of a GPU's memory, or little beside a model."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory // _GPU_SHARE_OF_LOGITS
         return _LOGITS_BYTES
@@ -75,9 +75,6 @@ def place(name: str, found: Found | None = None) -> Placement:
     Args:
         name: auto, cpu, cuda or mps.
         found: absent: what torch sees.
-
-    Raises:
-        JobError: a GPU that is not there.
     """
     found = found or Found.by_torch()
     there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}

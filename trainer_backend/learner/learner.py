@@ -1,4 +1,4 @@
-"""The learner in this process: model, optimizer, and what the orchestrator asks of them."""
+"""The learner in this process: the model, its optimizer, and all that the training loop asks of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -191,7 +191,7 @@ class LocalLearner:
     def _logprobs(
         self, episodes: Mapping[str, Sequence[Segment]], policy: Reference
     ) -> dict[str, list[list[float]]]:
-        """By rollout id, for each segment the log-probs of its sampled tokens."""
+        """By rollout id, [N] log-probs of the sampled tokens of each segment."""
         if not episodes:
             return {}
         table = self.config.training
@@ -240,7 +240,7 @@ class LocalLearner:
         return copy_to_serve(self.model, self.scorer.placement.held)
 
     def _pull(self) -> Reference | None:
-        """What the KL term of the loss pulls towards."""
+        """The policy that the KL term of the loss pulls towards; None without that term."""
         return None if self.config.training.kl_coef == 0 else self._held_reference()
 
     def _held_reference(self) -> Reference:
@@ -249,7 +249,11 @@ class LocalLearner:
         return self._reference
 
     def _started(self, folder: Path | None = None) -> Reference:
-        """Return RL's starting policy on the learner's device, in its precision; None: the present one."""
+        """RL's starting policy, on the learner's device and in its precision.
+
+        Args:
+            folder: its checkpoint; None: the present policy is the starting one.
+        """
         adapter, scorer = self._adapter, self.scorer
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))

@@ -22,26 +22,17 @@ from trainer_backend.models.sources import model_folder, remember_chat_settings
 
 
 def load_named(table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """What model.path or model.name names, weights in fp32.
-
-    Raises:
-        ModelFolderError: it is not there, is no model to train, or cannot hold a conversation with tools.
-    """
+    """The model and tokenizer that model.path or model.name names; weights in fp32."""
     return _checked(model_folder(table), table)
 
 
 def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The model of a checkpoint.
-
-    Raises:
-        CheckpointError: it is of another architecture or size than the model that the job names.
-        ModelFolderError: as `load_named`.
-    """
+    """The model of a checkpoint."""
     expected = _described(table)
-    found = described(read_config(checkpoint))
-    if expected is not None and expected != found:
+    stored = described(read_config(checkpoint))
+    if expected is not None and expected != stored:
         raise CheckpointError(
-            f"{checkpoint} holds {found}, but the job's model is {expected}",
+            f"{checkpoint} holds {stored}, but the job's model is {expected}",
             hint="It is of another run, or [model] of the job was changed.",
         )
     return _checked(checkpoint, table)
@@ -55,7 +46,7 @@ def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrain
 
 
 def _described(table: ModelTable) -> str | None:
-    """The job's model; None where what it began from is gone, which a run with checkpoints outlives."""
+    """A description of the job's model; None where its folder is gone, though its run has checkpoints."""
     if table.preset is not None:
         preset = PRESETS[table.preset]
         return described(
@@ -82,7 +73,7 @@ def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy whose matrices are of `dtype`, without gradient; norms and biases are float32, buffers stay.
+    """A copy without gradients: matrices of `dtype`, norms and biases of float32, buffers as they are.
 
     Converted one by one: a copy in float32 beside the model need not fit.
     """

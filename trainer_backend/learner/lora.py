@@ -50,10 +50,7 @@ class Adapter:
         """Adapters that change nothing yet; torch's global generator is left as it was.
 
         Args:
-            base: what whoever loads the saved adapters finds the model under: a path or a hub name.
-
-        Raises:
-            JobError: lora.target_modules names nothing in the model, or its embedding or head.
+            base: the path or hub name of the model, for whoever loads the saved adapters.
         """
         _refuse_ends(model, table.target_modules)
         whole = table.target_modules == ("all-linear",)
@@ -76,11 +73,7 @@ class Adapter:
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        """Become the adapters that `save` wrote.
-
-        Raises:
-            CheckpointError: none there, or they are of another model or of other settings than the job's.
-        """
+        """Become the adapters that `save` wrote."""
         stored = read_adapter(folder)
         refuse_other_settings(folder, self._settings)
         own = self.weights()
@@ -105,7 +98,7 @@ class Adapter:
 
     @contextmanager
     def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """In here the adapters have these weights, such as those that RL started from."""
+        """Give the adapters other weights inside this context, such as those that RL started from."""
         trained = [(self._model.get_parameter(name), tensor) for name, tensor in weights.items()]
         own = [parameter.data for parameter, _ in trained]
         try:
@@ -150,11 +143,7 @@ class Adapter:
 
 
 def set_beside(model: PreTrainedModel, folder: Path) -> None:
-    """Make of a float32 model with stored adapters merged in its base with them beside it, as in training.
-
-    Raises:
-        CheckpointError: as `Adapter.restore`.
-    """
+    """Take merged adapters out of a float32 model's weights, and put them beside its base, as in training."""
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):
         Adapter(_wrapped(model, LoraConfig.from_pretrained(str(folder)))).restore(folder)

@@ -15,9 +15,9 @@ from trainer_backend.core.objective import Objective, Tokens
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.job.training_table import TrainingTable
 
-# What is told of the samples of a fixed policy, of all that is told of the actor's as `loss/…`.
-_TOLD = ("ratio_mean", "entropy")
-_TOLD_OF_A_CLIP = ("clip_low_share", "clip_high_share")
+# Of the actor's metrics `loss/…`, those that a fixed policy's samples have too; the second where it clips.
+_OF_FIXED = ("ratio_mean", "entropy")
+_OF_CLIPPED = ("clip_low_share", "clip_high_share")
 # How far the step lies from the proximal policy: nats, mean over the tokens of all samples, whatever the loss
 # makes of their ratios and weights. It is what target_kl bounds, so it must mean the same in every job.
 DRIFT = "loss/kl_to_proximal"
@@ -81,12 +81,12 @@ class PolicyTerms:
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
         """A whole step with what the tokens of each episode share, by the log-probs of now."""
-        there, found_N = batch.to(logprobs_N.device), torch.zeros_like(logprobs_N)
+        there, logs_N = batch.to(logprobs_N.device), torch.zeros_like(logprobs_N)
         for policy, chosen in self._chosen(there):
             unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))
             if unit_logs is not None:
-                found_N[chosen] = unit_logs
-        return replace(batch, unit_log_N=found_N)
+                logs_N[chosen] = unit_logs
+        return replace(batch, unit_log_N=logs_N)
 
     def of(
         self,
@@ -112,11 +112,11 @@ class PolicyTerms:
         for policy, chosen in self._chosen(batch):
             tokens = _tokens(batch, logprobs_N).at(chosen)
             unit_logs = self._unit_logs(policy, tokens, batch, chosen)
-            surrogate, found = self._surrogate(policy, tokens, unit_logs)
+            surrogate, terms = self._surrogate(policy, tokens, unit_logs)
             moved_N = token_kl(tokens.logprobs, tokens.proximal_logprobs, tokens.weights)
-            found["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
-            found["policy"] = surrogate.item()
-            found["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
+            terms["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
+            terms["policy"] = surrogate.item()
+            terms["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
             loss = (
                 loss
                 + surrogate
@@ -132,9 +132,9 @@ class PolicyTerms:
                     name=self._table.kl_kind,
                 )
                 loss = loss + self._table.kl_coef * distance
-                found["kl"] = distance.item()
+                terms["kl"] = distance.item()
             metrics[DRIFT] += float((moved_N * _trust(policy, tokens)).sum()) / sums.tokens
-            metrics |= self._told(policy, found, sums.weights[policy])
+            metrics |= self._metrics(policy, terms, sums.weights[policy])
         return loss, metrics
 
     def _surrogate(
@@ -149,18 +149,18 @@ class PolicyTerms:
             tokens.weights,
             objective.clip,
         )
-        found = {name.removeprefix("loss/"): value for name, value in ratios.items()}
-        return objective.surrogate(tokens, unit_logs), found
+        shares = {name.removeprefix("loss/"): value for name, value in ratios.items()}
+        return objective.surrogate(tokens, unit_logs), shares
 
-    def _told(self, policy: str, found: Mapping[str, float], share: float) -> dict[str, float]:
+    def _metrics(self, policy: str, terms: Mapping[str, float], share: float) -> dict[str, float]:
         """Return a piece's metrics; added over all pieces they are means over the policy's own samples."""
         of_step = {
-            name: value if name.endswith(("_min", "_max")) else value / share for name, value in found.items()
+            name: value if name.endswith(("_min", "_max")) else value / share for name, value in terms.items()
         }
         if policy == ACTOR:
             return {f"loss/{name}": value for name, value in of_step.items()}
-        told = _TOLD + (_TOLD_OF_A_CLIP if self.objectives[policy].clips else ())
-        return {metric_of(policy, name): of_step[name] for name in told}
+        names = _OF_FIXED + (_OF_CLIPPED if self.objectives[policy].clips else ())
+        return {metric_of(policy, name): of_step[name] for name in names}
 
     def _unit_logs(self, policy: str, tokens: Tokens, batch: Batch, chosen: Tensor | slice) -> Tensor | None:
         objective = self.objectives[policy]

@@ -51,12 +51,12 @@ class Scorer:
         last layer's MLP runs on the N positions that are read and nowhere else.
         """
         dtype = self.placement.low or self.model.dtype
-        rows, told = self.attention.arranged(packed, self.placement.device, dtype)
+        rows, arguments = self.attention.arranged(packed, self.placement.device, dtype)
         read = last_mlp_on(self.model, rows.predict_row_N, rows.predict_position_N)
         tokens = tokens_for(self.model, rows.token_ids_BL, self.placement.low)
         with self.placement.autocast(), read:
             hidden_BLD = self.model.model(
-                **tokens, position_ids=rows.position_ids_BL, use_cache=False, **told
+                **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
             ).last_hidden_state
         return States(rows, hidden_BLD[rows.predict_row_N, rows.predict_position_N])
 
@@ -99,11 +99,7 @@ class Scorer:
         row_tokens: int,
         micro_batch_tokens: int,
     ) -> list[list[list[float]]]:
-        """As `in_pieces`, of the states of each piece.
-
-        Raises:
-            SegmentError: an id that the model does not know, by its rollout and turn.
-        """
+        """As `in_pieces`, of the states of each piece."""
         refuse_unknown_ids(segments, embedding_rows(self.model))
         return in_pieces(
             segments,
@@ -146,11 +142,7 @@ def logprobs_in_pieces(
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
-    """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed.
-
-    Raises:
-        SegmentError: the first such id, by its rollout and turn.
-    """
+    """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed."""
     for segment in segments:
         if min(segment.token_ids) >= 0 and max(segment.token_ids) < rows:
             continue

@@ -18,11 +18,7 @@ from trainer_backend.models.folder import is_out_of_memory
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Layers keep their input alone while `stepping`, and compute the rest again in the backward pass.
-
-    Raises:
-        ModelFolderError: the architecture has no such layers.
-    """
+    """Layers keep their input alone while `stepping`, and compute the rest again in the backward pass."""
     if not model.supports_gradient_checkpointing:
         raise ModelFolderError(
             f"{type(model).__name__} cannot checkpoint its layers",
@@ -69,8 +65,8 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        more = f" when it asked for {asked[1]} more" if asked else ""
+        request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        more = f" when it asked for {request[1]} more" if request else ""
         # Its frames hold the activations, and whoever saves the run now needs their memory.
         error.__traceback__ = None
         if torch.cuda.is_available():
@@ -80,13 +76,13 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A segment with what stop 8 found of its N sampled tokens, before the first step.
+    """A segment with the scores of its N sampled tokens before the first step (stop 8).
 
     proximal: [N] the learner's own log-probs (nats).
-    behaviour: [N] weights to who sampled them (core.behaviour), in [0, cap].
-    policy: who that was.
-    share: [N] how much each counts of the whole iteration, where its aggregation says so (core.aggregation).
-    reference: [N] log-probs (nats) of what a KL term pulls towards; None where there is no such term.
+    behaviour: [N] weights towards the policy that sampled them (core.behaviour), in [0, cap].
+    policy: the policy that sampled them.
+    share: [N] the share of each token in the whole iteration, where the aggregation is over that.
+    reference: [N] log-probs (nats) of the policy that a KL term pulls towards; None without such a term.
     """
 
     segment: Segment
@@ -98,18 +94,18 @@ class Scored:
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:
-    """What a step may not part: an episode whose tokens share their ratio or weight, else a segment.
+    """The units that a step may not split: episodes whose tokens share a ratio or weight, else segments.
 
     Args:
-        levels: of the units of each policy's samples.
+        levels: the unit of each policy's samples.
     """
     if "episode" not in levels.values():
         return [[item] for item in scored]
-    kept: dict[object, list[Scored]] = {}
+    units: dict[object, list[Scored]] = {}
     for number, item in enumerate(scored):
         whole = levels[item.policy] == "episode"
-        kept.setdefault(item.segment.rollout_id if whole else number, []).append(item)
-    return list(kept.values())
+        units.setdefault(item.segment.rollout_id if whole else number, []).append(item)
+    return list(units.values())
 
 
 def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterator[list[Scored]]:

@@ -23,15 +23,14 @@ ROUNDING = 1e-3
 
 
 def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> None:
-    """Scoring runs `model.model` under a mask of its own and applies `lm_head` itself (`learner.scoring`).
+    """Refuse a model whose log-probs the learner would compute wrongly.
+
+    Scoring runs `model.model` under a mask of its own and applies `lm_head` itself (`learner.scoring`). So
+    nothing else may stand between hidden states and logits, every layer must attend as the mask says, and
+    positions may not depend on the length of a sequence.
 
     Args:
         longest: tokens of the longest sequence that the job samples, inference.max_model_len.
-
-    Raises:
-        ModelFolderError: something stands between hidden states and logits that scoring would leave out
-            (a bias, a scale, a soft cap); a layer attends differently than the mask says; positions depend
-            on a sequence's length (`models.layout`); the model has fewer of them than `longest`.
     """
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise ModelFolderError(f"{type(model).__name__} has no `model` and `lm_head`", where="model")
@@ -69,7 +68,7 @@ def _refuse_few_positions(config: Any, longest: int) -> None:
 
 @torch.inference_mode()
 def _refuse_other_logits(model: PreTrainedModel) -> None:
-    """What no list of names above foresees: the learner's logits of a few tokens beside the model's own."""
+    """Compare the learner's logits of a few tokens with the model's own: no list of names is complete."""
     ids_BL = _few_ids(model)
     own_BLV = model(input_ids=ids_BL, use_cache=False).logits
     apart = _apart(own_BLV, _logits(model, ids_BL))
@@ -83,7 +82,7 @@ def _refuse_other_logits(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _refuse_neighbours(model: PreTrainedModel) -> None:
-    """Likewise, two texts in one row beside each of them alone."""
+    """Compare the logits of two texts in one row with those of each text alone."""
     first_BL = _few_ids(model)
     second_BL = first_BL.flip(1)[:, : first_BL.shape[1] // 2 + 1]
     parts = [first_BL, second_BL]
@@ -109,9 +108,9 @@ def _few_ids(model: PreTrainedModel) -> Tensor:
     return torch.arange(min(8, embedding_rows(model)), device=model.device)[None]
 
 
-def _logits(model: PreTrainedModel, ids_BL: Tensor, **told: Any) -> Tensor:
-    """As `learner.scoring` makes them."""
-    hidden_BLD = model.model(input_ids=ids_BL, use_cache=False, **told).last_hidden_state
+def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
+    """Logits as `learner.scoring` computes them."""
+    hidden_BLD = model.model(input_ids=ids_BL, use_cache=False, **arguments).last_hidden_state
     logits_BLV: Tensor = hidden_BLD @ model.lm_head.weight.T
     return logits_BLV
 

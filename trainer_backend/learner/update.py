@@ -124,9 +124,6 @@ class PolicyUpdate:
         """Stop 8: score each segment before the first step, without dropout, and weigh its tokens.
 
         Where the aggregation is over the iteration, each token gets its share of it too.
-
-        Raises:
-            NonFiniteLoss: a log-prob is not finite, by the name of its token.
         """
         segments = [segment for episode in episodes for segment in episode.segments]
         policies = [episode.policy for episode in episodes for _ in episode.segments]

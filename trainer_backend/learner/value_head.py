@@ -67,8 +67,10 @@ class ValueHead:
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 
     def values(self, states: States) -> Tensor:
-        """[N] V in reward units, float32, 0 where none is read; its gradient reaches the policy where the job
-        says so."""
+        """[N] V in reward units, float32, 0 where none is read.
+
+        Its gradient reaches the policy with training.value_trunk_gradient.
+        """
         hidden_RD = states.hidden_ND[self._read(states)].float()
         inputs_RD = ((hidden_RD if self._through else hidden_RD.detach()) - self._mean_D) / self._std_D
         values_N = inputs_RD.new_zeros(len(states.hidden_ND))
@@ -122,11 +124,7 @@ class ValueHead:
         save_file(tensors, folder / FILE)
 
     def restore(self, checkpoint: Path) -> None:
-        """As `save` left it; where a checkpoint has none, it stays as it begins (see `told_on_resume`).
-
-        Raises:
-            CheckpointError: the file is broken, or of a model of another width.
-        """
+        """Read what `save` wrote; a checkpoint without a value head leaves a fresh one (`told_on_resume`)."""
         path = checkpoint / TRAINING_FOLDER / FILE
         if not path.exists():
             return
@@ -135,18 +133,18 @@ class ValueHead:
         except Exception as error:  # safetensors and torch raise types of their own
             raise CheckpointError(f"{path}: the value head cannot be restored: {error}") from error
 
-    def _take(self, found: dict[str, Tensor]) -> None:
+    def _take(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, weight in self._trained.items():
-                weight.copy_(found[name])
-        if "mean" in found:
-            self._mean_D.copy_(found["mean"])
-            self._std_D.copy_(found["std"])
+                weight.copy_(tensors[name])
+        if "mean" in tensors:
+            self._mean_D.copy_(tensors["mean"])
+            self._std_D.copy_(tensors["std"])
             self._seen = None
         state = {
-            number: {key: found[f"{name}.{key}"] for key in _MOMENTS}
+            number: {key: tensors[f"{name}.{key}"] for key in _MOMENTS}
             for number, name in enumerate(self._trained)
-            if f"{name}.step" in found
+            if f"{name}.step" in tensors
         }
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
 
@@ -173,7 +171,7 @@ class _Inputs:
 
 
 def told_on_resume(advantage: str, checkpoint: Path) -> str | None:
-    """What a person should know of a run whose estimator was changed; None where nothing was."""
+    """A line for a person where the estimator was changed between critic and none; else None."""
     needed = estimator(advantage).needs_values
     there = (checkpoint / TRAINING_FOLDER / FILE).exists()
     name = f"algorithm.advantage = {advantage!r}"

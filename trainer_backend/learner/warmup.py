@@ -27,7 +27,7 @@ _RISE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """How well the teacher was imitated: mean log-loss (nats) and exact-token share over the last epoch."""
+    """The outcome of a warm-up; `loss` is the mean log-loss (nats) of a token over the last epoch."""
 
     examples: int
     steps: int
@@ -73,9 +73,6 @@ def warm_up(
         training: says where the optimizer is and how many tokens are computed at a time.
         seed: of the job; the order of the demonstrations follows from it.
         tell: is called with the steps done and their total; what it raises ends the warm-up there.
-
-    Raises:
-        NonFiniteLoss: the loss or the gradient is NaN or infinite; the step that met it is not taken.
     """
     optimizer = adamw_of(
         scorer.model,
@@ -96,7 +93,7 @@ def warm_up(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             batch = order[first : first + table.batch_decisions]
-            losses.append(_step(scorer, optimizer, batch, table, training))
+            losses.append(_step(scorer, optimizer, batch, table, training=training))
             tell(len(losses), total)
     last = losses[-batches_per_epoch:]
     return WarmupResult(len(segments), len(losses), sum(last) / len(last))
@@ -107,6 +104,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     segments: Sequence[Segment],
     table: WarmupTable,
+    *,
     training: TrainingTable,
 ) -> float:
     width = row_width(segments, training.row_tokens)
@@ -169,11 +167,7 @@ def worth_imitating(step: StepData) -> bool:
 
 
 def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:
-    """Every prompt message of the episodes, what was said in words, and the calls as a model writes them.
-
-    Raises:
-        NothingToLearnFrom: there is none.
-    """
+    """Every prompt message of the episodes, what was said in words, and the calls as a model writes them."""
     texts = [
         text
         for trajectory in trajectories

@@ -29,10 +29,6 @@ def load_model_folder(
 
     Args:
         dtype: what the weights become, whatever they are on disk: fp32 is the master copy of training.
-
-    Raises:
-        ModelFolderError: no such folder; no config, weights or tokenizer in it; files that cannot be read or
-            do not belong together; no causal language model, or one that needs code of its own.
     """
     folder = Path(path)
     refuse_incomplete(folder)

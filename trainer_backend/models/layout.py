@@ -22,11 +22,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def refuse_incomplete(folder: Path) -> None:
-    """Whether config and weights are there, all shards of them.
-
-    Raises:
-        ModelFolderError: no folder, no config, no weights, pickled weights only, or a shard is missing.
-    """
+    """Refuse a folder without config or weights, with pickled weights only, or without one of the shards."""
     if not folder.is_dir():
         raise ModelFolderError(
             "no such folder", where=str(folder), hint="A path to a local folder is needed."
@@ -37,11 +33,7 @@ def refuse_incomplete(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model's weights, as `transformers` chooses them; no other one is read.
-
-    Raises:
-        ModelFolderError: no weights, pickled weights only, or a shard is missing.
-    """
+    """The files that hold the model's weights, as `transformers` chooses them; no other one is read."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
@@ -54,12 +46,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_untrainable(folder: Path) -> None:
-    """Whether config.json describes a causal language model that `transformers` itself can build.
-
-    Raises:
-        ModelFolderError: it describes another kind of model, one that needs Python code of its own, or one
-            that the installed release does not know.
-    """
+    """Refuse a model that is no causal language model, or that `transformers` cannot build by itself."""
     config = read_config(folder)
     kind = config.get("model_type")
     where = str(folder / CONFIG)
@@ -91,11 +78,7 @@ def refuse_untrainable(folder: Path) -> None:
 
 
 def refuse_own_tokenizer(folder: Path) -> None:
-    """Without its own code such a tokenizer would be read as a plain one, which may give other ids.
-
-    Raises:
-        ModelFolderError: tokenizer_config.json names a class that only the folder's own code defines.
-    """
+    """Refuse a tokenizer with code of its own: read as a plain one, it may give other ids."""
     path = folder / TOKENIZER_CONFIG
     settings = read_object(path) if path.is_file() else {}
     name = str(settings.get("tokenizer_class"))
@@ -112,11 +95,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """A JSON file of a model folder.
-
-    Raises:
-        ModelFolderError: it cannot be read, or is no JSON object.
-    """
+    """A JSON file of a model folder."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -180,10 +159,6 @@ def refuse_unsupported_attention(config: PreTrainedConfig, *, longest: int) -> N
     Args:
         config: of a model; the part about texts is looked at.
         longest: tokens of the longest sequence.
-
-    Raises:
-        ModelFolderError: a layer is recurrent, or attends within a window shorter than `longest`; or the
-            rotation of a token depends on how long the sequence is that it stands in.
     """
     texts = config.get_text_config()
     _refuse_windows(texts, longest)

@@ -16,9 +16,6 @@ def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0
     """A freshly initialised preset for the vocabulary of `tokenizer`, in fp32 and evaluation mode.
 
     The same name, tokenizer size and seed give the same weights; torch's global generator is left as it was.
-
-    Raises:
-        ModelFolderError: no preset of that name.
     """
     if name not in PRESETS:
         raise ModelFolderError(f"preset is {name!r}{did_you_mean(name, PRESETS)}", where="model.preset")

@@ -59,9 +59,6 @@ def train_tokenizer(
         texts: prompts as the model will see them; their frequent words become single tokens.
         vocab_size: at most this many tokens: 256 bytes, the special tokens, and merges.
         whole_words: words that must be one token after a space whatever `texts` holds: the action names.
-
-    Raises:
-        ModelFolderError: `vocab_size` leaves no room to make each of `whole_words` one token.
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")

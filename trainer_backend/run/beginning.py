@@ -78,7 +78,7 @@ class FixedSetup:
 
 
 class Models(NamedTuple):
-    """What a run has loaded before it goes on or begins.
+    """The models that a run has loaded before it goes on or begins.
 
     Attributes:
         learner: None where a preset waits for the prompts that its tokenizer is trained on.

@@ -41,7 +41,7 @@ class FixedWeights:
 
     @property
     def identity(self) -> str:
-        """What two models of one name must have in common."""
+        """The part that two models of one name must have in common."""
         return self.sha256
 
     def __str__(self) -> str:
@@ -244,11 +244,7 @@ class FixedPolicies:
         return [item.line for item in self._local]
 
     def verify(self) -> list[str]:
-        """Check after the last rollout that no weights have changed; return a line for each local model.
-
-        Raises:
-            TrainerError: weights have changed, so no sample of the run can be trusted.
-        """
+        """Check after the last rollout that no weights have changed; return a line for each local model."""
         for item in self._local:
             if (now := item.sampler()) != item.sampler_sha256:
                 raise TrainerError(

@@ -37,12 +37,7 @@ NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
 
 
 def gateway_listener(table: ServicesTable) -> Listener:
-    """The gateway's port, held before there is a model to serve.
-
-    Raises:
-        JobError: services.gateway_host is no address that a task app can call.
-        PortTaken: services.gateway_port is in use.
-    """
+    """The gateway's port, held before there is a model to serve."""
     host = table.gateway_host
     if is_wildcard(host):
         raise JobError(
@@ -151,10 +146,6 @@ class FolderPolicy:
         table: [model], which says how the model is spoken to and where it computes.
         server: serves it, within its limits.
         folder: a model folder, such as a checkpoint of a run; its weights are read here.
-
-    Raises:
-        JobError: the device is not there, or cannot hold the model.
-        ModelFolderError: there is no such model, or it cannot be played exactly.
     """
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:

@@ -31,11 +31,6 @@ def checked_folders(
     Args:
         tables: of all fixed policies.
         checkpoint: the actor's, where its run goes on; None: the model of [model].
-
-    Raises:
-        JobError: a folder or run is missing; its model has other tokens than the actor, and the first
-            difference is named; the key of a remote policy is not set.
-        ModelFolderError: a folder holds no model that can be played.
     """
     folders = {table.name: _folder(table) for table in tables if not table.is_remote}
     for table in tables:

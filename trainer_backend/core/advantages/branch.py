@@ -131,5 +131,5 @@ def invalid_before(episode: Trajectory, turn: int) -> int:
 
 
 def seconds_before(episode: Trajectory, turn: int) -> float:
-    """What the decisions before that turn took, of policy and environment: a branch has so much less time."""
+    """Seconds that policy and environment took before that turn: a branch has so much less time."""
     return sum(step.step_info.policy_s + step.step_info.environment_s for step in episode.steps[: turn - 1])

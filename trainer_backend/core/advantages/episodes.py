@@ -77,7 +77,7 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What an estimator gives.
+    """The advantages of an estimator.
 
     per_episode: for each episode, in the order given, its [T] advantages, in float64.
     per_token: in the same order those of its sampled tokens, from an estimator that tells them apart: then it

@@ -26,7 +26,7 @@ def relative(scores: Sequence[float], scale: Scale) -> list[float]:
 
 
 def unscaled(deviations: list[float]) -> list[float]:
-    """As they are: Fnorm = 1."""
+    """Leave the deviations as they are: Fnorm = 1."""
     return deviations
 
 
