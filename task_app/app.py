@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -33,6 +34,27 @@ LONG = frozenset({"/rollout", "/rollouts"})
 ERRORS = (401, 404, 408, 409, 413, 422, 428, 429, 500, 502, 503, 504, 507)
 
 
+_ROUTERS = (
+    steps.router,
+    by_id.router,
+    rollouts.runs_router,
+    one_call.rollout_router,
+    one_call.router,
+    service.router,
+    service.info_router,
+    env.router,
+    view.frames_router,
+    view.router,
+    policy.router,
+    interaction.router,
+    rollouts.router,
+    openenv.router,
+    openenv_mcp.router,
+    openenv_socket.router,
+    snapshots.router,
+)
+
+
 def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastAPI:
     """Build the app. Nothing runs and no connection is open before its lifespan starts.
 
@@ -53,26 +75,13 @@ def create_app(settings: Settings, *, boards: PlugBoards | None = None) -> FastA
     # Pictures are only for people: one is drawn at a time, so that episodes keep the threads.
     app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
-    for router in (
-        steps.router,
-        by_id.router,
-        rollouts.runs_router,
-        one_call.rollout_router,
-        one_call.router,
-        service.router,
-        service.info_router,
-        env.router,
-        view.frames_router,
-        view.router,
-        policy.router,
-        interaction.router,
-        rollouts.router,
-        openenv.router,
-        openenv_mcp.router,
-        openenv_socket.router,
-        snapshots.router,
-    ):
+    for router in _ROUTERS:
         app.include_router(router)
+    # For /info: to ask app.openapi() for them makes the whole document, half a second of the event loop.
+    app.state.paths = tuple(dict.fromkeys(
+        route.path_format for router in _ROUTERS for route in router.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+    ))  # fmt: skip
     install_problem_handlers(app)
     app.add_exception_handler(RequestValidationError, validation_response)
     describe(app, open_paths=OPEN_PATHS)

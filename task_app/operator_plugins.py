@@ -5,15 +5,12 @@ and `REWARD_FUNCTIONS`, made with `@reward_function`. It runs once when the task
 process of a reward function; no request can name a file or a class.
 """
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from service_kit.errors import SettingsError
-from task_app.errors import CriticalError, boundary
+from task_app.plugin_file import module_of
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
@@ -64,25 +61,3 @@ def _merge(known: Mapping[str, Any], more: Mapping[str, Any], *, kind: str, file
     if twice:
         raise SettingsError(f"--plugins {file}: {kind} {twice[0]!r} is there already; choose another name")
     return {**known, **more}
-
-
-def module_of(file: Path) -> ModuleType:
-    """Import the file, which may import its neighbours."""
-    if not file.is_file():
-        raise SettingsError(f"--plugins {file}: no such file")
-    # At the end of the path, so that no neighbour replaces an installed module.
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    name = f"turnwise_plugins_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise SettingsError(f"--plugins {file} is no Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # pydantic looks up annotations of its classes there
-    try:
-        with boundary(f"--plugins {file}"):
-            spec.loader.exec_module(module)
-    except CriticalError as exc:
-        raise SettingsError(exc.detail) from exc
-    return module

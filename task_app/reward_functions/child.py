@@ -24,7 +24,7 @@ from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs
 from shared_schemas.evaluate_result import EvaluateResult
 from task_app.errors import boundary
-from task_app.operator_plugins import module_of
+from task_app.plugin_file import module_of
 from task_app.protocols import RewardFunction
 from task_app.reward_functions.decorator import EPISODES, NoResult, first_error
 

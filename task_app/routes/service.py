@@ -80,7 +80,7 @@ async def info(request: Request) -> dict[str, Any]:
             "task": sorted(services.boards.environments),
             "version": request.app.version,
             "base_url": str(request.base_url).rstrip("/"),
-            "endpoints": _endpoints(request.app.openapi()["paths"]),
+            "endpoints": _endpoints(request.app.state.paths),
             "instance_id": services.instance_id,
         },
         "dataset": {"seed_range": SEED_RANGE, "splits": ["train"]},

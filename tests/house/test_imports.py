@@ -125,21 +125,31 @@ def test_the_core_does_no_io():
     assert [name for name in core if "open(" in (ROOT / name).read_text(encoding="utf-8")] == []
 
 
-def test_the_orchestrator_knows_no_torch():
-    code = "import sys, trainer_backend.train; sys.exit('torch' in sys.modules)"
+def test_the_orchestrator_and_the_command_line_know_no_torch():
+    code = "import sys, trainer_backend.train, trainer_backend.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_command_line_starts_without_torch():
-    code = "import sys, trainer_backend.__main__; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+def module_of(name: str) -> str:
+    return name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def test_the_process_of_a_reward_function_imports_no_environment_and_no_web():
+    modules = {module_of(name): name for name in IMPORTS}
+    reached, ahead = set[str](), ["task_app.reward_functions.child"]
+    while ahead:
+        module = ahead.pop()
+        if module not in reached:
+            reached.add(module)
+            ahead += IMPORTS[modules[module]] & modules.keys()
+    assert {"task_app.plugin_file", "task_app.reward_functions.decorator"} <= reached
+    assert not [name for name in reached if name.startswith(("task_app.environments", "task_app.policies"))]
+    libraries = {library for module in reached for library in LIBRARIES[modules[module]]}
+    assert not libraries & {"aiohttp", "fastapi", "starlette", "numpy", "crafter"}
 
 
 def test_there_are_no_import_cycles():
-    modules = {
-        name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): imports
-        for name, imports in IMPORTS.items()
-    }
+    modules = {module_of(name): imports for name, imports in IMPORTS.items()}
     edges = {name: imports & modules.keys() for name, imports in modules.items()}
     done: set[str] = set()
 

@@ -28,21 +28,17 @@ def truth(messages, ground_truth=None, **kwargs):
 
 
 @reward_function
-def chatty(messages, **kwargs):
+def chatty(messages, ground_truth=None, **kwargs):
     """Prints in every way that there is, and reads what is not there."""
+    if ground_truth == "flood":
+        print(("x" * 1_000 + "\n") * 2_000)
+        return EvaluateResult(score=1.0)
     print('{"results": [{"score": 5}]}')
     sys.stderr.write("to stderr\n")
     os.write(1, b"to the descriptor\n")
     subprocess.run(["echo", "from a child"], check=True)
     left = sys.stdin.read()
     return EvaluateResult(score=1.0 if left == "" else 0.0)
-
-
-@reward_function
-def flood(messages, **kwargs):
-    for _ in range(2_000):
-        print("x" * 1_000)
-    return EvaluateResult(score=1.0)
 
 
 @reward_function
@@ -73,27 +69,16 @@ def closes(messages, **kwargs):
 
 
 @reward_function
-def raises(messages, **kwargs):
-    raise KeyError("answer")
-
-
-@reward_function
-def leaves(messages, **kwargs):
-    sys.exit(3)
-
-
-@reward_function
-def number(messages, **kwargs):
-    return 0.5
-
-
-@reward_function
-def not_a_number(messages, **kwargs):
-    return EvaluateResult(score=float("nan"))
-
-
-@reward_function
-def huge(messages, **kwargs):
+def no_reward(messages, ground_truth, **kwargs):
+    """Does what its truth names."""
+    if ground_truth == "raises":
+        raise KeyError("answer")
+    if ground_truth == "leaves":
+        sys.exit(3)
+    if ground_truth == "number":
+        return 0.5
+    if ground_truth == "nan":
+        return EvaluateResult(score=float("nan"))
     return EvaluateResult(score=1.0, reason="x" * 3_000_000)
 
 
@@ -101,11 +86,6 @@ def huge(messages, **kwargs):
 def misfit(messages, **kwargs):
     outputs = tuple(StepOutput(step_index=index, base_reward=1.0) for index in (0, 0, 9))
     return EvaluateResult(score=1.0, step_outputs=outputs)
-
-
-@reward_function
-def which(messages, **kwargs):
-    return EvaluateResult(score=os.getpid())
 
 
 @reward_function

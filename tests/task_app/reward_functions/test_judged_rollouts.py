@@ -13,13 +13,33 @@ def judges():
     return with_plugins(boards(), [FILE])
 
 
-async def test_the_score_is_the_outcome_and_each_decision_has_its_base_reward():
+async def test_each_rollout_has_what_its_function_says_and_fails_alone():
     # two decisions, each a rise of "a": the environment's own outcome is 1 different name
-    async with running_app(judges()) as client:
-        await accept(client, rollout("judged", reward_function="fair"), rollout("plain"))
-        found = await all_of(client, 2)
-    judged, plain = found["judged"].trajectory, found["plain"].trajectory
-    assert judged is not None and plain is not None
+    async with running_app(judges(), reward_deadline_s=2.0) as client:
+        await accept(
+            client,
+            rollout("judged", reward_function="fair"),
+            rollout("plain"),
+            rollout("true", reward_function="truth", ground_truth={"answer": 42}),
+            rollout("misfit", reward_function="misfit"),
+            rollout("hangs", reward_function="hangs"),
+            rollout("raises", reward_function="truth"),
+        )
+        found = await all_of(client, 6)
+    assert_judged(found["judged"].trajectory, found["plain"].trajectory)
+    assert found["true"].trajectory.outcome_reward == 42.0
+    misfit = found["misfit"].trajectory
+    assert [step.base_reward for step in misfit.steps] == [1.0, None]
+    assert len(misfit.warnings) == 3
+    failures = {name: one.failure for name, one in found.items() if one.failure}
+    assert {name: (told.code, told.decisions_done) for name, told in failures.items()} == {
+        "hangs": ("reward_function_deadline", 2),
+        "raises": ("reward_function_failed", 2),
+    }
+    assert found["hangs"].trajectory is None, "never a reward of 0"
+
+
+def assert_judged(judged, plain):
     assert (judged.outcome_reward, judged.outcome_definition) == (11.0, "score of the reward function 'fair'")
     assert [step.base_reward for step in judged.steps] == [0.0, 0.25]
     assert [[(part.source, part.value) for part in step.reward_parts] for step in judged.steps] == [
@@ -27,60 +47,20 @@ async def test_the_score_is_the_outcome_and_each_decision_has_its_base_reward():
         [("user", 0.25)],
     ]
     assert judged.warnings == ()
-    assert judged.user_reward is not None
     assert judged.user_reward.environment_outcome_reward == plain.outcome_reward == 1.0
     assert judged.user_reward.environment_outcome_definition == plain.outcome_definition
     assert plain.user_reward is None
 
 
-async def test_the_ground_truth_of_the_request_reaches_the_function():
+async def test_info_names_the_functions_and_an_unknown_one_is_refused_before_anything_is_played():
     async with running_app(judges()) as client:
-        await accept(client, rollout("r", reward_function="truth", ground_truth={"answer": 42}))
-        found = (await all_of(client, 1))["r"].trajectory
-    assert found is not None
-    assert found.outcome_reward == 42.0
-
-
-async def test_misfits_are_recorded_on_the_trajectory():
-    async with running_app(judges()) as client:
-        await accept(client, rollout("r", reward_function="misfit"))
-        found = (await all_of(client, 1))["r"].trajectory
-    assert found is not None
-    assert [step.base_reward for step in found.steps] == [1.0, None]
-    assert len(found.warnings) == 3
-
-
-async def test_a_function_that_gives_no_reward_fails_its_rollout_and_no_other():
-    async with running_app(judges(), reward_deadline_s=2.0) as client:
-        await accept(
-            client,
-            rollout("hangs", reward_function="hangs"),
-            rollout("raises", reward_function="raises"),
-            rollout("good", reward_function="fair"),
-        )
-        found = await all_of(client, 3)
-    failures = {name: one.failure for name, one in found.items() if one.failure}
-    assert {name: (told.code, told.decisions_done) for name, told in failures.items()} == {
-        "hangs": ("reward_function_deadline", 2),
-        "raises": ("reward_function_failed", 2),
-    }
-    assert found["good"].status == "finished"
-    assert found["hangs"].trajectory is None, "never a reward of 0"
-
-
-async def test_an_unknown_function_is_refused_before_anything_is_played():
-    async with running_app(judges()) as client:
+        found = (await client.get("/info")).json()["capabilities"]["reward_functions"]
         answer = await accept(client, rollout("r", reward_function="fare"))
+    assert (found["fair"], found["together"]) == ("pointwise", "batch")
     assert answer.status_code == 422
     problem = answer.json()
     assert (problem["code"], problem["where"]) == ("unknown_name", "rollouts.0.reward_function")
     assert "Did you mean 'fair'?" in problem["detail"]
-
-
-async def test_info_names_the_functions_and_how_they_are_called():
-    async with running_app(judges()) as client:
-        found = (await client.get("/info")).json()["capabilities"]["reward_functions"]
-    assert (found["fair"], found["together"]) == ("pointwise", "batch")
 
 
 async def test_a_rollout_is_cancelled_while_it_is_judged():
